@@ -1,0 +1,258 @@
+"""Every knob of a run: typed, with its unit and the reason for its default.
+
+The dataclasses are the one source of flags (`--tensor-model-parallel-size 2`), of recipe keys (YAML, same
+names) and of `--print-config`. Spelling follows Megatron-LM where it has the flag, and otherwise what users
+of Megatron-based RL systems type. Reading flags and files is `megatron_ibpo.cli`'s job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+__all__ = [
+    "AlgorithmConfig",
+    "Config",
+    "DataConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RolloutConfig",
+    "RunConfig",
+]
+
+
+@dataclass
+class ModelConfig:
+    """The policy and how it is computed."""
+
+    hf_checkpoint: Path | None = None
+    """Directory in Hugging Face format: config.json, safetensors, tokenizer. Required."""
+    bf16: bool = False
+    """Train in bfloat16 with float32 master weights and gradients; otherwise in float32."""
+    max_tokens_per_gpu: int = 16384
+    """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
+    micro-batch of its own. Bounds activation memory."""
+    recompute_granularity: Literal["none", "full", "selective"] = "none"
+    """Megatron's activation recomputation; "full" for long contexts on GPUs."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Which layers "full" recomputes; Megatron's --recompute-method."""
+    recompute_num_layers: int = 1
+    """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
+    moe_aux_loss_coeff: float = 0.0
+    """Router load-balancing loss. 0: the objective is the policy loss alone."""
+
+
+@dataclass
+class ParallelConfig:
+    """Layout of the trainer over its ranks. Data parallel is what remains of the world size."""
+
+    tensor_model_parallel_size: int = 1
+    """TP: ranks that share each matrix."""
+    pipeline_model_parallel_size: int = 1
+    """PP: consecutive groups of layers."""
+    expert_model_parallel_size: int = 1
+    """EP: ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: int = 1
+    """ETP: ranks that share one expert's matrices. 1, since experts are small and EP scales better."""
+    context_parallel_size: int = 1
+    """CP: ranks that share one sequence. Only 1 is supported."""
+    sequence_parallel: bool = True
+    """Shard activations of norms over TP. On: MoE with TP needs it, and the gated delta net's norm
+    gradient is wrong across TP ranks without it. Has no effect at TP=1."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks (ZeRO-1). For models that do not fit otherwise."""
+    distributed_timeout_minutes: float = 30.0
+    """Every collective gives up after this."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule. Defaults are the paper's, and the field's where the paper is silent."""
+
+    lr: float = 5e-7
+    """Peak learning rate (paper: 5e-7)."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of the peak (paper: 0.1)."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """Paper: cosine."""
+    lr_warmup_fraction: float = 0.03
+    """Share of all optimizer steps spent in linear warm-up (paper: 3 %)."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    """0: reinforcement learning moves the weights so little that decay would dominate."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm."""
+
+
+@dataclass
+class LossConfig:
+    """The policy-gradient loss."""
+
+    loss_variant: str = "gspo"
+    """Name in `megatron_ibpo.loss.VARIANTS`."""
+    eps_clip: float = 3e-4
+    """Lower clip range; 3e-4 as the field uses with GSPO's length-normalised ratio."""
+    eps_clip_high: float | None = 4e-4
+    """Upper clip range; equal to --eps-clip when None."""
+    loss_backend: Literal["auto", "torch"] = "auto"
+    """What computes the loss; "auto" takes the fastest that is available and prints it."""
+    use_tis: bool = False
+    """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
+    tis_clip: float = 2.0
+    """Largest such weight."""
+    num_steps_per_rollout: int = 1
+    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1 nothing is off-policy."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """Credit: from scored responses to advantages. `advantage_estimator` names a preset; the other
+    fields default to what that preset says."""
+
+    advantage_estimator: str = "ibpo"
+    """Preset in `megatron_ibpo.credit.PRESETS`: ibpo, gspo."""
+    ibpo_variant: Literal["base"] = "base"
+    """How a successful correction is turned into credit."""
+    ibpo_lambda: float = 0.6
+    """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
+    ibpo_beta: float = 0.5
+    """β: Δ of a successful correction that is no rewrite."""
+    ibpo_k: int = 2
+    """K: solutions compared in one correction prompt, the wrong one included."""
+    ibpo_corrections: int = 1
+    """M: corrections sampled for each wrong response; 0 turns correction off."""
+    ibpo_rewrite_threshold: float | Literal["adaptive"] = 0.6
+    """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
+    2 population standard deviations over the step's corrections."""
+    ibpo_joint: bool = True
+    """Train on the corrections as samples of their own."""
+    ibpo_correction_weight: float = 1.0
+    """Weight of a correction relative to a response in the joint loss."""
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from and who scores the responses."""
+
+    prompt_data: str | None = None
+    """PATH.jsonl, or a generated task such as
+    reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1. Required."""
+    eval_prompt_data: str | None = None
+    """Held-out prompts, same forms. Required when evaluation is on. A generated task is drawn with its
+    own seed, disjoint from training's."""
+    input_key: str = "prompt"
+    """JSONL field with the question: text, or a list of chat messages."""
+    label_key: str = "label"
+    """JSONL field with the ground truth."""
+    apply_chat_template: bool = False
+    """Wrap questions with the tokenizer's chat template."""
+    rm_type: str = "reasoning_gym"
+    """Verifier: reasoning_gym, math, or an import path package.module:function."""
+    reward_threshold: float = 1.0
+    """A response is correct when its reward is at least this."""
+    reward_timeout: float = 10.0
+    """Seconds a verifier may take for one response before it is killed and counted as an error."""
+    reward_workers: int = 2
+    """Verifier processes, for verifiers that need isolation."""
+    data_seed: int = 0
+    """Order of prompts and drawing of generated tasks."""
+
+
+@dataclass
+class RolloutConfig:
+    """Sampling by vLLM."""
+
+    rollout_batch_size: int = 32
+    """P: prompts per rollout."""
+    n_samples_per_prompt: int = 8
+    """G: responses per prompt."""
+    rollout_max_response_len: int = 8192
+    """Tokens a response may have."""
+    rollout_max_context_len: int | None = None
+    """Tokens that prompt and response may have together; the model's own limit when None."""
+    rollout_temperature: float = 1.0
+    rollout_top_p: float = 1.0
+    rollout_top_k: int = -1
+    """-1: off. Cutting the distribution makes it differ from the trainer's; the difference is logged."""
+    rollout_num_gpus_per_engine: int = 1
+    """Tensor-parallel size of one engine."""
+    colocate: bool = True
+    """Engines share the trainers' devices and sleep while those train."""
+    vllm_dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    """Precision of sampling; bfloat16 is the only one vLLM's CPU kernels take for Qwen3-Next."""
+    vllm_gpu_memory_utilization: float = 0.6
+    """Share of a GPU's memory for weights and KV cache of a colocated engine."""
+    vllm_kv_cache_bytes: int | None = None
+    """KV-cache bytes per engine rank. On CPUs 512 MiB when None (vLLM's default takes a share of all
+    RAM); on GPUs None leaves it to the utilization."""
+    vllm_max_num_seqs: int = 256
+    """Sequences decoded at once by one engine."""
+    vllm_enforce_eager: bool = False
+    """Do not compile or capture graphs. Always so on CPUs, where compiling was 20x slower."""
+    vllm_start_timeout: float = 600.0
+    """Seconds an engine may take to start."""
+    rollout_timeout: float = 3600.0
+    """Seconds one batch of sampling may take."""
+    update_weight_buffer_size: int = 512 * 1024**2
+    """Bytes of one bucket of the weight update: the extra memory it costs."""
+    check_weight_update_equal: bool = False
+    """After each update compare checksums at receipt, and once per run the engine's output with that of
+    a freshly loaded engine."""
+
+
+@dataclass
+class RunConfig:
+    """The run itself: how long, what is kept, what is shown."""
+
+    run_dir: Path = Path("runs/latest")
+    """Everything of the run lands here: metrics.jsonl, summary.json, curves.png, config.yaml, versions,
+    checkpoints, hf."""
+    num_rollout: int = 60
+    """Steps: one rollout and its updates each."""
+    seed: int = 0
+    """Of sampling, pairing and initialisation."""
+    save: bool = True
+    """Write a Megatron checkpoint and a Hugging Face export at the end."""
+    save_interval: int | None = None
+    """Steps between Megatron checkpoints; only at the end when None."""
+    load: Path | None = None
+    """Run directory or its checkpoints directory to resume from."""
+    eval_interval: int | None = None
+    """Steps between evaluations; only at start and end when None."""
+    eval_num_prompts: int = 2048
+    """Held-out prompts used; 0 turns evaluation off."""
+    n_samples_per_eval_prompt: int = 1
+    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it."""
+    save_debug_rollout_data: bool = False
+    """Keep every step's records as readable JSON in run_dir/rollouts."""
+    load_debug_rollout_data: Path | None = None
+    """Train on the records kept in this directory instead of sampling; no engine is started."""
+    debug_rollout_only: bool = False
+    """Sample and score, do not train."""
+    use_wandb: bool = False
+    """Also log to Weights & Biases."""
+    max_nonfinite_steps: int = 3
+    """Stop after this many steps in a row were skipped for a loss or gradient that is not finite."""
+    dry_run: bool = False
+    """Print the plan (layout, memory, batch sizes, who runs where) and exit."""
+    dry_run_world_size: int | None = None
+    """Ranks to plan for in a dry run; the launcher's world size when None."""
+    dry_run_gpu_memory_gib: float = 80.0
+    """Memory of one GPU that the plan must fit."""
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    run: RunConfig = field(default_factory=RunConfig)
