@@ -1,0 +1,109 @@
+"""The processes of a run: who I am, and how plain Python objects go between us.
+
+Tensors of the model travel in Megatron's own groups; this is the control plane (prompts, responses,
+scores, errors), always over gloo, so that it works the same beside NCCL and without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RemoteError", "World", "start_world"]
+
+T = TypeVar("T")
+
+
+class RemoteError(RuntimeError):
+    """Another rank failed; this rank stops with it instead of waiting for it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The run's processes. Rank 0 is the driver: it reads prompts, scores and writes reports."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    control: Any
+    """gloo process group over all ranks."""
+
+    @property
+    def is_driver(self) -> bool:
+        return self.rank == 0
+
+    def on_driver(self, work: Callable[[], T]) -> T:
+        """Run `work` on the driver and return its result on every rank.
+
+        Raises:
+            the driver's own exception there, RemoteError with its text elsewhere: no rank is left waiting.
+        """
+        if self.size == 1:
+            return work()
+        outcome: list[Any] = [None, None]
+        error: BaseException | None = None
+        if self.is_driver:
+            try:
+                outcome[0] = work()
+            except BaseException as caught:
+                error = caught
+                outcome[1] = f"{type(caught).__name__}: {caught}"
+        dist.broadcast_object_list(outcome, src=0, group=self.control)
+        if error is not None:
+            raise error
+        if outcome[1] is not None:
+            raise RemoteError(f"rank 0 failed: {outcome[1]}")
+        return outcome[0]
+
+    def all_gather(self, item: T) -> list[T]:
+        """Every rank's `item`, in rank order, on every rank."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.control)
+        return items
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank has an error: its own where it has one, RemoteError elsewhere."""
+        texts = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RemoteError(f"rank {rank} failed: {text}")
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+
+def start_world(timeout_minutes: float = 30.0) -> World:
+    """Join the processes that the launcher (torchrun) started; without a launcher, a world of one.
+
+    Every collective gives up after `timeout_minutes`.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    timeout = timedelta(minutes=timeout_minutes)
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(local_rank)
+    store = None
+    if "MASTER_ADDR" not in os.environ:
+        if size != 1:
+            raise RuntimeError(f"WORLD_SIZE={size} but no MASTER_ADDR: start the ranks with torchrun")
+        store = dist.HashStore()
+    dist.init_process_group(
+        "nccl" if has_cuda else "gloo", rank=rank, world_size=size, timeout=timeout, store=store
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
+    return World(rank, size, local_rank, device, control)
