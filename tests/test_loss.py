@@ -1,0 +1,213 @@
+"""The reference loss: golden values by hand, gradients against autograd, edge rows, equivalences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ibpo.loss import VARIANTS, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import logprobs as logprobs_module
+
+
+def random_batch(seed=0, lengths=(3, 5, 4), prompt=2, vocab=11, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(lengths) + prompt * len(lengths)
+    cu = torch.tensor([0, *[n + prompt for n in lengths]]).cumsum(0).int()
+    mask = torch.cat([torch.tensor([0.0] * prompt + [1.0] * n) for n in lengths])
+    return {
+        "logits_NV": torch.randn(rows, vocab, generator=generator, dtype=dtype),
+        "targets_N": torch.randint(vocab, (rows,), generator=generator),
+        "old_logprobs_N": torch.randn(rows, generator=generator, dtype=dtype) * 0.1 - 2.4,
+        "response_mask_N": mask,
+        "cu_seqlens": cu,
+        "advantages": torch.randn(len(lengths), generator=generator, dtype=dtype),
+    }
+
+
+def loss_and_gradient(batch, **options):
+    logits = batch["logits_NV"].clone().requires_grad_()
+    loss, stats = packed_sequence_loss(**{**batch, "logits_NV": logits}, **options)
+    loss.backward()
+    return loss.detach(), logits.grad, stats
+
+
+WIDE = {"eps_low": 0.5, "eps_high": 0.5}
+
+
+def test_gspo_of_two_sequences_by_hand():
+    # two-word vocabulary, equal logits: every log-prob is log ½
+    half = math.log(0.5)
+    old = torch.tensor([half - 0.2, half + 0.1, half - 0.4])
+    loss, stats = packed_sequence_loss(
+        torch.zeros(3, 2),
+        torch.tensor([0, 1, 0]),
+        old,
+        torch.ones(3),
+        torch.tensor([0, 2, 3], dtype=torch.int32),
+        torch.tensor([1.0, -2.0]),
+        params={"eps_low": 0.1, "eps_high": 0.02},
+    )
+    # s_1 = exp((.2 - .1)/2) = e^.05, clipped to 1.02 for A = 1; s_2 = e^.4, A = -2 keeps the larger loss
+    expected = 0.5 * (-1.02) + 0.5 * 2.0 * math.exp(0.4)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert stats.mean_log_ratio_S.tolist() == pytest.approx([0.05, 0.4], abs=1e-6)
+    assert stats.clipped.tolist() == [True, False]
+    assert stats.entropy_N.tolist() == pytest.approx([math.log(2)] * 3)
+
+
+def test_each_sequence_counts_the_same_whatever_its_length():
+    """GSPO's aggregation: a mean over tokens inside, a mean over sequences outside."""
+    batch = random_batch(lengths=(1, 9))
+    batch["old_logprobs_N"] = None
+    batch["advantages"] = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    loss, gradient, _ = loss_and_gradient(batch)
+    assert loss.item() == pytest.approx(-1.0)
+    logits = batch["logits_NV"].clone().requires_grad_()
+    picked = logits.log_softmax(-1).gather(1, batch["targets_N"][:, None]).squeeze(1)
+    (-(picked[2:3].sum() / 1 + picked[5:].sum() / 9) / 2).backward()
+    torch.testing.assert_close(gradient, logits.grad)
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_gradients_equal_finite_differences(variant):
+    batch = random_batch()
+    batch["old_logprobs_N"] = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0] + 0.03
+    temperature = torch.tensor([0.7, 1.0, 1.3], dtype=torch.float64)
+
+    def loss(logits):
+        options = {"variant": variant, "params": WIDE, "temperature": temperature}
+        return packed_sequence_loss(**{**batch, "logits_NV": logits}, **options)[0]
+
+    assert torch.autograd.gradcheck(loss, batch["logits_NV"].clone().requires_grad_())
+
+
+def test_chunks_and_inplace_change_nothing(monkeypatch):
+    batch = random_batch()
+    loss, gradient, _ = loss_and_gradient(batch, params=WIDE)
+    monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 4 * 11 * 2)
+    chunked_loss, chunked_gradient, _ = loss_and_gradient(batch, params=WIDE)
+    inplace_loss, inplace_gradient, _ = loss_and_gradient(batch, params=WIDE, inplace=True)
+    assert torch.equal(loss, chunked_loss)
+    assert torch.equal(gradient, chunked_gradient)
+    assert torch.equal(loss, inplace_loss)
+    assert torch.equal(gradient, inplace_gradient)
+
+
+def test_padded_vocabulary_takes_no_part():
+    batch = random_batch()
+    loss, gradient, _ = loss_and_gradient(batch, params=WIDE)
+    padding = torch.full((len(batch["logits_NV"]), 5), 50.0, dtype=torch.float64)
+    padded = {**batch, "logits_NV": torch.cat([batch["logits_NV"], padding], 1)}
+    padded_loss, padded_gradient, _ = loss_and_gradient(padded, params=WIDE, vocab_range=(0, 11))
+    assert torch.equal(loss, padded_loss)
+    assert torch.equal(gradient, padded_gradient[:, :11])
+    assert not padded_gradient[:, 11:].any()
+
+
+def test_a_mask_of_ones_is_no_mask_bit_for_bit():
+    batch = random_batch(dtype=torch.float32)
+    plain = loss_and_gradient(batch, params=WIDE)
+    masked = loss_and_gradient(batch, params=WIDE, token_weights_N=torch.ones(18))
+    assert torch.equal(plain[0], masked[0])
+    assert torch.equal(plain[1], masked[1])
+
+
+def test_token_weights_scale_the_gradient_and_not_the_value():
+    batch = random_batch(lengths=(4,))
+    weights = torch.tensor([1.0, 1.0, 0.0, 0.5, 1.0, 2.0], dtype=torch.float64)
+    loss, gradient, stats = loss_and_gradient(batch, params=WIDE)
+    weighted_loss, weighted_gradient, weighted_stats = loss_and_gradient(
+        batch, params=WIDE, token_weights_N=weights
+    )
+    assert torch.equal(loss, weighted_loss)
+    assert torch.equal(stats.mean_log_ratio_S, weighted_stats.mean_log_ratio_S)
+    torch.testing.assert_close(weighted_gradient, gradient * weights[:, None])
+
+
+def test_the_token_level_ratio_of_one_token_is_the_sequence_level_one_bit_for_bit():
+    batch = random_batch(lengths=(1, 1, 1), dtype=torch.float32)
+    sequence = loss_and_gradient(batch, variant="gspo", params=WIDE)
+    token = loss_and_gradient(batch, variant="grpo", params=WIDE)
+    assert torch.equal(sequence[0], token[0])
+    assert torch.equal(sequence[1], token[1])
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("offset", [-1e4, -900.0, 900.0, 1e4])
+def test_extreme_ratios_give_no_nan(variant, advantage, offset):
+    batch = random_batch(dtype=torch.float32)
+    batch["old_logprobs_N"] = batch["old_logprobs_N"] - offset
+    batch["advantages"] = torch.full((3,), advantage)
+    loss, gradient, _ = loss_and_gradient(batch, variant=variant)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+    if advantage == 0:
+        assert loss == 0
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("value", [-1e4, -900.0, 900.0])
+def test_rows_of_large_logits_keep_their_log_probs(value):
+    logits = torch.tensor([[value, value - 1.0, value - 2.0]])
+    expected = math.log(math.e**2 / (math.e**2 + math.e + 1))
+    got, entropy = packed_logprobs(logits, torch.tensor([0]))
+    assert got.item() == pytest.approx(expected, abs=1e-6 + abs(value) * 2**-23)
+    assert entropy.item() == pytest.approx(0.8323955, abs=1e-5 + abs(value) * 2**-22)
+
+
+def test_empty_and_fully_masked_sequences_lose_nothing():
+    batch = random_batch(lengths=(2, 3))
+    batch["cu_seqlens"] = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    batch["advantages"] = torch.ones(3, dtype=torch.float64)
+    batch["response_mask_N"][:4] = 0
+    batch["old_logprobs_N"] = None
+    loss, gradient, _ = loss_and_gradient(batch, params=WIDE)
+    assert loss.isfinite()
+    assert not gradient[:6].any()
+    assert gradient[6:].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(order=st.permutations(range(4)), seed=st.integers(0, 100))
+def test_the_order_of_packed_sequences_does_not_matter(order, seed):
+    lengths = (1, 4, 2, 6)
+    batch = random_batch(seed, lengths)
+    cu = batch["cu_seqlens"].tolist()
+    rows = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in order])
+    moved = {key: batch[key][rows] for key in ("logits_NV", "targets_N", "old_logprobs_N", "response_mask_N")}
+    moved["cu_seqlens"] = torch.tensor([0, *[lengths[i] + 2 for i in order]]).cumsum(0).int()
+    moved["advantages"] = batch["advantages"][list(order)]
+    loss, gradient, _ = loss_and_gradient(batch, params=WIDE)
+    moved_loss, moved_gradient, _ = loss_and_gradient(moved, params=WIDE)
+    torch.testing.assert_close(loss, moved_loss)
+    torch.testing.assert_close(gradient[rows], moved_gradient)
+
+
+def test_bf16_logits_get_fp32_statistics():
+    batch = random_batch(dtype=torch.float32)
+    batch["logits_NV"] = batch["logits_NV"].bfloat16()
+    logprobs, _ = packed_logprobs(batch["logits_NV"], batch["targets_N"])
+    exact = batch["logits_NV"].double().log_softmax(-1).gather(1, batch["targets_N"][:, None]).squeeze(1)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variant": "nope"}, "unknown loss variant"),
+        ({"params": {"epsilon": 1.0}}, "no parameter epsilon"),
+        ({"advantages": torch.ones(2)}, "advantages have shape"),
+        ({"cu_seqlens": torch.tensor([0, 5, 12, 17])}, "cu_seqlens must rise"),
+        ({"targets_N": torch.full((18,), 11)}, "target id 11 is outside the vocabulary"),
+        ({"backend": "cuda"}, "unknown loss backend"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        packed_sequence_loss(**{**random_batch(), **change})
