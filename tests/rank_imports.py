@@ -1,0 +1,10 @@
+"""Imported once by the server from which `ranks` forks its processes: what every rank needs."""
+
+from __future__ import annotations
+
+import torch.distributed  # noqa: F401
+from megatron.core.distributed import DistributedDataParallel  # noqa: F401
+from megatron.core.models.gpt import GPTModel  # noqa: F401
+from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
+
+import megatron_ibpo.world  # noqa: F401
