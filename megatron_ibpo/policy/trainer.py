@@ -1,0 +1,357 @@
+"""The policy under training: log-probs and optimizer steps. It sees tokens, advantages, weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_ibpo.config import Config, OptimizerConfig
+from megatron_ibpo.loss import LossStats, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss.variants import VARIANTS
+from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches, split_minibatches
+from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.world import World
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """This rank's part of the policy, its optimizer and schedule."""
+
+    def __init__(self, chunks: list[Any], vocab_size: int, config: Config, world: World, total_updates: int):
+        """
+        Args:
+            chunks: what `build_model` made for this rank.
+            vocab_size: true vocabulary; logits beyond it are padding.
+            total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+        """
+        self.config, self.world, self.vocab_size = config, world, vocab_size
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        )
+        model_config = chunks[0].config
+        self.chunks = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
+        self.optimizer = get_megatron_optimizer(
+            _optimizer_config(config), self.chunks, use_gloo_process_groups=False
+        )
+        self.scheduler = _scheduler(self.optimizer, config.optimizer, total_updates)
+        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.grad_scale_func = self.optimizer.scale_loss
+        model_config.no_sync_func = self.chunks[0].no_sync
+
+    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """One rollout's optimizer steps over the same sequences, given on every rank.
+
+        Sequences of advantage 0 have no gradient and are not computed, only counted.
+
+        Returns:
+            metrics, the same on every rank. `updates_skipped` counts optimizer steps that were not taken
+            because the loss or the gradient was not finite.
+        """
+        started = time.perf_counter()
+        loss_config = self.config.loss
+        minibatches = split_minibatches(sequences, loss_config.num_steps_per_rollout)
+        live = [[s for s in part if s.advantage != 0] for part in minibatches]
+        # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
+        for part in live if loss_config.use_tis else live[1:]:
+            self._fill_old_logprobs(part)
+        seconds_logprobs = time.perf_counter() - started
+        tis_weights = [self._apply_tis(part) for part in live] if loss_config.use_tis else []
+        totals = _Totals()
+        for number, part in enumerate(live):
+            own_old = number == 0 and not loss_config.use_tis
+            totals.merge(self._optimizer_step(part, own_old))
+        metrics = totals.metrics()
+        metrics["loss"] /= len(live)
+        metrics["sequences_trained"] = sum(len(part) for part in live)
+        metrics["sequences_without_advantage"] = len(sequences) - metrics["sequences_trained"]
+        metrics["tokens_trained"] = sum(s.num_tokens for part in live for s in part)
+        metrics["seconds_old_logprobs"] = seconds_logprobs
+        if tis_weights and any(tis_weights):
+            weights = [w for part in tis_weights for w in part]
+            metrics["tis_weight_mean"] = sum(weights) / len(weights)
+        return metrics
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+        """Log-prob of every response token under the present weights, on every rank, in order."""
+        if not sequences:
+            return []
+        batches = self._micro_batches(sequences, own_old_logprobs=True)
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            stored = self._run(batches, self._logprob_output, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        mine = _is_reporting_rank()
+        found: dict[int, tuple[float, ...]] = {}
+        for part in self.world.all_gather(stored if mine else []):
+            for piece in part:
+                found.update(piece)
+        return [found[i] for i in range(len(sequences))]
+
+    def _fill_old_logprobs(self, sequences: list[TrainSequence]) -> None:
+        for sequence, logprobs in zip(sequences, self.logprobs(sequences), strict=True):
+            sequence.old_logprobs = logprobs
+
+    def _apply_tis(self, sequences: list[TrainSequence]) -> list[float]:
+        """Truncated importance weights of trainer over rollout (ibpo step 14): on the sequence's weight for
+        sequence-level variants, on each token's weight for token-level ones. Returns the weights."""
+        cap = self.config.loss.tis_clip
+        token_level = VARIANTS[self.config.loss.loss_variant].token_term is not None
+        weights: list[float] = []
+        for s in sequences:
+            if s.rollout_logprobs is None or s.old_logprobs is None:
+                raise ValueError("--use-tis needs the rollout's log-probs with every sequence")
+            gaps = [old - rollout for old, rollout in zip(s.old_logprobs, s.rollout_logprobs, strict=True)]
+            if token_level:
+                truncated = [min(math.exp(min(gap, 50.0)), cap) for gap in gaps]
+                before = s.token_weights or (1.0,) * len(gaps)
+                s.token_weights = tuple(w * b for w, b in zip(truncated, before, strict=True))
+                weights.append(sum(truncated) / len(truncated))
+            else:
+                weights.append(min(math.exp(min(sum(gaps) / len(gaps), 50.0)), cap))
+                s.weight *= weights[-1]
+        return weights
+
+    def _optimizer_step(self, sequences: list[TrainSequence], own_old_logprobs: bool) -> _Totals:
+        totals = _Totals()
+        self.scheduler.step(1)
+        if not sequences:
+            totals.add("updates_empty", 1)
+            return totals
+        batches = self._micro_batches(sequences, own_old_logprobs)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
+        scale = len(batches) * parallel_state.get_data_parallel_world_size()
+        stored = self._run(batches, partial(self._loss_output, scale), forward_only=False)
+        for part in self.world.all_gather(stored if _is_reporting_rank() else []):
+            for piece in part:
+                totals.merge(piece)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        totals.add("learning_rate", self.scheduler.get_lr(self.optimizer.param_groups[0]), average=True)
+        if math.isfinite(norm) and math.isfinite(totals.sums["loss"]):
+            totals.add("grad_norm", norm, average=True)
+            self.optimizer.step()
+        else:
+            totals.add("updates_skipped", 1)
+            totals.sums["loss"] = 0.0
+        return totals
+
+    def _micro_batches(self, sequences: Sequence[TrainSequence], own_old_logprobs: bool) -> list[PackedBatch]:
+        plan = plan_micro_batches(
+            [s.num_tokens for s in sequences],
+            parallel_state.get_data_parallel_world_size(),
+            self.config.model.max_tokens_per_gpu,
+        )
+        return [
+            pack(
+                sequences,
+                members,
+                multiple=parallel_state.get_tensor_model_parallel_world_size(),
+                own_old_logprobs=own_old_logprobs,
+                device=self.world.device,
+            )
+            for members in plan[parallel_state.get_data_parallel_rank()]
+        ]
+
+    def _run(self, batches: list[PackedBatch], output: Callable, *, forward_only: bool) -> list[Any]:
+        def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
+            batch: PackedBatch = next(iterator)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=batch.cu_seqlens,
+                cu_seqlens_kv=batch.cu_seqlens,
+                max_seqlen_q=batch.max_seqlen,
+                max_seqlen_kv=batch.max_seqlen,
+            )
+            logits = model(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
+            return logits, partial(output, batch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=max(batch.input_ids_1N.shape[1] for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _loss_output(self, scale: float, batch: PackedBatch, logits: Tensor) -> tuple[Tensor, _Totals]:
+        loss_config = self.config.loss
+        high = loss_config.eps_clip if loss_config.eps_clip_high is None else loss_config.eps_clip_high
+        loss, stats = packed_sequence_loss(
+            logits[0],
+            batch.targets_N,
+            batch.old_logprobs_N,
+            batch.response_mask_N,
+            batch.cu_seqlens,
+            batch.advantages_S,
+            token_weights_N=batch.token_weights_N,
+            sequence_weights_S=batch.weights_S,
+            variant=loss_config.loss_variant,
+            params={"eps_low": loss_config.eps_clip, "eps_high": high},
+            temperature=batch.temperature_S,
+            inplace=True,
+            backend=loss_config.loss_backend,
+            **self._vocabulary(logits),
+        )
+        return loss * scale, _observed(batch, loss, stats)
+
+    def _logprob_output(self, batch: PackedBatch, logits: Tensor) -> tuple[Tensor, dict]:
+        lengths = batch.cu_seqlens.diff().long()
+        logprobs_N, _ = packed_logprobs(
+            logits[0],
+            batch.targets_N,
+            response_mask_N=batch.response_mask_N.bool(),
+            temperature_N=batch.temperature_S.repeat_interleave(lengths),
+            **self._vocabulary(logits),
+        )
+        bounds = batch.cu_seqlens.tolist()
+        mask_N = batch.response_mask_N.bool()
+        found = {}
+        for place, member in enumerate(batch.members):
+            rows = slice(bounds[place], bounds[place + 1])
+            found[member] = tuple(logprobs_N[rows][mask_N[rows]].tolist())
+        return logits.new_zeros(()), found
+
+    def _vocabulary(self, logits: Tensor) -> dict[str, Any]:
+        rank, width = parallel_state.get_tensor_model_parallel_rank(), logits.shape[-1]
+        start = rank * width
+        return {
+            "tp_group": parallel_state.get_tensor_model_parallel_group(),
+            "vocab_range": (start, min(start + width, self.vocab_size)),
+        }
+
+
+@dataclass
+class _Totals:
+    """Sums, maxima and averages that add up over micro-batches, ranks and mini-batches."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    averages: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, *, average: bool = False) -> None:
+        if average:
+            total, count = self.averages.get(name, (0.0, 0))
+            self.averages[name] = (total + value, count + 1)
+        else:
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def merge(self, other: _Totals) -> None:
+        for name, value in other.sums.items():
+            self.add(name, value)
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+        for name, (total, count) in other.averages.items():
+            before, times = self.averages.get(name, (0.0, 0))
+            self.averages[name] = (before + total, times + count)
+
+    def metrics(self) -> dict[str, float]:
+        sums = dict(self.sums)
+        out = {name: total / count for name, (total, count) in self.averages.items()}
+        out["updates_skipped"] = sums.pop("updates_skipped", 0.0)
+        out["updates_empty"] = sums.pop("updates_empty", 0.0)
+        out["loss"] = sums.pop("loss", 0.0)
+        tokens = max(1.0, sums.pop("tokens", 0.0))
+        terms = max(1.0, sums.pop("clip_terms", 0.0))
+        sequences = max(1.0, sums.pop("sequences", 0.0))
+        compared = sums.pop("compared_tokens", 0.0)
+        out["clip_fraction"] = sums.pop("clipped", 0.0) / terms
+        out["ratio_mean"] = sums.pop("ratio", 0.0) / sequences
+        out["entropy"] = sums.pop("entropy", 0.0) / tokens
+        if compared:
+            out["logprob_diff_abs_mean"] = sums.pop("logprob_diff_abs") / compared
+            out["logprob_diff_mean"] = sums.pop("logprob_diff") / compared
+            out["logprob_diff_k3"] = sums.pop("logprob_diff_k3") / compared
+        return {**out, **self.maxima}
+
+
+def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
+    """Plain numbers of one micro-batch; the padding sequence is left out."""
+    count = len(batch.members)
+    totals = _Totals()
+    totals.add("loss", loss.item())
+    if count == 0:
+        return totals
+    mask_N = batch.response_mask_N.bool()
+    ratio_S = stats.mean_log_ratio_S[:count].exp()
+    totals.add("sequences", count)
+    totals.add("tokens", mask_N.sum().item())
+    totals.add("clip_terms", count if len(stats.clipped) != len(mask_N) else mask_N.sum().item())
+    totals.add("clipped", stats.clipped.sum().item())
+    totals.add("ratio", ratio_S.sum().item())
+    totals.add("entropy", stats.entropy_N.sum().item())
+    totals.maxima["ratio_max"] = ratio_S.max().item()
+    if batch.rollout_logprobs_N is not None:
+        trainer_N = stats.logprobs_N if batch.old_logprobs_N is None else batch.old_logprobs_N
+        gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]
+        totals.add("compared_tokens", len(gap))
+        totals.add("logprob_diff", gap.sum().item())
+        totals.add("logprob_diff_abs", gap.abs().sum().item())
+        totals.add("logprob_diff_k3", (gap.exp() - 1 - gap).sum().item())
+        totals.maxima["logprob_diff_abs_max"] = gap.abs().max().item()
+    return totals
+
+
+def _is_reporting_rank() -> bool:
+    """One rank for each data-parallel share of the last stage holds the results."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _optimizer_config(config: Config) -> MegatronOptimizerConfig:
+    chosen = config.optimizer
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=chosen.lr,
+        min_lr=chosen.lr * chosen.min_lr_ratio,
+        weight_decay=chosen.weight_decay,
+        adam_beta1=chosen.adam_beta1,
+        adam_beta2=chosen.adam_beta2,
+        adam_eps=chosen.adam_eps,
+        clip_grad=chosen.clip_grad,
+        bf16=config.model.bf16,
+        params_dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+
+
+def _scheduler(optimizer: Any, chosen: OptimizerConfig, total_updates: int) -> OptimizerParamScheduler:
+    warmup = min(int(chosen.lr_warmup_fraction * total_updates), total_updates - 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=chosen.lr,
+        min_lr=chosen.lr * chosen.min_lr_ratio,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=total_updates,
+        lr_decay_style=chosen.lr_decay_style,
+        start_wd=chosen.weight_decay,
+        end_wd=chosen.weight_decay,
+        wd_incr_steps=total_updates,
+        wd_incr_style="constant",
+    )
