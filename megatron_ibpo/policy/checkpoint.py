@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoints of the policy, its optimizer and schedule: atomic, any layout reads them."""
+"""Megatron distributed checkpoints of policy, optimizer and schedule: atomic, read by any layout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def find_checkpoint(path: Path) -> Path:
     whole = sorted((p for p in found if (p / _STATE_FILE).is_file()), key=lambda p: p.name)
     if not whole:
         raise CheckpointError(
-            f"--load {path}: no checkpoint (a directory step_N with {_STATE_FILE}) in there"
+            f"--load {path}: there is no step_N with a {_STATE_FILE} in it"
         )
     return whole[-1]
 
