@@ -1,0 +1,75 @@
+"""The loop: sample, score, correct and credit, update, sync, report, save.
+
+Every rank runs this same program under torchrun. What crosses ranks (prompts, responses, scores) is equal
+everywhere; rank 0, the driver, alone scores and writes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from megatron_ibpo.cli import ConfigError, check_config, parse_config
+from megatron_ibpo.config import Config
+
+__all__ = ["main", "train"]
+
+DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the flags say. Returns the exit status: 0 done, 2 bad input, 130 interrupted; raises when
+    training fails."""
+    try:
+        config = parse_config(sys.argv[1:] if argv is None else argv)
+        check_config(config)
+    except ConfigError as error:
+        return _refuse(error)
+    if config.run.dry_run:
+        from megatron_ibpo.policy.plan import plan_run
+
+        return plan_run(config)
+    return train(config)
+
+
+def train(config: Config) -> int:
+    """The whole run, on this rank."""
+    # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.assembly import START_ERRORS, assemble
+    from megatron_ibpo.interrupts import StopRequest
+
+    stop = StopRequest()
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(assemble(config))
+        except START_ERRORS as error:
+            return _refuse(error)
+        step = run.first_step
+        run.evaluate_if_due(step)
+        while step < config.run.num_rollout:
+            groups = run.sample(step)
+            credit = run.credit(groups, step)
+            metrics = run.update(credit.sequences)
+            step += 1
+            run.sync(step)
+            run.report(step, groups, {**credit.metrics, **metrics})
+            stopping = run.agree_to_stop(stop.requested)
+            run.save_if_due(step, stopping=stopping)
+            if stopping:
+                run.finish("interrupted")
+                return INTERRUPTED
+            run.evaluate_if_due(step)
+        run.finish("finished")
+    return DONE
+
+
+def _refuse(error: BaseException) -> int:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
