@@ -1,0 +1,18 @@
+"""What a run shows and keeps: metrics, progress, curves, summary, recorded rollouts."""
+
+from megatron_ibpo.report.display import Size
+from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
+from megatron_ibpo.report.run_dir import checkpoint_bytes, prepare_run_dir
+from megatron_ibpo.report.run_report import Report
+from megatron_ibpo.report.stages import Stages
+
+__all__ = [
+    "Report",
+    "Size",
+    "Stages",
+    "checkpoint_bytes",
+    "load_groups",
+    "prepare_run_dir",
+    "rollout_path",
+    "save_groups",
+]

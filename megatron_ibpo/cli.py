@@ -1,0 +1,335 @@
+"""Flags and recipe files to `Config`, and back.
+
+`megatron_ibpo.config` is the one source: every field is a flag (`--tensor-model-parallel-size 2`,
+`--no-sequence-parallel`) and a key of a flat YAML recipe (dash or underscore). What wins, weakest first:
+the fields' defaults, the preset named by `--advantage-estimator`, `--config` files in the order given, flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import io
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+import yaml
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import PRESETS, check_algorithm
+
+__all__ = ["ConfigError", "check_config", "config_yaml", "parse_config", "write_config"]
+
+_DESCRIPTION = """Train a policy by IBPO: Megatron-core trains, vLLM samples.
+
+Besides the flags below: --config FILE.yaml reads a recipe with these flags as keys (may be repeated, the
+later file wins, flags win over files); --print-config prints the resolved recipe and exits."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the text names every problem and what to do."""
+
+
+def parse_config(argv: Sequence[str]) -> Config:
+    """The configuration that a command line means.
+
+    `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2); under a launcher only
+    rank 0 prints.
+
+    Raises:
+        ConfigError: a recipe that cannot be read, has an unknown key or a value of the wrong type; an
+            unknown preset.
+    """
+    speaks = int(os.environ.get("RANK", 0)) == 0
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", type=Path, action="append", default=[])
+    early.add_argument("--print-config", "--print_config", action="store_true")
+    early.add_argument("--advantage-estimator", "--advantage_estimator")
+    known, flags = early.parse_known_args(list(argv))
+
+    recipe: dict[str, Any] = {}
+    for path in known.config:
+        recipe.update(_read_recipe(path))
+    if known.advantage_estimator is not None:
+        recipe["advantage_estimator"] = known.advantage_estimator
+
+    defaults = Config()
+    preset = recipe.get("advantage_estimator", defaults.algorithm.advantage_estimator)
+    if preset not in PRESETS:
+        raise ConfigError(f"--advantage-estimator: no preset {preset!r}{_nearest(preset, PRESETS)}")
+    for name, value in (PRESETS[preset] | recipe).items():
+        _set(defaults, name, value)
+
+    config = tyro.cli(
+        Config,
+        args=flags,
+        default=defaults,
+        prog="megatron_ibpo.train",
+        description=_DESCRIPTION,
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=speaks,
+    )
+    if known.print_config:
+        if speaks:
+            print(config_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def config_yaml(config: Config) -> str:
+    """The configuration as a flat recipe; read back by `--config` it gives an equal `Config`."""
+    text = io.StringIO()
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        flat = {
+            field.name.replace("_", "-"): _plain(getattr(part, field.name))
+            for field in dataclasses.fields(part)
+        }
+        text.write(f"# {section.name}\n")
+        yaml.safe_dump(flat, text, sort_keys=False, allow_unicode=True, width=1000)
+    return text.getvalue()
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration of a run as a recipe."""
+    path.write_text(config_yaml(config), encoding="utf-8")
+
+
+def check_config(config: Config) -> None:
+    """Refuse what cannot work, as far as that shows without a model or data.
+
+    Raises:
+        ConfigError: with all problems at once, each naming its flag.
+    """
+    problems = [
+        f"{_flag(name)}: must be {rule}, is {value}"
+        for name, (holds, rule) in _RANGES.items()
+        if (value := _get(config, name)) is not None and not holds(value)
+    ]
+    problems += _missing_inputs(config)
+    problems += _contradictions(config)
+    try:
+        check_algorithm(config.algorithm)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(
+            f"{count} in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
+        )
+
+
+# ---------------------------------------------------------------------------------------------- recipes
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """A YAML recipe as {field name: value}, keys and types checked."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
+    recipe: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in _TYPES:
+            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(name, _TYPES)}")
+        if name in recipe:
+            raise ConfigError(f"{path}: key {key!r} is given twice")
+        try:
+            recipe[name] = _typed(value, _TYPES[name])
+        except TypeError as error:
+            raise ConfigError(f"{path}: {key}: {value!r} is not {error}") from error
+    return recipe
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """`value` as the type `hint` says; TypeError with the expected type in words when it is not one."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        for choice in typing.get_args(hint):
+            try:
+                return _typed(value, choice)
+            except TypeError:
+                continue
+    elif origin is Literal:
+        if value in typing.get_args(hint):
+            return value
+    elif hint is float and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML 1.1 reads 3e-4 as text
+        except (TypeError, ValueError):
+            pass
+    elif hint is int and isinstance(value, bool):
+        pass
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif isinstance(value, hint):
+        return value
+    raise TypeError(_words(hint))
+
+
+def _words(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_words(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+    return names.get(hint, "null")
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+# --------------------------------------------------------------------------------------- fields by name
+
+
+def _field_places() -> tuple[dict[str, str], dict[str, Any]]:
+    sections, hints = {}, {}
+    for section, kind in typing.get_type_hints(Config).items():
+        for name, hint in typing.get_type_hints(kind).items():
+            if name in sections:
+                raise AssertionError(f"two configuration fields are called {name}")
+            sections[name], hints[name] = section, hint
+    return sections, hints
+
+
+_SECTIONS, _TYPES = _field_places()
+
+
+def _get(config: Config, name: str) -> Any:
+    return getattr(getattr(config, _SECTIONS[name]), name)
+
+
+def _set(config: Config, name: str, value: Any) -> None:
+    setattr(getattr(config, _SECTIONS[name]), name, value)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+_Rule = tuple[Callable[[Any], bool], str]
+_AT_LEAST_1: _Rule = (lambda value: value >= 1, "at least 1")
+_NOT_NEGATIVE: _Rule = (lambda value: value >= 0, "at least 0")
+_POSITIVE: _Rule = (lambda value: value > 0, "above 0")
+_BELOW_1: _Rule = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_SHARE: _Rule = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+
+_RANGES: dict[str, _Rule] = {
+    "max_tokens_per_gpu": _AT_LEAST_1,
+    "recompute_num_layers": _AT_LEAST_1,
+    "moe_aux_loss_coeff": _NOT_NEGATIVE,
+    "tensor_model_parallel_size": _AT_LEAST_1,
+    "pipeline_model_parallel_size": _AT_LEAST_1,
+    "expert_model_parallel_size": _AT_LEAST_1,
+    "expert_tensor_parallel_size": _AT_LEAST_1,
+    "context_parallel_size": (lambda value: value == 1, "1 (context parallel is not built yet)"),
+    "distributed_timeout_minutes": _POSITIVE,
+    "lr": _POSITIVE,
+    "min_lr_ratio": (lambda value: 0 <= value <= 1, "between 0 and 1"),
+    "lr_warmup_fraction": _BELOW_1,
+    "adam_beta1": _BELOW_1,
+    "adam_beta2": _BELOW_1,
+    "adam_eps": _POSITIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "clip_grad": _POSITIVE,
+    "eps_clip": (lambda value: 0 < value < 1, "above 0 and below 1"),
+    "eps_clip_high": _POSITIVE,
+    "tis_clip": _POSITIVE,
+    "num_steps_per_rollout": _AT_LEAST_1,
+    "reward_timeout": _POSITIVE,
+    "reward_workers": _AT_LEAST_1,
+    "rollout_batch_size": _AT_LEAST_1,
+    "n_samples_per_prompt": (
+        lambda value: value >= 2,
+        "at least 2 (advantages compare the responses of a prompt)",
+    ),
+    "rollout_max_response_len": _AT_LEAST_1,
+    "rollout_temperature": (lambda value: value > 0, "above 0 (greedy samples of a prompt are all the same)"),
+    "rollout_top_p": _SHARE,
+    "rollout_top_k": (lambda value: value == -1 or value >= 1, "-1 (off) or at least 1"),
+    "rollout_num_gpus_per_engine": _AT_LEAST_1,
+    "vllm_gpu_memory_utilization": _SHARE,
+    "vllm_kv_cache_bytes": _AT_LEAST_1,
+    "vllm_max_num_seqs": _AT_LEAST_1,
+    "vllm_start_timeout": _POSITIVE,
+    "rollout_timeout": _POSITIVE,
+    "update_weight_buffer_size": _AT_LEAST_1,
+    "num_rollout": _AT_LEAST_1,
+    "seed": _NOT_NEGATIVE,
+    "data_seed": _NOT_NEGATIVE,
+    "save_interval": _AT_LEAST_1,
+    "eval_interval": _AT_LEAST_1,
+    "eval_num_prompts": _NOT_NEGATIVE,
+    "n_samples_per_eval_prompt": _AT_LEAST_1,
+    "max_nonfinite_steps": _AT_LEAST_1,
+    "dry_run_world_size": _AT_LEAST_1,
+    "dry_run_gpu_memory_gib": _POSITIVE,
+}
+
+
+def _missing_inputs(config: Config) -> list[str]:
+    """What has to be named or to exist; a dry run needs the model only."""
+    run, data = config.run, config.data
+    problems = []
+    if config.model.hf_checkpoint is None:
+        problems.append("--hf-checkpoint: required, a directory in Hugging Face format")
+    elif not config.model.hf_checkpoint.is_dir():
+        problems.append(f"--hf-checkpoint: {config.model.hf_checkpoint} is not a directory")
+    if run.load is not None and not run.load.is_dir():
+        problems.append(f"--load: {run.load} is not a directory")
+    replayed = run.load_debug_rollout_data
+    if replayed is not None and not replayed.is_dir():
+        problems.append(f"--load-debug-rollout-data: {replayed} is not a directory")
+    if run.dry_run or replayed is not None:
+        return problems
+    if data.prompt_data is None:
+        problems.append(
+            "--prompt-data: required, PATH.jsonl or a generated task such as reasoning_gym://chain_sum"
+        )
+    if run.eval_num_prompts > 0 and data.eval_prompt_data is None:
+        problems.append(
+            "--eval-prompt-data: required for evaluation; --eval-num-prompts 0 turns evaluation off"
+        )
+    return problems
+
+
+def _contradictions(config: Config) -> list[str]:
+    """Fields that are fine alone and not together."""
+    rollout, loss, run = config.rollout, config.loss, config.run
+    problems = []
+    if loss.num_steps_per_rollout >= 1 and rollout.rollout_batch_size % loss.num_steps_per_rollout:
+        problems.append(
+            f"--num-steps-per-rollout: {loss.num_steps_per_rollout} mini-batches of whole prompts cannot be "
+            f"made equally from --rollout-batch-size {rollout.rollout_batch_size}"
+        )
+    context = rollout.rollout_max_context_len
+    if context is not None and context <= rollout.rollout_max_response_len:
+        problems.append(
+            f"--rollout-max-context-len: {context} leaves no room for a prompt beside "
+            f"--rollout-max-response-len {rollout.rollout_max_response_len}"
+        )
+    if run.debug_rollout_only and run.load_debug_rollout_data is not None:
+        problems.append("--debug-rollout-only: cannot be combined with --load-debug-rollout-data")
+    return problems

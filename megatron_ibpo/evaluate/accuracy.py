@@ -1,0 +1,143 @@
+"""Accuracy on held-out prompts: sampled (avg@k) and greedy, with a confidence interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from scipy import stats
+
+from megatron_ibpo.records import Prompt, Response, SampleRequest
+
+__all__ = ["Evaluation", "evaluate"]
+
+Sample = Callable[[list[SampleRequest]], list[Response]]
+"""Responses in the order of the requests."""
+Score = Callable[[list[tuple[Prompt, Response]]], None]
+"""Fills in `reward`, `correct` and `reward_error` of each response."""
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of one policy."""
+
+    num_prompts: int
+    samples_per_prompt: int
+    accuracy: float
+    """Share of correct responses among those sampled at the rollout temperature: avg@samples_per_prompt."""
+    accuracy_low: float
+    accuracy_high: float
+    """95 % interval of `accuracy` for the population that the prompts were drawn from."""
+    greedy_accuracy: float
+    reward: float
+    """Mean reward of the sampled responses."""
+    mean_length: float
+    """Tokens of a sampled response."""
+    truncated_share: float
+    """Share of sampled responses that ended for length."""
+    reward_errors: int
+    """Responses (sampled and greedy) that the verifier failed on. They are left out of the accuracies."""
+
+    def metrics(self) -> dict[str, float]:
+        """For the metrics log."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        errors = f", {self.reward_errors} reward errors" if self.reward_errors else ""
+        return (
+            f"accuracy {self.accuracy:.3f} [{self.accuracy_low:.3f}, {self.accuracy_high:.3f}] sampled, "
+            f"{self.greedy_accuracy:.3f} greedy, {self.num_prompts} prompts x {self.samples_per_prompt}, "
+            f"{self.mean_length:.1f} tokens a response, {self.truncated_share:.1%} truncated{errors}"
+        )
+
+
+def evaluate(
+    prompts: Sequence[Prompt],
+    sample: Sample,
+    score: Score,
+    *,
+    samples_per_prompt: int = 1,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    seed: int = 0,
+) -> Evaluation:
+    """Sample every prompt `samples_per_prompt` times and once greedily, score all, and summarise.
+
+    The seed of each sample depends on `seed`, the prompt's index and the sample's number alone, so that
+    evaluations of two policies on the same prompts are paired. One call of `sample` takes all requests.
+
+    Raises:
+        ValueError: no prompts, or no response at all could be scored.
+    """
+    if not prompts:
+        raise ValueError("evaluation needs at least one prompt")
+    requests = [
+        SampleRequest(
+            prompt.token_ids, _sample_seed(seed, prompt.index, number), max_tokens, temperature, top_p, top_k
+        )
+        for prompt in prompts
+        for number in range(samples_per_prompt)
+    ]
+    requests += [SampleRequest(prompt.token_ids, seed, max_tokens, temperature=0.0) for prompt in prompts]
+    owners = [prompt for prompt in prompts for _ in range(samples_per_prompt)] + list(prompts)
+    responses = sample(requests)
+    score(list(zip(owners, responses, strict=True)))
+
+    sampled, greedy = responses[: -len(prompts)], responses[-len(prompts) :]
+    correct_PS = _correctness(sampled).reshape(len(prompts), samples_per_prompt)
+    greedy_P = _correctness(greedy)
+    if np.isnan(correct_PS).all() or np.isnan(greedy_P).all():
+        raise ValueError(
+            f"evaluation: the verifier failed on every response; the first error: {_error(responses)}"
+        )
+    low, high = _interval(correct_PS)
+    rewards = [response.reward for response in sampled if response.reward is not None]
+    return Evaluation(
+        num_prompts=len(prompts),
+        samples_per_prompt=samples_per_prompt,
+        accuracy=float(np.nanmean(correct_PS)),
+        accuracy_low=low,
+        accuracy_high=high,
+        greedy_accuracy=float(np.nanmean(greedy_P)),
+        reward=float(np.mean(rewards)),
+        mean_length=float(np.mean([len(response.token_ids) for response in sampled])),
+        truncated_share=float(np.mean([response.finish_reason == "length" for response in sampled])),
+        reward_errors=sum(response.reward is None for response in responses),
+    )
+
+
+def _sample_seed(seed: int, index: int, number: int) -> int:
+    """A seed below 2**32 that depends on nothing else; neighbours get unrelated streams."""
+    return int(np.random.SeedSequence([seed, index, number]).generate_state(1)[0])
+
+
+def _correctness(responses: Sequence[Response]) -> np.ndarray:
+    """1 correct, 0 wrong, NaN where the verifier failed."""
+    return np.array(
+        [np.nan if response.reward is None else float(response.correct) for response in responses]
+    )
+
+
+def _interval(correct_PS: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean. One sample a prompt: Wilson's. More: samples of a prompt are not
+    independent, so prompts are resampled (percentile bootstrap)."""
+    if correct_PS.shape[1] == 1:
+        known = correct_PS[~np.isnan(correct_PS)]
+        wilson = stats.binomtest(int(known.sum()), len(known)).proportion_ci(method="wilson")
+        return float(wilson.low), float(wilson.high)
+    hits_P = np.nansum(correct_PS, axis=1)
+    known_P = (~np.isnan(correct_PS)).sum(axis=1)
+    draw = np.random.default_rng(0).integers(len(hits_P), size=(_RESAMPLES, len(hits_P)))
+    known = known_P[draw].sum(axis=1)
+    means = hits_P[draw].sum(axis=1)[known > 0] / known[known > 0]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _error(responses: Sequence[Response]) -> str | None:
+    return next((response.reward_error for response in responses if response.reward_error), None)

@@ -1,0 +1,106 @@
+"""curves.png: how a run went, in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+__all__ = ["plot_curves"]
+
+_LINES = {
+    "Reward in training": ["reward", "shaped_reward"],
+    "Corrections": ["correction_success", "rewrite_rate"],
+    "Clip fraction": ["clip_fraction"],
+    "Trainer against engine, mean |Δ log-prob| a token": ["logprob_diff_abs_mean"],
+    "Gradient norm": ["grad_norm"],
+}
+"""Panel title → metrics drawn in it, where they exist."""
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def plot_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> bool:
+    """Draw the rows of a metrics log; panels without data are left out.
+
+    Returns:
+        whether there was anything to draw.
+    """
+    steps = [row for row in rows if row["kind"] == "step"]
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    panels: list[tuple[str, Callable[[Axes], None]]] = []
+    if evaluations:
+        panels.append(("Accuracy on held-out problems", partial(_draw_evaluations, evaluations=evaluations)))
+    for name, metrics in _LINES.items():
+        present = [metric for metric in metrics if any(row.get(metric) is not None for row in steps)]
+        if present:
+            panels.append((name, partial(_draw_lines, steps=steps, metrics=present)))
+    if any(row.get("seconds") for row in steps):
+        panels.append(("Seconds a step, by stage", partial(_draw_seconds, steps=steps)))
+    if not panels:
+        return False
+
+    lines = 1 if len(panels) <= 3 else 2
+    columns = -(-len(panels) // lines)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(4.6 * columns, 3.1 * lines), dpi=120, layout="constrained")
+        figure.suptitle(title)
+        for position, (name, draw) in enumerate(panels, start=1):
+            axes = figure.add_subplot(lines, columns, position)
+            axes.set_title(name)
+            axes.set_xlabel("steps")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+            draw(axes)
+        figure.savefig(path)
+    return True
+
+
+def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _draw_lines(axes: Axes, steps: Sequence[dict[str, Any]], metrics: Sequence[str]) -> None:
+    for metric in metrics:
+        x, y = _series(steps, metric)
+        axes.plot(x, y, marker="." if len(x) < 40 else None, label=metric.replace("_", " "))
+    axes.set_ylim(bottom=0 if axes.get_ylim()[0] > 0 else None)
+    if len(metrics) > 1:
+        axes.legend(frameon=False)
+
+
+def _draw_evaluations(axes: Axes, evaluations: Sequence[dict[str, Any]]) -> None:
+    for name, label, marker in (
+        ("accuracy", "sampled (95 % interval)", "o"),
+        ("greedy_accuracy", "greedy", "s"),
+    ):
+        x, y = _series(evaluations, name)
+        (line,) = axes.plot(x, y, marker=marker, label=label)
+        _, low = _series(evaluations, f"{name}_low")
+        _, high = _series(evaluations, f"{name}_high")
+        if name == "accuracy" and len(low) == len(high) == len(x):
+            axes.fill_between(x, low, high, alpha=0.2, color=line.get_color())
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_seconds(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
+    stages = list(dict.fromkeys(stage for row in steps for stage in row["seconds"]))
+    x = [row["step"] for row in steps]
+    below = [0.0] * len(x)
+    for stage in stages:
+        heights = [row["seconds"].get(stage, 0.0) for row in steps]
+        axes.bar(x, heights, bottom=below, width=1.0, label=stage)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper left")

@@ -1,0 +1,114 @@
+"""What a person sees while a run goes: the table of sizes, and the progress of the steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["ProgressDisplay", "Size", "sizes_table"]
+
+SHOWN = {
+    "reward": "reward",
+    "accuracy": "accuracy",
+    "correction_success": "corrected",
+    "loss": "loss",
+    "clip_fraction": "clipped",
+    "logprob_diff_abs_mean": "|Δ log-prob|",
+}
+"""Metrics of the live display and what they are called there."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One line of the table of sizes."""
+
+    name: str
+    value: str | int
+    meaning: str = ""
+
+
+def sizes_table(sizes: Iterable[Size]) -> Table:
+    """The named sizes of a run, one line each."""
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("size", no_wrap=True)
+    table.add_column("value", justify="right")
+    table.add_column("what it is", style="dim")
+    for size in sizes:
+        value = f"{size.value:,}" if isinstance(size.value, int) else size.value
+        table.add_row(size.name, value, size.meaning)
+    return table
+
+
+class ProgressDisplay:
+    """A live panel on a terminal; one plain line a step anywhere else."""
+
+    def __init__(self, num_steps: int, *, completed_steps: int = 0, console: Console | None = None):
+        self.console = console or Console()
+        self._num_steps = num_steps
+        self._first_step = self._step = completed_steps
+        self._start = time.monotonic()
+        self._live: Live | None = None
+
+    def print(self, what: object) -> None:
+        """Print above the live panel."""
+        self.console.print(what, highlight=False, markup=False, soft_wrap=isinstance(what, str))
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """Show a completed step."""
+        if self._step == self._first_step:
+            self._start = time.monotonic() - sum(seconds.values())  # start-up is no part of the estimate
+        self._step = step
+        if not self.console.is_terminal:
+            self.print(self._line(metrics, seconds))
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+        self._live.update(self._panel(metrics, seconds), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _eta_seconds(self) -> float:
+        per_step = (time.monotonic() - self._start) / max(1, self._step - self._first_step)
+        return per_step * (self._num_steps - self._step)
+
+    def _line(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> str:
+        parts = [f"step {self._step}/{self._num_steps}"]
+        parts += [f"{label} {metrics[name]:.4g}" for name, label in SHOWN.items() if name in metrics]
+        parts.append(f"{sum(seconds.values()):.1f} s ({_stages(seconds)})")
+        parts.append(f"eta {_clock(self._eta_seconds())}")
+        return "  ".join(parts)
+
+    def _panel(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Panel:
+        values = Table.grid(padding=(0, 3))
+        shown = [name for name in SHOWN if name in metrics]
+        for _ in shown:
+            values.add_column(justify="right")
+        values.add_row(*(Text(SHOWN[name], style="dim") for name in shown))
+        values.add_row(*(f"{metrics[name]:.4g}" for name in shown))
+        times = Text(f"{sum(seconds.values()):.1f} s a step: {_stages(seconds)}", style="dim")
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=self._num_steps, completed=self._step))
+        title = f"step {self._step} of {self._num_steps}, {_clock(self._eta_seconds())} to go"
+        return Panel(Group(bar, values, times), title=title, title_align="left")
+
+
+def _stages(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,103 @@
+"""What a run measures, kept: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_ibpo.report.run_dir import METRICS_FILE
+
+__all__ = ["MetricsLog", "read_rows"]
+
+Kind = Literal["step", "evaluation"]
+
+
+class MetricsLog:
+    """Appends one row a step and one an evaluation, flushed at once.
+
+    A row is `{"kind", "step", name: value, …, "seconds": {stage: seconds}}`. `step` is the number of steps
+    completed: 1 for the first step's row, 0 for the evaluation before it. A value that is not finite is
+    written as null, for JSON has no word for it.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, completed_steps: int = 0, wandb_config: dict[str, Any] | None = None
+    ):
+        """Continue the log of `run_dir` after `completed_steps`; later rows, of steps that will be taken
+        again, are removed.
+
+        Args:
+            wandb_config: logs to Weights & Biases too, with this as the run's configuration.
+
+        Raises:
+            RuntimeError: wandb is wanted and not installed.
+        """
+        path = run_dir / METRICS_FILE
+        self.rows = (
+            [row for row in read_rows(path) if row["step"] <= completed_steps] if path.exists() else []
+        )
+        self._wandb = None if wandb_config is None else _start_wandb(run_dir, wandb_config)
+        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        kept = path.with_suffix(".tmp")
+        kept.write_text(text, encoding="utf-8")
+        kept.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
+
+    def append(self, kind: Kind, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        """Write a row everywhere."""
+        row: dict[str, Any] = {"kind": kind, "step": step}
+        row |= {name: _jsonable(value) for name, value in metrics.items()}
+        row["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
+        self.rows.append(row)
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+        prefix = "evaluation/" if kind == "evaluation" else ""
+        scalars = {f"{prefix}{name}": value for name, value in metrics.items()}
+        scalars |= {f"seconds/{name}": value for name, value in seconds.items()}
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(scalars | {"step": step})
+
+    def close(self) -> None:
+        self._file.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line cut off by a crash is left out.
+
+    Raises:
+        ValueError: another line is not JSON.
+    """
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+    return rows
+
+
+def _jsonable(value: float) -> float | int | None:
+    return value if math.isfinite(value) else None
+
+
+def _start_wandb(run_dir: Path, config: dict[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise RuntimeError("--use-wandb: the package wandb is not installed; pip install wandb") from error
+    return wandb.init(dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=config)

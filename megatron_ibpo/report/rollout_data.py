@@ -1,0 +1,139 @@
+"""The records of a step as readable JSON, and back.
+
+Token ids stand beside their text; the text is for readers and is not read back. Floats are written so that
+reading gives the same bits, tuples and lists stay what they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.records import Correction, Group, Prompt, Response
+
+__all__ = ["load_groups", "rollout_path", "save_groups"]
+
+_FORMAT = 1
+
+
+def rollout_path(directory: Path, step: int) -> Path:
+    """Where the records of a step are kept."""
+    return directory / f"step_{step:06d}.json"
+
+
+def save_groups(
+    path: Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str]
+) -> None:
+    """Write the groups of a step, corrections and rewards included.
+
+    Raises:
+        TypeError: a prompt's metadata holds what JSON cannot keep.
+    """
+    content = {"format": _FORMAT, "step": step, "groups": [_group_to_json(group, decode) for group in groups]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(_readable(content) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def load_groups(path: Path) -> tuple[int, list[Group]]:
+    """(step, groups) as they were saved.
+
+    Raises:
+        ValueError: the file is missing or is not what `save_groups` writes.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']}, expected {_FORMAT}")
+        return content["step"], [_group_from_json(item) for item in content["groups"]]
+    except OSError as error:
+        raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
+        ) from error
+
+
+def _group_to_json(group: Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    prompt = {"decoded": decode(group.prompt.token_ids)} | _fields(group.prompt)
+    prompt["metadata"] = _tagged(group.prompt.metadata)
+    return {
+        "prompt": prompt,
+        "responses": [_response_to_json(response, decode) for response in group.responses],
+        "corrections": [
+            {"prompt_decoded": decode(correction.prompt_token_ids)}
+            | _fields(correction)
+            | {"response": _response_to_json(correction.response, decode)}
+            for correction in group.corrections
+        ],
+        "skipped_pairs": group.skipped_pairs,
+    }
+
+
+def _group_from_json(item: dict[str, Any]) -> Group:
+    prompt = _without(item["prompt"], "decoded")
+    prompt["token_ids"] = tuple(prompt["token_ids"])
+    prompt["metadata"] = _untagged(prompt["metadata"])
+    corrections = []
+    for stored in item["corrections"]:
+        correction = _without(stored, "prompt_decoded")
+        correction["references"] = tuple(correction["references"])
+        correction["prompt_token_ids"] = tuple(correction["prompt_token_ids"])
+        correction["response"] = Response(**_without(correction["response"], "decoded"))
+        corrections.append(Correction(**correction))
+    responses = [Response(**_without(response, "decoded")) for response in item["responses"]]
+    return Group(Prompt(**prompt), responses, corrections, item["skipped_pairs"])
+
+
+def _response_to_json(response: Response, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    return {"decoded": decode(response.token_ids)} | _fields(response)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _without(item: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name != key}
+
+
+def _tagged(value: Any) -> Any:
+    """Metadata with what JSON would change (tuples, dictionaries by other than text) under a tag."""
+    if isinstance(value, tuple):
+        return {"(tuple)": [_tagged(item) for item in value]}
+    if isinstance(value, list):
+        return [_tagged(item) for item in value]
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and not value.keys() & {"(tuple)", "(dict)"}:
+            return {key: _tagged(item) for key, item in value.items()}
+        return {"(dict)": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"prompt metadata holds a {type(value).__name__}, which cannot be recorded: {value!r}")
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"(tuple)"}:
+            return tuple(_untagged(item) for item in value["(tuple)"])
+        if value.keys() == {"(dict)"}:
+            return {_untagged(key): _untagged(item) for key, item in value["(dict)"]}
+        return {key: _untagged(item) for key, item in value.items()}
+    return value
+
+
+def _readable(value: Any, indent: str = "") -> str:
+    """JSON with one line for each field and each list of numbers."""
+    deeper = indent + "  "
+    if isinstance(value, dict) and value:
+        lines = [f"{deeper}{json.dumps(key)}: {_readable(item, deeper)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return "[\n" + ",\n".join(deeper + _readable(item, deeper) for item in value) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,158 @@
+"""The report of a run: one object that the loop tells what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.evaluate import Evaluation
+from megatron_ibpo.report.curves import plot_curves
+from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
+from megatron_ibpo.report.metrics import MetricsLog
+from megatron_ibpo.report.run_dir import METRICS_FILE
+from megatron_ibpo.report.summary import summarise
+
+__all__ = ["Report"]
+
+
+class Report:
+    """Metrics, display, curves and summary of a run, on the driver.
+
+    Closing it (it is a context manager) ends the display and the logs, and is safe at any time; `finish`
+    writes curves.png and summary.json first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        completed_steps: int = 0,
+        console: Console | None = None,
+        started: float | None = None,
+    ):
+        """Report into config.run.run_dir, which must exist (`prepare_run_dir`).
+
+        Args:
+            completed_steps: steps that a resumed run has behind it; later rows of its log are removed.
+            started: time.monotonic() at which the run began; now when None.
+
+        Raises:
+            RuntimeError: --use-wandb without the package.
+        """
+        self._run_dir = config.run.run_dir
+        self._title = f"{config.algorithm.advantage_estimator}, {_model_name(config)}"
+        self._started = time.monotonic() if started is None else started
+        self._seconds: dict[str, float] = {}
+        wandb_config = _jsonable(dataclasses.asdict(config)) if config.run.use_wandb else None
+        self._log = MetricsLog(self._run_dir, completed_steps=completed_steps, wandb_config=wandb_config)
+        self._display = ProgressDisplay(
+            config.run.num_rollout, completed_steps=completed_steps, console=console
+        )
+
+    def sizes(self, sizes: Iterable[Size]) -> None:
+        """Show the table of sizes."""
+        self.note(f"{self._title} → {self._run_dir}")
+        self._display.print(sizes_table(sizes))
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._display.print(text)
+
+    def evaluation(self, step: int, evaluation: Evaluation, seconds: Mapping[str, float]) -> None:
+        """Record and show an evaluation made after `step` completed steps (0: before the first)."""
+        metrics = evaluation.metrics()
+        self._record("evaluation", step, metrics, seconds)
+        self.note(f"evaluation after {step} steps: {evaluation}")
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """Record and show the `step`-th step, counted from 1, with its seconds by stage."""
+        self._record("step", step, metrics, seconds)
+        self._display.step(step, metrics, seconds)
+
+    def finish(
+        self, *, status: str = "finished", seconds: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        """Write curves.png and summary.json, show where they are, and return the summary.
+
+        Args:
+            status: how the run ended: finished, interrupted, failed: …
+            seconds: by stage, of what came after the last row (saving).
+        """
+        self._count(seconds or {})
+        self._display.close()
+        summary = {"status": status} | summarise(
+            self._log.rows, seconds_total=time.monotonic() - self._started, seconds_by_stage=self._seconds
+        )
+        curves = self._run_dir / "curves.png"
+        drawn = plot_curves(self._log.rows, curves, title=self._title)
+        path = self._run_dir / "summary.json"
+        path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        self.note(f"{status}: {summary['steps']} steps")
+        self._display.print(_summary_table(summary))
+        for file in [self._run_dir / METRICS_FILE, path, *([curves] if drawn else [])]:
+            self.note(str(file))
+        return summary
+
+    def close(self) -> None:
+        self._display.close()
+        self._log.close()
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _record(
+        self, kind: Any, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> None:
+        self._count(seconds)
+        self._log.append(kind, step, dict(metrics), dict(seconds))
+
+    def _count(self, seconds: Mapping[str, float]) -> None:
+        for name, value in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+
+def _model_name(config: Config) -> str:
+    return config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def _summary_table(summary: dict[str, Any]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("start", justify="right")
+    table.add_column("end", justify="right")
+    names = {"accuracy": "accuracy, sampled", "greedy": "accuracy, greedy", "reward": "training reward"}
+    for key, name in names.items():
+        start, end = summary[f"{key}_start"], summary[f"{key}_end"]
+        if start is not None:
+            table.add_row(name, f"{start:.3f}", f"{end:.3f}")
+    total = summary["seconds_total"]
+    table.add_section()
+    for stage, seconds in sorted(summary["seconds_by_stage"].items(), key=lambda item: -item[1]):
+        table.add_row(stage, f"{seconds:.1f} s", f"{seconds / max(total, 1e-9):.0%}")
+    table.add_row("whole run", f"{total:.1f} s", "")
+    dropped = {name: count for name, count in summary["counts"].items() if count}
+    if dropped:
+        table.add_section()
+        for name, count in dropped.items():
+            table.add_row(name.replace("_", " "), f"{count:,}", "")
+    return table

@@ -1,0 +1,220 @@
+"""Flags and recipes: what wins, what comes back, what is refused and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ibpo.cli import ConfigError, check_config, config_yaml, parse_config, write_config
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import PRESETS
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def recipe(tmp_path: Path, text: str, name: str = "recipe.yaml") -> str:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_flags_are_flat_and_typed():
+    line = (
+        "--tensor-model-parallel-size 2 --no-sequence-parallel --lr 3e-4 --hf-checkpoint some/dir "
+        "--ibpo-rewrite-threshold adaptive --eps-clip-high None --rollout-top-k -1"
+    )
+    config = parse_config(line.split())
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.parallel.sequence_parallel is False
+    assert config.optimizer.lr == 3e-4
+    assert config.model.hf_checkpoint == Path("some/dir")
+    assert config.algorithm.ibpo_rewrite_threshold == "adaptive"
+    assert config.loss.eps_clip_high is None
+    assert config.rollout.rollout_top_k == -1
+
+
+def test_flags_win_over_recipes_and_recipes_over_the_preset(tmp_path):
+    preset = PRESETS["gspo"]
+    assert preset["ibpo_corrections"] == 0
+    first = recipe(tmp_path, "advantage-estimator: gspo\nlr: 3e-4\nrollout_batch_size: 16\n", "first.yaml")
+    second = recipe(tmp_path, "rollout-batch-size: 8\nclip-grad: 2\n", "second.yaml")
+
+    config = parse_config(["--config", first, "--config", second, "--clip-grad", "3"])
+
+    assert config.algorithm.ibpo_corrections == 0, "from the preset"
+    assert config.optimizer.lr == 3e-4, "from the first recipe"
+    assert config.rollout.rollout_batch_size == 8, "the later recipe wins"
+    assert config.optimizer.clip_grad == 3.0, "the flag wins"
+    assert parse_config(["--config", first, "--ibpo-corrections", "2"]).algorithm.ibpo_corrections == 2
+    overriding = recipe(tmp_path, "ibpo-corrections: 3\n", "third.yaml")
+    assert (
+        parse_config(["--config", overriding, "--advantage-estimator=gspo"]).algorithm.ibpo_corrections == 3
+    )
+
+
+def test_the_default_preset_is_in_force_without_naming_it():
+    by_name = parse_config(["--advantage-estimator", Config().algorithm.advantage_estimator])
+    assert parse_config([]) == by_name
+    for name, value in PRESETS[by_name.algorithm.advantage_estimator].items():
+        sections = [getattr(by_name, field.name) for field in dataclasses.fields(by_name)]
+        assert [getattr(part, name) for part in sections if hasattr(part, name)] == [value]
+
+
+def test_print_config_prints_a_recipe_that_means_the_same(tmp_path, capsys):
+    flags = ["--advantage-estimator", "gspo", "--lr", "1e-5", "--run-dir", "a b/c", "--no-save"]
+    with pytest.raises(SystemExit) as ended:
+        parse_config([*flags, "--print-config"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["lr"] == 1e-5
+    assert parse_config(["--config", recipe(tmp_path, printed)]) == parse_config(flags)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lr=st.floats(1e-12, 1.0),
+    path=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1),
+    threshold=st.sampled_from(["adaptive", 0.25, 1.0]),
+    high=st.none() | st.floats(1e-6, 0.5),
+)
+def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, threshold, high):
+    config = Config()
+    config.optimizer.lr = lr
+    config.data.prompt_data = path
+    config.run.run_dir = Path(path)
+    config.algorithm.ibpo_rewrite_threshold = threshold
+    config.loss.eps_clip_high = high
+    written = tmp_path_factory.mktemp("config") / "config.yaml"
+    write_config(config, written)
+    assert parse_config(["--config", str(written)]) == config
+    assert config_yaml(config) == written.read_text(encoding="utf-8")
+
+
+def test_an_unknown_flag_suggests_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--tensr-model-parallel-size", "2"])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "--tensor-model-parallel-size" in said.out + said.err
+
+
+def test_a_flag_of_the_wrong_type_names_itself_and_its_value(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--tensor-model-parallel-size", "two"])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "--tensor-model-parallel-size" in said.out + said.err
+    assert "'two'" in said.out + said.err
+
+
+def test_only_rank_0_prints(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    for argv in (["--print-config"], ["--help"], ["--nonsense"]):
+        with pytest.raises(SystemExit):
+            parse_config(argv)
+    said = capsys.readouterr()
+    assert said.out + said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tensor-model-paralel-size: 2\n", r"recipe.yaml: unknown key 'tensor-model-paralel-size'; did you"),
+        ("tensor-model-paralel-size: 2\n", r"mean 'tensor_model_parallel_size'"),
+        ("lr: fast\n", r"recipe.yaml: lr: 'fast' is not a number"),
+        ("rollout-batch-size: 1.5\n", r"rollout-batch-size: 1.5 is not a whole number"),
+        ("rollout-batch-size: true\n", r"rollout-batch-size: True is not a whole number"),
+        ("sequence-parallel: 1\n", r"sequence-parallel: 1 is not true or false"),
+        ("recompute-granularity: all\n", r"'all' is not one of 'none', 'full', 'selective'"),
+        ("ibpo-rewrite-threshold: often\n", r"'often' is not a number or one of 'adaptive'"),
+        ("lr: 1e-5\nrun-dir: a\nrun_dir: b\n", r"key 'run_dir' is given twice"),
+        ("advantage-estimator: ippo\n", r"no preset 'ippo'; did you mean 'ibpo'"),
+        ("- lr\n", r"must hold `key: value` lines"),
+        ("lr: [\n", r"is not YAML"),
+    ],
+)  # fmt: skip
+def test_a_bad_recipe_is_refused_with_its_key_and_value(tmp_path, text, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse_config(["--config", recipe(tmp_path, text)])
+
+
+def test_a_missing_recipe_is_refused():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
+        parse_config(["--config", "nowhere.yaml"])
+
+
+def runnable(tmp_path: Path) -> Config:
+    config = parse_config([])
+    config.model.hf_checkpoint = tmp_path
+    config.data.prompt_data = config.data.eval_prompt_data = "reasoning_gym://chain_sum"
+    return config
+
+
+def test_a_complete_configuration_passes(tmp_path):
+    check_config(runnable(tmp_path))
+
+
+def test_all_problems_are_named_at_once(tmp_path):
+    config = runnable(tmp_path)
+    config.model.hf_checkpoint = None
+    config.data.eval_prompt_data = None
+    config.optimizer.lr = -1.0
+    config.rollout.n_samples_per_prompt = 1
+    config.parallel.context_parallel_size = 2
+    with pytest.raises(ConfigError, match="5 problems") as refused:
+        check_config(config)
+    for flag in (
+        "--hf-checkpoint",
+        "--eval-prompt-data",
+        "--lr: must be above 0, is -1.0",
+        "--n-samples-per-prompt",
+        "--context-parallel-size: must be 1",
+    ):
+        assert flag in str(refused.value)
+
+
+def breaking(section: str, **fields):
+    return pytest.param(section, fields, id=",".join(fields))
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        breaking("loss", num_steps_per_rollout=3),
+        breaking("loss", eps_clip=0.0),
+        breaking("loss", eps_clip_high=-1.0),
+        breaking("algorithm", ibpo_lambda=2.0, ibpo_beta=0.5),
+        breaking("rollout", rollout_max_context_len=8192),
+        breaking("rollout", rollout_top_k=0),
+        breaking("rollout", rollout_temperature=0.0),
+        breaking("run", load=Path("nowhere")),
+        breaking("run", debug_rollout_only=True, load_debug_rollout_data=Path(".")),
+        breaking("data", prompt_data=None),
+        breaking("model", hf_checkpoint=Path("nowhere")),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path, section, fields):
+    config = runnable(tmp_path)
+    for name, value in fields.items():
+        setattr(getattr(config, section), name, value)
+    with pytest.raises(ConfigError, match="1 problem in the configuration"):
+        check_config(config)
+
+
+def test_evaluation_turned_off_needs_no_evaluation_data(tmp_path):
+    config = runnable(tmp_path)
+    config.data.eval_prompt_data = None
+    config.run.eval_num_prompts = 0
+    check_config(config)
+
+
+def test_a_dry_run_needs_no_data(tmp_path):
+    config = runnable(tmp_path)
+    config.data.prompt_data = config.data.eval_prompt_data = None
+    config.run.dry_run = True
+    check_config(config)

@@ -1,0 +1,320 @@
+"""What a run shows and keeps."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import sys
+from collections import namedtuple
+
+import matplotlib.image
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_ibpo import report as reporting
+from megatron_ibpo.cli import ConfigError, parse_config
+from megatron_ibpo.config import Config
+from megatron_ibpo.evaluate import Evaluation
+from megatron_ibpo.records import Correction, Group, Prompt, Response
+from megatron_ibpo.report import (
+    Report,
+    Size,
+    Stages,
+    checkpoint_bytes,
+    load_groups,
+    prepare_run_dir,
+    rollout_path,
+    save_groups,
+)
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    config = Config()
+    config.run.run_dir = tmp_path / "runs" / "first"
+    config.run.num_rollout = 4
+    return config
+
+
+def accuracy(sampled: float, greedy: float) -> Evaluation:
+    return Evaluation(100, 1, sampled, sampled - 0.1, sampled + 0.1, greedy, sampled, 12.0, 0.01, 0)
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    return {
+        "reward": step / 10,
+        "correction_success": 0.5,
+        "loss": -0.1,
+        "skipped_pairs": 2,
+        "reward_errors": 0,
+    }
+
+
+def run_steps(config: Config, steps: range, screen: io.StringIO, *, terminal: bool = False) -> dict:
+    console = Console(file=screen, width=100, force_terminal=terminal)
+    with Report(config, completed_steps=steps.start - 1, console=console) as report:
+        report.sizes([Size("P", 16, "prompts a step")])
+        if steps.start == 1:
+            report.evaluation(0, accuracy(0.5, 0.4), {"evaluate": 2.0})
+        for step in steps:
+            report.step(step, step_metrics(step), {"sample": 1.0, "train": 0.5})
+        report.evaluation(steps.stop - 1, accuracy(0.75, 0.8), {"evaluate": 2.0})
+        return report.finish(seconds={"save": 0.25})
+
+
+def rows_of(config: Config) -> list[dict]:
+    return [json.loads(line) for line in (config.run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
+    run_dir = prepare_run_dir(config)
+    screen = io.StringIO()
+    summary = run_steps(config, range(1, 5), screen)
+
+    assert [(row["kind"], row["step"]) for row in rows_of(config)] == [
+        ("evaluation", 0),
+        *(("step", step) for step in range(1, 5)),
+        ("evaluation", 4),
+    ]
+    first_step = rows_of(config)[1]
+    assert first_step["reward"] == 0.1
+    assert first_step["seconds"] == {"sample": 1.0, "train": 0.5}
+
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    seconds_total = summary.pop("seconds_total")
+    assert 0 <= seconds_total < 60
+    assert summary == {
+        "status": "finished",
+        "accuracy_start": 0.5,
+        "accuracy_end": 0.75,
+        "greedy_start": 0.4,
+        "greedy_end": 0.8,
+        "reward_start": pytest.approx(0.25),
+        "reward_end": pytest.approx(0.25),
+        "steps": 4,
+        "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
+        "counts": {"reward_errors": 0, "skipped_pairs": 8},
+    }
+    height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
+    assert height > 300
+    assert width > 900
+    assert parse_config(["--config", str(run_dir / "config.yaml")]) == config
+    assert "torch" in json.loads((run_dir / "versions.json").read_text())
+
+    shown = screen.getvalue()
+    assert "prompts a step" in shown
+    assert "step 3/4  reward 0.3  corrected 0.5  loss -0.1  1.5 s (sample 1.00, train 0.50)  eta 0:0" in shown
+    assert "accuracy 0.500" in shown
+    assert str(run_dir / "summary.json") in shown
+    assert "skipped pairs" in shown
+    assert "reward errors" not in shown, "a count of zero is no news at the end"
+
+
+def test_a_terminal_gets_a_live_panel(config):
+    prepare_run_dir(config)
+    screen = io.StringIO()
+    run_steps(config, range(1, 5), screen, terminal=True)
+    assert "step 4 of 4" in screen.getvalue()
+    assert "corrected" in screen.getvalue()
+
+
+def test_tensorboard_holds_the_same_numbers(config):
+    run_dir = prepare_run_dir(config)
+    run_steps(config, range(1, 5), io.StringIO())
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [
+        (step, pytest.approx(step / 10)) for step in range(1, 5)
+    ]
+    assert [e.step for e in events.Scalars("evaluation/accuracy")] == [0, 4]
+    assert [e.value for e in events.Scalars("seconds/sample")] == [1.0] * 4
+
+
+def test_a_resumed_run_replaces_the_rows_of_steps_it_takes_again(config):
+    run_dir = prepare_run_dir(config)
+    run_steps(config, range(1, 5), io.StringIO())
+    config.run.load = run_dir
+    prepare_run_dir(config)
+    summary = run_steps(config, range(3, 5), io.StringIO())
+    assert [(row["kind"], row["step"]) for row in rows_of(config)] == [
+        ("evaluation", 0),
+        *(("step", step) for step in range(1, 5)),
+        ("evaluation", 4),
+    ]
+    assert summary["accuracy_start"] == 0.5, "known from before"
+    assert summary["steps"] == 4
+
+
+def test_a_row_cut_off_by_a_crash_is_left_out_on_resume(config):
+    run_dir = prepare_run_dir(config)
+    run_steps(config, range(1, 5), io.StringIO())
+    path = run_dir / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"kind": "step", "st')
+    run_steps(config, range(4, 5), io.StringIO())
+    assert [row["step"] for row in rows_of(config)] == [0, 1, 2, 3, 4, 4]
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_written_and_nan_is_null(config):
+    prepare_run_dir(config)
+    with Report(config, console=Console(file=io.StringIO())) as report:
+        report.step(1, {"loss": math.nan, "reward": 0.5}, {})
+        assert rows_of(config) == [{"kind": "step", "step": 1, "loss": None, "reward": 0.5, "seconds": {}}]
+        summary = report.finish(status="interrupted")
+    assert summary["status"] == "interrupted"
+    assert summary["accuracy_start"] is None
+
+
+def test_wandb_without_the_package_says_what_to_install(config, monkeypatch):
+    prepare_run_dir(config)
+    config.run.use_wandb = True
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RuntimeError, match="pip install wandb"):
+        Report(config)
+
+
+def test_another_run_in_the_directory_is_not_overwritten(config):
+    run_dir = prepare_run_dir(config)
+    run_steps(config, range(1, 5), io.StringIO())
+    with pytest.raises(ConfigError, match=f"already holds a run.*--load {run_dir}"):
+        prepare_run_dir(config)
+
+
+def test_an_unwritable_run_directory_is_refused(config):
+    config.run.run_dir.parent.mkdir()
+    config.run.run_dir.write_text("a file stands here")
+    with pytest.raises(ConfigError, match=r"--run-dir: .* cannot be written"):
+        prepare_run_dir(config)
+
+
+def test_a_full_disk_is_refused_before_work_starts(config, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 2**30))
+    needed = checkpoint_bytes(10**9, bf16=True)
+    assert needed == 16 * 10**9, "2 weights + 4 master + 8 Adam + 2 export bytes a parameter"
+    with pytest.raises(ConfigError, match=r"has 1.00 GiB free, .* need 14.96 GiB"):
+        prepare_run_dir(config, checkpoint_bytes=needed)
+    config.run.save = False
+    prepare_run_dir(config, checkpoint_bytes=needed)
+
+
+def test_inner_stages_are_not_counted_twice(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 10.0, 10.0, 14.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    stages = Stages()
+    with stages("credit"), stages("sample"):
+        pass  # credit 0..10 holds sample 1..3
+    with pytest.raises(ZeroDivisionError), stages("train"):
+        _ = 1 / 0
+    stages.add("train", 1.0)
+    assert stages.take() == {"sample": 2.0, "credit": 8.0, "train": 5.0}
+    assert stages.take() == {}
+
+
+floats = st.floats(allow_nan=False)
+ids = st.lists(st.integers(0, 2**31), max_size=5)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | floats | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.just("(tuple)"), inner)
+    ),
+    max_leaves=8,
+)
+responses = st.builds(
+    Response,
+    token_ids=ids,
+    logprobs=st.lists(floats, max_size=5),
+    finish_reason=st.sampled_from(["stop", "length"]),
+    temperature=floats,
+    policy_version=st.integers(0),
+    reward=st.none() | floats,
+    correct=st.booleans(),
+    reward_error=st.none() | st.text(),
+)
+groups = st.builds(
+    Group,
+    prompt=st.builds(
+        Prompt,
+        index=st.integers(0),
+        token_ids=ids.map(tuple),
+        head_length=st.integers(0),
+        label=st.text(),
+        task=st.text(),
+        text=st.text(),
+        metadata=st.dictionaries(st.text(), values, max_size=3),
+    ),
+    responses=st.lists(responses, max_size=3),
+    corrections=st.lists(
+        st.builds(
+            Correction,
+            target=st.integers(0),
+            references=st.lists(st.integers(0)).map(tuple),
+            prompt_token_ids=ids.map(tuple),
+            response=responses,
+            distance=floats,
+            reference_distance=st.none() | floats,
+            rewritten=st.booleans(),
+        ),
+        max_size=2,
+    ),
+    skipped_pairs=st.integers(0),
+)
+
+
+def exactly(value) -> str:
+    """Tells 0.0 from -0.0 and a tuple from a list, which == does not all do."""
+    return repr(value)
+
+
+@settings(max_examples=50, deadline=None)
+@given(recorded=st.lists(groups, max_size=2))
+def test_recorded_groups_come_back_identical(tmp_path_factory, recorded):
+    path = rollout_path(tmp_path_factory.mktemp("rollouts"), 7)
+    save_groups(path, 7, recorded, decode=lambda ids: "§" * len(ids))
+    step, loaded = load_groups(path)
+    assert step == 7
+    assert loaded == recorded
+    assert exactly(loaded) == exactly(recorded)
+
+
+def recorded_group() -> Group:
+    prompt = Prompt(3, (5, 6), 1, "42", "sums", "6*7?", {"terms": (6, 7)})
+    wrong = Response([1, 2], [-0.1, -0.30000000000000004], "stop", 1.0, 4, reward=0.0)
+    right = Response([3], [-0.5], "stop", 1.0, 4, reward=1.0, correct=True)
+    return Group(prompt, [wrong, right], [Correction(0, (1,), (5, 1, 2, 6), right, 0.5, 0.0)], 1)
+
+
+def test_recorded_rollouts_are_readable(tmp_path):
+    path = tmp_path / "step.json"
+    save_groups(path, 1, [recorded_group()], decode=lambda ids: " ".join(f"t{i}" for i in ids))
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    assert '"decoded": "t1 t2",' in lines, "the text of a response"
+    assert '"prompt_decoded": "t5 t1 t2 t6",' in lines, "the text of a correction prompt"
+    assert '"logprobs": [-0.1, -0.30000000000000004],' in lines, "one line a list"
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path):
+    group = recorded_group()
+    group.prompt.metadata["tokens"] = {1, 2}
+    with pytest.raises(TypeError, match="metadata holds a set"):
+        save_groups(tmp_path / "step.json", 1, [group], decode=str)
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", "[]", '{"format": 0}', '{"format": 1, "step": 1, "groups": [{}]}']
+)
+def test_a_bad_recording_names_its_file(tmp_path, content):
+    path = tmp_path / "step.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=f"recorded rollouts {path}"):
+        load_groups(path)
+
+
+def test_the_public_names_exist():
+    assert all(hasattr(reporting, name) for name in reporting.__all__)
