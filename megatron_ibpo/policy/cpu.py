@@ -1,0 +1,177 @@
+"""Megatron-core on machines without CUDA. The one module that knows CUDA is absent.
+
+megatron-core 0.19.2 takes CUDA for granted in about sixty places of the paths that a trainer executes,
+but nothing of it needs a GPU: gloo serves all its collectives. `activate()` puts CPU stand-ins there:
+
+1. `torch.cuda` functions that ask for, set or wait on a device (`CUDA_FUNCTIONS`): the device is the CPU,
+   waiting is over at once, memory statistics are 0, the random generator is the CPU's.
+2. `torch.cuda.Stream` and `Event`: objects that do nothing, as everything is in order on a CPU.
+3. `Tensor.cuda` and `Module.cuda`: stay where they are.
+4. Tensors made with the literal `device="cuda"` (`CUDA_LITERALS`): in those Megatron modules the name
+   `torch` leads to a view of torch whose factories take the CPU instead.
+5. Comparisons of `Tensor.type()` with "torch.cuda.FloatTensor" in the optimizer (`CUDA_TYPE_NAMES`):
+   CPU tensors answer with the CUDA name there, and only there.
+6. `maybe_move_tensor_to_cpu` in the MoE token dispatcher, which leaves a CPU tensor unconverted where
+   the caller wants numpy.
+7. The random state that activation recomputation saves and restores: the CPU generator's.
+8. torch.compile (Megatron's `jit_fuser`): off. Compiling took 27 s for a step that runs in 0.1 s.
+
+Call it in trainer processes only; the vLLM process must not see it. It does nothing where CUDA is
+available. `tests/test_cpu.py` pins the sites to the Megatron version, so that an upgrade is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["activate"]
+
+CPU = torch.device("cpu")
+
+CUDA_LITERALS = (
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel.data",
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+)
+"""Megatron modules that name the device "cuda" as text."""
+
+CUDA_TYPE_NAMES = (
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.optimizer",
+)
+"""Megatron modules that compare `Tensor.type()` with a CUDA type's name."""
+
+
+class NullStream:
+    """A stream on which everything is done by the time it is asked for. There is only one."""
+
+    cuda_stream = 0
+    _only: NullStream | None = None
+
+    def __new__(cls, *_: Any, **__: Any) -> NullStream:
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cls._only
+
+    def wait_stream(self, _stream: Any) -> None: ...
+    def wait_event(self, _event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: NullEvent | None = None) -> NullEvent:
+        return event or NullEvent()
+
+
+class NullEvent:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, _stream: Any = None) -> None: ...
+    def wait(self, _stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _no_bytes(*_: Any, **__: Any) -> int:
+    return 0
+
+
+CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: CPU,
+    "current_stream": NullStream,
+    "default_stream": NullStream,
+    "empty_cache": _nothing,
+    "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    "is_current_stream_capturing": lambda: False,
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
+    "manual_seed_all": _nothing,  # torch.manual_seed calls it after seeding the CPU
+    "max_memory_allocated": _no_bytes,
+    "memory_allocated": _no_bytes,
+    "memory_reserved": _no_bytes,
+    "set_device": _nothing,
+    "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+    "set_stream": _nothing,
+    "stream": lambda *_, **__: contextlib.nullcontext(),
+    "synchronize": _nothing,
+}
+
+
+class _TorchOnCpu(ModuleType):
+    """torch, except that its tensor factories take the CPU for "cuda"."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"):
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+_tensor_type = torch.Tensor.type
+
+
+def _type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    answer = _tensor_type(self, *args, **kwargs)
+    asked_by = sys._getframe(1).f_globals.get("__name__")
+    if not args and not kwargs and asked_by in CUDA_TYPE_NAMES:
+        return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
+
+
+def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def activate() -> None:
+    """Put the CPU stand-ins in place, once. Does nothing where CUDA is available."""
+    if torch.cuda.is_available() or torch.cuda.Stream is NullStream:
+        return
+    if "megatron.core" in sys.modules:
+        torch.compiler.set_stance("force_eager")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # All of it before anything is replaced: torch.compile's tables want torch.cuda as it was.
+    literal_modules: list[Any] = [importlib.import_module(name) for name in CUDA_LITERALS]
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+
+    cuda: Any = torch.cuda
+    for name, function in CUDA_FUNCTIONS.items():
+        setattr(cuda, name, function)
+    cuda.random.get_rng_state = CUDA_FUNCTIONS["get_rng_state"]
+    cuda.random.set_rng_state = CUDA_FUNCTIONS["set_rng_state"]
+    cuda.Stream = NullStream
+    cuda.Event = NullEvent
+    tensor: Any = torch.Tensor
+    tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    tensor.type = _type_as_on_cuda
+
+    torch_on_cpu = _TorchOnCpu()
+    for module in literal_modules:
+        module.torch = torch_on_cpu
+    dispatcher.maybe_move_tensor_to_cpu = _as_numpy_if_asked
+    random._get_cuda_rng_state = CUDA_FUNCTIONS["get_rng_state"]
+    random._set_cuda_rng_state = CUDA_FUNCTIONS["set_rng_state"]

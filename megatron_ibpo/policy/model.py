@@ -1,0 +1,153 @@
+"""From a ModelShape to this rank's part of the Megatron model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.policy import cpu
+from megatron_ibpo.policy.shape import ModelShape, read_hf_config
+
+__all__ = ["build_model", "has_transformer_engine", "read_hf_config", "transformer_config"]
+
+
+def has_transformer_engine() -> bool:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return HAVE_TE and torch.cuda.is_available()
+
+
+def build_model(
+    shape: ModelShape, config: Config, *, device: Literal["cpu", "cuda", "meta"] = "cpu"
+) -> list[Any]:
+    """Build this rank's part of the model, a list of one GPTModel (there is no virtual pipelining).
+
+    Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf`
+    fills every one of them. Parameters are bfloat16 under config.model.bf16, else float32.
+
+    chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
+    logits [1, N, vocab/TP] on the last pipeline stage and hidden states elsewhere. N must be a multiple
+    of TP; cu_seqlens_q is int32 [sequences + 1] from 0 to N; max_seqlen_q must be set.
+    """
+    cpu.activate()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megatron_ibpo.policy import specs
+
+    use_te = device == "cuda" and has_transformer_engine()
+    backend = specs.transformer_engine_backend() if use_te else specs.local_backend()
+    core = transformer_config(shape, config, use_te=use_te)
+    core.use_cpu_initialization = device != "cuda"
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    with torch.device(device):
+        chunk = GPTModel(
+            config=core,
+            transformer_layer_spec=specs.block_spec(
+                shape,
+                backend,
+                get_transformer_layer_offset(core, pp_rank=stage),
+                get_num_layers_to_build(core, pp_rank=stage),
+            ),
+            vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=shape.rotary_dim / shape.head_dim,
+            rotary_base=shape.rope_theta,
+        )
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
+    return [chunk.to(device)]
+
+
+def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = False) -> Any:
+    """Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation."""
+    from megatron.core.transformer import TransformerConfig
+
+    parallel, model = config.parallel, config.model
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    recompute = model.recompute_granularity if model.recompute_granularity != "none" else None
+    fields: dict[str, Any] = {
+        # dimensions
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size or shape.expert_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_key_value_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "layernorm_zero_centered_gamma": shape.is_hybrid,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "attention_output_gate": shape.is_hybrid,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # layout
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        "variable_seq_lengths": True,  # between pipeline stages
+        "moe_token_dispatcher_type": "alltoall",  # the one that takes them
+        # precision
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": model.bf16,
+        # memory
+        "recompute_granularity": recompute,
+        "recompute_method": model.recompute_method if recompute == "full" else None,
+        "recompute_num_layers": model.recompute_num_layers if recompute == "full" else None,
+        # implementation
+        "transformer_impl": "transformer_engine" if use_te else "local",
+        "perform_initialization": False,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": use_te,
+        "apply_rope_fusion": use_te,
+        "gradient_accumulation_fusion": False,
+    }
+    if shape.is_moe:
+        fields |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_ffn_hidden_size": shape.expert_hidden_size,
+            "moe_layer_freq": 1,
+            "moe_router_score_function": "softmax",
+            # softmax over the chosen experts equals softmax over all, then normalised
+            "moe_router_pre_softmax": not shape.normalize_expert_weights,
+            "moe_router_load_balancing_type": "aux_loss" if model.moe_aux_loss_coeff else "none",
+            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": use_te,
+            "moe_permute_fusion": use_te,
+        }
+    if shape.shared_expert_hidden_size:
+        fields |= {
+            "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
+            "moe_shared_expert_gate": True,
+        }
+    if shape.is_hybrid:
+        fields |= {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [0 if full else 1 for full in shape.full_attention],
+            "linear_conv_kernel_dim": shape.gdn_conv_kernel,
+            "linear_key_head_dim": shape.gdn_key_dim,
+            "linear_value_head_dim": shape.gdn_value_dim,
+            "linear_num_key_heads": shape.gdn_key_heads,
+            "linear_num_value_heads": shape.gdn_value_heads,
+        }
+    return TransformerConfig(**fields)

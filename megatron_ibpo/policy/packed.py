@@ -1,0 +1,130 @@
+"""Packed sequences as batches: gathering tokens into rectangles and back, without a loop over sequences.
+
+Packed (thd) input is N tokens of consecutive sequences with boundaries cu_seqlens. Attention and the
+gated delta net want rectangles; these are the indices that make them and undo them. Padding takes any
+token: it comes after a sequence's own tokens, so nothing causal can see it, and its outputs are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Rectangles", "by_chunks", "by_length", "drop", "positions", "take"]
+
+
+@dataclass(frozen=True)
+class Rectangles:
+    """Tokens laid out as one or more rectangles, one after the other."""
+
+    rows: list[int]
+    """Rows of each rectangle."""
+    widths: list[int]
+    """Tokens per row of each rectangle."""
+    tokens_M: Tensor
+    """int64: the token that stands at each of the M = sum(rows x widths) places."""
+    places_N: Tensor
+    """int64: the place of each of the N tokens."""
+
+    def split(self, x_MX: Tensor) -> list[Tensor]:
+        """Views [rows, width, ...] of each rectangle."""
+        sizes = [rows * width for rows, width in zip(self.rows, self.widths, strict=True)]
+        return [
+            part.unflatten(0, (rows, width))
+            for part, rows, width in zip(x_MX.split(sizes), self.rows, self.widths, strict=True)
+        ]
+
+
+class _Take(torch.autograd.Function):
+    """x[index] along dim 0, where `index` reaches every row and `inverse` says where. Its gradient is a
+    gather too: places that only repeat a token get no gradient, since their outputs are dropped."""
+
+    @staticmethod
+    def forward(ctx, x, index, inverse):  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class _Drop(torch.autograd.Function):
+    """x[index] along dim 0, where `index` reaches no row twice: its gradient is a copy into zeros."""
+
+    @staticmethod
+    def forward(ctx, x, index):  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(index)
+        ctx.places = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.places, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+def take(x_NX: Tensor, rectangles: Rectangles) -> Tensor:
+    """Tokens to places: [N, ...] -> [M, ...]."""
+    return _Take.apply(x_NX, rectangles.tokens_M, rectangles.places_N)
+
+
+def drop(x_MX: Tensor, rectangles: Rectangles) -> Tensor:
+    """Places to tokens, padding dropped: [M, ...] -> [N, ...]."""
+    return _Drop.apply(x_MX, rectangles.places_N)
+
+
+def positions(cu_seqlens: Tensor) -> Tensor:
+    """Position of each token in its sequence, int64 [N]."""
+    lengths = cu_seqlens.diff()
+    return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device) - torch.repeat_interleave(
+        cu_seqlens[:-1].long(), lengths
+    )
+
+
+def by_length(cu_seqlens: Tensor) -> Rectangles:
+    """One row a sequence. Sequences whose lengths share a power of two share a rectangle, so that
+    padding at most doubles the tokens however uneven the lengths are."""
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    classes = (lengths - 1).clamp(min=1).log2().floor().long()
+    order = classes.argsort(stable=True)
+    starts, lengths, classes = starts[order], lengths[order], classes[order]
+    kinds, rows = classes.unique_consecutive(return_counts=True)
+    widths = [int(lengths[classes == kind].max()) for kind in kinds]
+    return _rectangles(starts, lengths, rows.tolist(), widths, int(cu_seqlens[-1]))
+
+
+def by_chunks(cu_seqlens: Tensor, chunk: int) -> Rectangles:
+    """Rows of `chunk` tokens. Rectangle i holds the i-th chunk of every sequence that has one; longer
+    sequences come first, so a sequence keeps its row number in every rectangle."""
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    chunks = (lengths + chunk - 1) // chunk
+    order = chunks.argsort(descending=True, stable=True)
+    starts, lengths, chunks = starts[order], lengths[order], chunks[order]
+    rows = [int((chunks > i).sum()) for i in range(int(chunks[0]))]
+    row_starts = torch.cat([starts[:n] + i * chunk for i, n in enumerate(rows)])
+    row_lengths = torch.cat([(lengths[:n] - i * chunk).clamp(max=chunk) for i, n in enumerate(rows)])
+    return _rectangles(row_starts, row_lengths, rows, [chunk] * len(rows), int(cu_seqlens[-1]))
+
+
+def _rectangles(
+    starts: Tensor, lengths: Tensor, rows: list[int], widths: list[int], tokens: int
+) -> Rectangles:
+    """Rectangles whose rows hold `lengths` tokens from `starts` on, padded to their widths."""
+    width_R = torch.repeat_interleave(
+        torch.tensor(widths, device=starts.device), torch.tensor(rows, device=starts.device)
+    )
+    first_R = width_R.cumsum(0) - width_R
+    places = int(width_R.sum())
+    row_M = torch.repeat_interleave(torch.arange(len(width_R), device=starts.device), width_R)
+    column_M = torch.arange(places, device=starts.device) - first_R[row_M]
+    tokens_M = (starts[row_M] + column_M).clamp(max=tokens - 1)
+    real = (column_M < lengths[row_M]).nonzero().squeeze(1)
+    places_N = torch.empty(tokens, dtype=torch.int64, device=starts.device)
+    places_N[tokens_M[real]] = real
+    return Rectangles(rows, widths, tokens_M, places_N)
