@@ -1,0 +1,82 @@
+"""Tiny random checkpoints in Hugging Face format, with sizes that vLLM's CPU kernels take.
+
+    make_qwen3_next(directory, seed)        make_qwen3(directory, seed, tie=False)
+
+The two families of the project; no tokenizer, token ids 0..63, end of sequence is id 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["EOS_ID", "VOCAB_SIZE", "make_qwen3", "make_qwen3_next"]
+
+VOCAB_SIZE = 64
+EOS_ID = 1
+
+SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": 0,
+}
+
+
+def make_qwen3(directory: Path, seed: int, *, tie: bool = False, layers: int = 2, std: float = 0.2) -> Path:
+    """A dense Qwen3 in float32; `std` is the spread of its weights: large, so that outputs are peaked."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **SHARED,
+        num_hidden_layers=layers,
+        intermediate_size=192,
+        tie_word_embeddings=tie,
+        initializer_range=std,
+    )
+    return _save(Qwen3ForCausalLM, config, directory, seed)
+
+
+def make_qwen3_next(directory: Path, seed: int, *, layers: int = 4, std: float = 0.2) -> Path:
+    """A hybrid Qwen3-Next in float32: every fourth layer is attention, the others Gated DeltaNet, all MoE."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **SHARED,
+        num_hidden_layers=layers,
+        full_attention_interval=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        intermediate_size=192,
+        tie_word_embeddings=False,
+        initializer_range=std,
+    )
+    return _save(Qwen3NextForCausalLM, config, directory, seed)
+
+
+def _save(model_class: Any, config: Any, directory: Path, seed: int) -> Path:
+    # the seed's own stream: the caller's draws stay what they were
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).float()
+        with torch.no_grad():  # norms and biases start as constants, which would hide a mix-up
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.generation_config.eos_token_id = EOS_ID
+    model.save_pretrained(directory)
+    return directory
