@@ -79,6 +79,10 @@ class World:
             if text is not None:
                 raise RemoteError(f"rank {rank} failed: {text}")
 
+    def close(self) -> None:
+        """Leave the process groups; without waiting, since another rank may have failed."""
+        dist.destroy_process_group()
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.control)

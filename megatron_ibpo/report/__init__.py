@@ -4,6 +4,7 @@ from megatron_ibpo.report.display import Size
 from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
 from megatron_ibpo.report.run_dir import checkpoint_bytes, prepare_run_dir
 from megatron_ibpo.report.run_report import Report
+from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.report.stages import Stages
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "load_groups",
     "prepare_run_dir",
     "rollout_path",
+    "run_sizes",
     "save_groups",
 ]

@@ -1,0 +1,369 @@
+"""One run put together: every room's object, and the verbs that the loop is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_ibpo import credit as credit_room
+from megatron_ibpo.config import Config
+from megatron_ibpo.data import load_tokenizer, open_source
+from megatron_ibpo.data.templates import correction_prompt
+from megatron_ibpo.evaluate import evaluate
+from megatron_ibpo.policy import parallel
+from megatron_ibpo.policy.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    load_run_state,
+    save_checkpoint,
+)
+from megatron_ibpo.policy.model import build_model
+from megatron_ibpo.policy.shape import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
+from megatron_ibpo.report import (
+    Report,
+    Stages,
+    checkpoint_bytes,
+    load_groups,
+    prepare_run_dir,
+    rollout_path,
+    run_sizes,
+    save_groups,
+)
+from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rollout import EngineError, EnginePool
+from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.weights import HFExport, load_hf, save_hf
+from megatron_ibpo.world import RemoteError, World, start_world
+
+__all__ = ["START_ERRORS", "NotFiniteError", "Run", "assemble"]
+
+START_ERRORS = (ValueError, OSError, EngineError, RemoteError)
+"""What `assemble` raises for input that cannot work."""
+
+
+class NotFiniteError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass
+class Run:
+    """A run in progress. Every method is collective: all ranks call it with the same arguments."""
+
+    config: Config
+    world: World
+    tokenizer: Any
+    prompts: Any
+    eval_prompts: list[Prompt]
+    verifier: Any
+    """On the driver; None elsewhere."""
+    trainer: Trainer
+    export: HFExport
+    pool: EnginePool | None
+    """None when recorded rollouts are replayed."""
+    reporter: Report | None
+    """On the driver; None elsewhere."""
+    stages: Stages
+    first_step: int
+    steps_skipped_in_a_row: int = 0
+    recorded_corrections: list[Response] = field(default_factory=list)
+
+    def sample(self, step: int) -> list[Group]:
+        """This step's groups, sampled and scored, or those that were recorded."""
+        recorded = self.config.run.load_debug_rollout_data
+        if recorded is not None:
+            return self._replay(rollout_path(recorded, step + 1))
+        rollout = self.config.rollout
+        prompts = self.prompts.batch(step, rollout.rollout_batch_size)
+        requests = group_requests(prompts, rollout, seed=self.config.run.seed, step=step)
+        responses = iter(self._generate(requests))
+        size = rollout.n_samples_per_prompt
+        groups = [Group(prompt, [next(responses) for _ in range(size)]) for prompt in prompts]
+        self._score([(group.prompt, response) for group in groups for response in group.responses])
+        return groups
+
+    def credit(self, groups: list[Group], step: int) -> credit_room.Credit:
+        """Corrections, advantages and weights: what the algorithm makes of the groups."""
+        rollout = self.config.rollout
+        with self.stages("credit"):
+            return credit_room.assign_credit(
+                groups,
+                self.config.algorithm,
+                sample=self._generate,
+                score=self._score,
+                correction_prompt=lambda prompt, target, references: correction_prompt(
+                    self.tokenizer, prompt, target, references
+                ),
+                rollout=rollout,
+                max_context=self.max_context,
+                seed=self.config.run.seed,
+                step=step,
+            )
+
+    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """The optimizer steps of one rollout.
+
+        Raises:
+            NotFiniteError: --max-nonfinite-steps steps in a row had to be skipped.
+        """
+        if self.config.run.debug_rollout_only:
+            return {}
+        if self.pool is not None:
+            self.pool.sleep()
+        with self.stages("train"):
+            metrics = self.trainer.update(sequences)
+        self.steps_skipped_in_a_row = self.steps_skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
+        if self.steps_skipped_in_a_row >= self.config.run.max_nonfinite_steps:
+            raise NotFiniteError(
+                f"{self.steps_skipped_in_a_row} steps in a row had a loss or gradient that is not finite; "
+                "lower --lr, or look at the records kept by --save-debug-rollout-data"
+            )
+        return metrics
+
+    def sync(self, version: int) -> None:
+        """Give the engines the trainer's weights as `version`."""
+        if self.pool is not None and not self.config.run.debug_rollout_only:
+            with self.stages("sync"):
+                self.pool.update_weights(self.export, version)
+
+    def report(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+        """Record step `step` (counted from 1)."""
+        with self.stages("report"):
+            if self.reporter is None:
+                return
+            if self.config.run.save_debug_rollout_data:
+                path = rollout_path(self.config.run.run_dir / "rollouts", step)
+                save_groups(path, step, groups, self.tokenizer.decode)
+            restarts = self.pool.restarts if self.pool else 0
+            metrics = {**metrics, "engine_restarts": restarts}
+            self.reporter.step(step, metrics, self.stages.take())
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluate at the start, at the end, and every --eval-interval steps."""
+        run = self.config.run
+        at_interval = run.eval_interval is not None and step % run.eval_interval == 0
+        if self.pool is None or not self.eval_prompts:
+            return
+        if step not in (0, run.num_rollout) and not at_interval:
+            return
+        rollout = self.config.rollout
+        with self.stages("evaluate"):
+            evaluation = evaluate(
+                self.eval_prompts,
+                self._ask_engines,
+                self._ask_verifier,
+                samples_per_prompt=run.n_samples_per_eval_prompt,
+                max_tokens=rollout.rollout_max_response_len,
+                temperature=rollout.rollout_temperature,
+                top_p=rollout.rollout_top_p,
+                top_k=rollout.rollout_top_k,
+                seed=run.seed,
+            )
+        if self.reporter is not None:
+            self.reporter.evaluation(step, evaluation, self.stages.take())
+
+    def agree_to_stop(self, requested: bool) -> bool:
+        """Whether any rank was asked to stop."""
+        return any(self.world.all_gather(requested))
+
+    def save_if_due(self, step: int, *, stopping: bool) -> None:
+        """A Megatron checkpoint at the end, every --save-interval steps, and before stopping early."""
+        run = self.config.run
+        at_interval = run.save_interval is not None and step % run.save_interval == 0
+        if run.save and (at_interval or stopping or step == run.num_rollout):
+            with self.stages("save"):
+                save_checkpoint(self.trainer, run.run_dir / "checkpoints", step, {"seed": run.seed})
+
+    def finish(self, status: str) -> None:
+        """Export the policy in Hugging Face format, draw the curves, write the summary."""
+        run = self.config.run
+        if run.save:
+            assert self.config.model.hf_checkpoint is not None
+            with self.stages("save"):
+                save_hf(self.export, self.world, run.run_dir / "hf", self.config.model.hf_checkpoint)
+        if self.reporter is not None:
+            self.reporter.finish(status=status, seconds=self.stages.take())
+
+    @property
+    def max_context(self) -> int:
+        limit = self.config.rollout.rollout_max_context_len
+        assert limit is not None  # `assemble` resolved it
+        return limit
+
+    def _generate(self, requests: list[SampleRequest]) -> list[Response]:
+        if self.pool is None:
+            taken = self.recorded_corrections[: len(requests)]
+            del self.recorded_corrections[: len(requests)]
+            if len(taken) < len(requests):
+                raise ValueError(
+                    "the recorded rollouts hold fewer corrections than this algorithm asks for: replay "
+                    "with the settings they were recorded with"
+                )
+            return taken
+        with self.stages("sample"):
+            return self._ask_engines(requests)
+
+    def _ask_engines(self, requests: list[SampleRequest]) -> list[Response]:
+        assert self.pool is not None
+        return self.pool.generate(requests)
+
+    def _score(self, pairs: list[tuple[Prompt, Response]]) -> None:
+        with self.stages("score"):
+            self._ask_verifier(pairs)
+
+    def _ask_verifier(self, pairs: list[tuple[Prompt, Response]]) -> None:
+        """Fill in the rewards that are not there yet."""
+        open_pairs = [(p, r) for p, r in pairs if r.reward is None and r.reward_error is None]
+        scores = self.world.on_driver(
+            lambda: self.verifier.score([(p, self.tokenizer.decode(r.token_ids)) for p, r in open_pairs])
+        )
+        for (_, response), score in zip(open_pairs, scores, strict=True):
+            response.reward, response.correct = score.reward, score.correct
+            response.reward_error = score.error
+
+    def _replay(self, path: Any) -> list[Group]:
+        _, groups = load_groups(path)
+        self.recorded_corrections = [c.response for group in groups for c in group.corrections]
+        for group in groups:
+            group.corrections, group.skipped_pairs = [], 0
+        return groups
+
+
+@contextmanager
+def assemble(config: Config) -> Iterator[Run]:
+    """Everything a run needs, started; closed again on the way out, whatever happens.
+
+    What the user gave is checked first, then the engines start while the trainers build their model.
+
+    Raises:
+        one of START_ERRORS, with what is wrong, where, and what to do.
+    """
+    stages = Stages()
+    hf_dir = config.model.hf_checkpoint
+    assert hf_dir is not None  # check_config saw to it
+    with ExitStack() as stack:
+        with stages("start"):
+            world = start_world(config.parallel.distributed_timeout_minutes)
+            stack.callback(world.close)
+            shape = read_hf_config(hf_dir)
+            if problems := check_layout(shape, config.parallel, world.size):
+                raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
+            config = _with_context(config, shape)
+            checkpoint = None if config.run.load is None else find_checkpoint(config.run.load)
+            first_step = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
+            tokenizer = load_tokenizer(hf_dir)
+            prompts, eval_prompts = _open_prompts(config, tokenizer)
+            world.on_driver(lambda: prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config)))
+            verifier = _open_verifier(config, world, stack)
+            pool = _start_engines(config, world, stack)
+
+            parallel.initialize(config.parallel, world, config.run.seed)
+            stack.callback(parallel.destroy)
+            chunks = build_model(shape, config, device=world.device.type)
+            load_hf(chunks, shape, hf_dir)
+            export = HFExport(chunks, shape)
+            updates = config.run.num_rollout * config.loss.num_steps_per_rollout
+            trainer = Trainer(chunks, shape.vocab_size, config, world, updates)
+            if checkpoint is not None:
+                load_checkpoint(trainer, checkpoint)
+            reporter = None
+            if world.is_driver:
+                reporter = stack.enter_context(Report(config, completed_steps=first_step))
+                reporter.sizes(run_sizes(config, world.size))
+            if pool is not None:
+                pool.wait_ready()
+        run = Run(
+            config=config,
+            world=world,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            verifier=verifier,
+            trainer=trainer,
+            export=export,
+            pool=pool,
+            reporter=reporter,
+            stages=stages,
+            first_step=first_step,
+        )
+        if first_step > 0:
+            run.sync(first_step)
+        with _failure_in_summary(reporter):
+            yield run
+
+
+def _with_context(config: Config, shape: ModelShape) -> Config:
+    """The configuration with the context that prompt and response may take together."""
+    asked = config.rollout.rollout_max_context_len
+    limit = shape.max_position_embeddings
+    if asked is not None and asked > limit:
+        raise ValueError(f"--rollout-max-context-len {asked}: the model's context is {limit}")
+    context = asked or limit
+    if config.rollout.rollout_max_response_len >= context:
+        raise ValueError(
+            f"--rollout-max-response-len {config.rollout.rollout_max_response_len} leaves no room for a "
+            f"prompt in a context of {context}"
+        )
+    return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
+
+
+def _open_prompts(config: Config, tokenizer: Any) -> tuple[Any, list[Prompt]]:
+    """(source of training prompts, held-out prompts); neither when recorded rollouts are replayed."""
+    if config.run.load_debug_rollout_data is not None:
+        return None, []
+    rollout = config.rollout
+    assert rollout.rollout_max_context_len is not None
+    assert config.data.prompt_data is not None
+    room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
+    prompts = open_source(config.data.prompt_data, tokenizer, config.data, split="train", max_prompt_len=room)
+    if config.run.eval_num_prompts == 0:
+        return prompts, []
+    assert config.data.eval_prompt_data is not None
+    held_out = open_source(
+        config.data.eval_prompt_data, tokenizer, config.data, split="eval", max_prompt_len=room
+    )
+    count = min(config.run.eval_num_prompts, len(held_out) or config.run.eval_num_prompts)
+    return prompts, held_out.batch(0, count)
+
+
+def _checkpoint_bytes(config: Config) -> int:
+    """An upper bound: as if the shards held bf16."""
+    assert config.model.hf_checkpoint is not None
+    size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
+    return checkpoint_bytes(size // 2, bf16=config.model.bf16)
+
+
+def _open_verifier(config: Config, world: World, stack: ExitStack) -> Any:
+    """The verifier on the driver, None elsewhere; its error is everybody's."""
+    verifier, error = None, None
+    if world.is_driver:
+        try:
+            verifier = stack.enter_context(open_verifier(config.data))
+        except Exception as caught:
+            error = caught
+    world.agree(error)
+    return verifier
+
+
+def _start_engines(config: Config, world: World, stack: ExitStack) -> EnginePool | None:
+    """Engines on their way up, unless recorded rollouts are replayed."""
+    if config.run.load_debug_rollout_data is not None:
+        return None
+    assert config.model.hf_checkpoint is not None
+    pool = stack.enter_context(EnginePool(config, world, config.model.hf_checkpoint))
+    pool.start()
+    return pool
+
+
+@contextmanager
+def _failure_in_summary(reporter: Report | None) -> Iterator[None]:
+    """A run that fails has a summary that says so."""
+    try:
+        yield
+    except BaseException as error:
+        if reporter is not None:
+            reporter.finish(status=f"failed: {type(error).__name__}: {error}")
+        raise

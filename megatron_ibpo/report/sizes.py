@@ -1,0 +1,44 @@
+"""The named sizes of a run: few, and what each means."""
+
+from __future__ import annotations
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.report.display import Size
+
+__all__ = ["run_sizes"]
+
+
+def run_sizes(config: Config, world_size: int) -> list[Size]:
+    """What happens how often in one step, and on how many ranks."""
+    rollout, algorithm, loss, parallel = config.rollout, config.algorithm, config.loss, config.parallel
+    prompts, samples, corrections = (
+        rollout.rollout_batch_size,
+        rollout.n_samples_per_prompt,
+        algorithm.ibpo_corrections,
+    )
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = [
+        Size("prompts a step (P)", prompts, "--rollout-batch-size"),
+        Size("responses a prompt (G)", samples, "--n-samples-per-prompt"),
+        Size("responses a step", prompts * samples, "P x G, each of weight 1/(P x G)"),
+        Size(
+            "corrections a step",
+            f"≤ {prompts * samples * corrections:,}",
+            "--ibpo-corrections for each wrong response",
+        ),
+        Size(
+            "updates a step",
+            loss.num_steps_per_rollout,
+            f"optimizer steps, of {prompts // loss.num_steps_per_rollout} prompts each",
+        ),
+        Size("response tokens", f"≤ {rollout.rollout_max_response_len:,}", "--rollout-max-response-len"),
+        Size("context tokens", f"≤ {rollout.rollout_max_context_len or 0:,}", "prompt and response together"),
+        Size("tokens a micro-batch", config.model.max_tokens_per_gpu, "--max-tokens-per-gpu, packed"),
+        Size("steps", config.run.num_rollout, "--num-rollout"),
+        Size(
+            "layout",
+            f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
+            f"of {world_size} ranks; loss by {loss.loss_backend}",
+        ),
+    ]
+    return [size for size in sizes if corrections or not size.name.startswith("corrections")]

@@ -1,0 +1,178 @@
+"""Make the warm-started tiny policies that the embedded task starts from, with this project's own trainer.
+
+    torchrun --nproc-per-node 2 tools/make_tiny_checkpoint.py --save examples/tiny_qwen3_next
+
+The policy learns from noisy worked solutions with a planted misconception: a carry or borrow is dropped with
+probability .55, any other step slips with .02, so that it solves about half of the problems and has something
+to learn by reinforcement. A fifth of the rows are compare-and-correct: two noisy solutions and the
+instruction in the prompt, a third noisy solution as the target.
+
+The supervised gradient is GSPO's own: on-policy (ratio 1) with advantage 1 and weights |y| / Σ|y|, the
+gradient of the loss is that of the mean negative log-likelihood of a token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from megatron_ibpo.data.templates import correction_prompt
+from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer
+from megatron_ibpo.data.worked_solutions import noisy_solution
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from megatron_ibpo.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_ibpo.data import load_tokenizer, open_source
+from megatron_ibpo.policy import parallel
+from megatron_ibpo.policy.model import build_model
+from megatron_ibpo.policy.shape import read_hf_config
+from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.records import Prompt, TrainSequence
+from megatron_ibpo.weights import HFExport, load_hf, save_hf
+from megatron_ibpo.world import start_world
+
+TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
+VOCABULARY = 64
+DROPPED_CARRY, SLIP = 0.55, 0.02
+CORRECTION_SHARE = 0.2
+
+
+@dataclass
+class Arguments:
+    save: Path
+    """Directory to write, in Hugging Face format."""
+    family: Literal["qwen3_next", "qwen3"] = "qwen3_next"
+    """Mixture of experts with gated delta nets, or dense."""
+    steps: int = 600
+    rows: int = 64
+    """Solutions a step."""
+    lr: float = 4e-3
+    seed: int = 0
+    tensor_parallel: int = 2
+    """TP; experts are spread over the same ranks."""
+
+
+def initial_model(family: str, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+    """Random weights. The sizes are those that vLLM's CPU kernels take and that divide among two ranks."""
+    common = {
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if family == "qwen3":
+        dense = Qwen3Config(hidden_size=96, intermediate_size=192, num_hidden_layers=4, **common)
+        return Qwen3ForCausalLM(dense)
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            hidden_size=96,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.0,
+            **common,
+        )
+    )
+
+
+def write_initial_checkpoint(directory: Path, family: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    tokenizer = make_tiny_tokenizer()
+    initial_model(family, tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def supervised_rows(tokenizer, prompts: list[Prompt], rng: random.Random) -> Iterator[TrainSequence]:
+    """Worked solutions, the first share of them as compare-and-correct."""
+
+    def solution(prompt: Prompt) -> list[int]:
+        return [*tokenizer.encode(noisy_solution(prompt, rng, DROPPED_CARRY, SLIP)), tokenizer.eos_id]
+
+    rows = []
+    for number, prompt in enumerate(prompts):
+        asked = tuple(prompt.token_ids)
+        if number < CORRECTION_SHARE * len(prompts):
+            asked = correction_prompt(tokenizer, prompt, solution(prompt), [solution(prompt)])
+        rows.append((tuple(asked), tuple(solution(prompt))))
+    total = sum(len(target) for _, target in rows)
+    for number, (asked, target) in enumerate(rows):
+        yield TrainSequence(asked, target, advantage=1.0, weight=len(target) / total, group=number)
+
+
+def main(arguments: Arguments) -> None:
+    world = start_world()
+    tp = arguments.tensor_parallel
+    config = Config(
+        model=ModelConfig(),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp,
+            expert_model_parallel_size=tp if arguments.family == "qwen3_next" else 1,
+        ),
+        optimizer=OptimizerConfig(
+            lr=arguments.lr,
+            min_lr_ratio=0.05,
+            lr_decay_style="cosine",
+            lr_warmup_fraction=50 / 600,
+            adam_beta2=0.98,
+        ),
+        loss=LossConfig(),
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        start = Path(world.on_driver(lambda: scratch))
+        world.on_driver(lambda: write_initial_checkpoint(start, arguments.family, arguments.seed))
+        shape = read_hf_config(start)
+        parallel.initialize(config.parallel, world, arguments.seed)
+        chunks = build_model(shape, config, device=world.device.type)
+        load_hf(chunks, shape, start)
+        trainer = Trainer(chunks, shape.vocab_size, config, world, arguments.steps)
+        tokenizer = load_tokenizer(start)
+        source = open_source(TASK, tokenizer, DataConfig(data_seed=1000), split="train", max_prompt_len=256)
+        rng = random.Random(arguments.seed)
+        begin = time.perf_counter()
+        for step in range(arguments.steps):
+            rows = list(supervised_rows(tokenizer, source.batch(step, arguments.rows), rng))
+            metrics = trainer.update(rows)
+            if world.is_driver and (step + 1) % 25 == 0:
+                seconds = time.perf_counter() - begin
+                print(f"step {step + 1}: grad norm {metrics['grad_norm']:.2f}, {seconds:.0f} s", flush=True)
+        save_hf(HFExport(chunks, shape), world, arguments.save, start)
+        if world.is_driver:
+            made = {**vars(arguments), "save": arguments.save.name, "task": TASK, "seconds": round(seconds)}
+            (arguments.save / "warm_start.json").write_text(json.dumps(made, indent=2) + "\n")
+        world.barrier()
+    parallel.destroy()
+    world.close()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
