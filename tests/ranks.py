@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -96,7 +97,7 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
         for pipe in wait(list(waiting), timeout=left):
             rank = waiting.pop(pipe)
             try:
-                outcomes[rank] = pipe.recv()
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 outcomes[rank] = (False, "died without a word (killed, or crashed in native code)\n")
             pipe.close()
@@ -159,5 +160,5 @@ def _run_one(
         dist.destroy_process_group()
     except BaseException:
         outcome = (False, traceback.format_exc())
-    pipe.send(outcome)
+    pipe.send_bytes(pickle.dumps(outcome))  # plain pickle: torch's would share memory that ends here
     pipe.close()

@@ -193,7 +193,8 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        assert packed_seq_params is not None and rotary_pos_emb is not None, "sequences must be packed"
+        assert packed_seq_params is not None, "sequences must be packed"
+        assert rotary_pos_emb is not None, "positions are rotary"
         projected = self.get_query_key_value_tensors(
             hidden_states, None, output_gate=self.config.attention_output_gate
         )

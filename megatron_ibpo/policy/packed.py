@@ -42,12 +42,12 @@ class _Take(torch.autograd.Function):
     gather too: places that only repeat a token get no gradient, since their outputs are dropped."""
 
     @staticmethod
-    def forward(ctx, x, index, inverse):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, x, index, inverse):
         ctx.save_for_backward(inverse)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
 
@@ -56,13 +56,13 @@ class _Drop(torch.autograd.Function):
     """x[index] along dim 0, where `index` reaches no row twice: its gradient is a copy into zeros."""
 
     @staticmethod
-    def forward(ctx, x, index):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, x, index):
         ctx.save_for_backward(index)
         ctx.places = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad):
         (index,) = ctx.saved_tensors
         return grad.new_zeros(ctx.places, *grad.shape[1:]).index_copy_(0, index, grad), None
 

@@ -178,7 +178,9 @@ def _shape(fields: _Fields, family: Family) -> ModelShape:
 
 def _rope(fields: _Fields, default_share: float) -> tuple[float, float]:
     """(theta, rotating share of a head); since transformers 5 both live in `rope_parameters`."""
-    old = {name: fields.raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields.raw}
+    old: dict[str, Any] = {
+        name: fields.raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields.raw
+    }
     new = fields.raw.get("rope_parameters") or {}
     if not isinstance(new, dict):
         raise ModelConfigError(f"{fields.path}: rope_parameters must be an object, is {new!r}")
