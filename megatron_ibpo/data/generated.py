@@ -1,0 +1,185 @@
+"""Prompts generated without end by reasoning_gym, from a URL such as
+
+    reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1
+
+Parameters are those of the task's own configuration, but for `seed` and `size`, which follow from
+--data-seed, and for our `compact=1`, which drops the spaces of an arithmetic expression.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+from urllib.parse import parse_qsl
+
+from megatron_ibpo.data.errors import DataError
+from megatron_ibpo.data.prompts import chat_prompt, check_length, check_no_unknown, plain_prompt
+from megatron_ibpo.data.tokenizer import Tokenizer
+from megatron_ibpo.records import Prompt
+from megatron_ibpo.seeds import derive_seed
+
+__all__ = ["SCHEME", "GeneratedSource", "parse_task", "reasoning_gym_dataset"]
+
+SCHEME = "reasoning_gym://"
+
+_ITEM_SEEDS = 2**32
+"""An item is made from its own seed below this; numpy, which some tasks use, takes no larger one."""
+_MADE_AHEAD = {"acre": 2**14, "gsm_symbolic": 2**14, "list_functions": 2**14, "word_ladder": 2**14}
+"""Tasks that prepare or forbid large sizes when they are opened, and the number of items to give them."""
+_MOST_ATTEMPTS = 1000
+_CHECKED_AT_START = 64
+
+
+class GeneratedSource:
+    """An endless stream of one task's items, each a function of the seed and its position alone.
+
+    Training and evaluation never share a question, whatever their seeds: a question belongs to one of them
+    by a hash of its text, and an item that falls on the other side is drawn again. The held-out items are
+    the same for every data seed.
+    """
+
+    num_prompts: int | None = None
+
+    def __init__(
+        self,
+        spec: str,
+        tokenizer: Tokenizer,
+        *,
+        split: Literal["train", "eval"],
+        data_seed: int = 0,
+        apply_chat_template: bool = False,
+        max_prompt_len: int | None = None,
+    ):
+        """
+        Raises:
+            DataError: unknown task or parameter, a value the task refuses, a task with too few different
+                questions, or (seen on the first items) prompts that do not fit the tokenizer or context.
+        """
+        self._spec = spec
+        self._name, self._parameters, self._compact = parse_task(spec)
+        self._dataset = reasoning_gym_dataset(self._name, self._parameters)
+        self._tokenizer = tokenizer
+        self._split = split
+        self._seed = data_seed if split == "train" else 0
+        self._chat = apply_chat_template
+        self._max_prompt_len = max_prompt_len
+        self.batch(0, _CHECKED_AT_START)
+
+    def batch(self, step: int, n: int) -> list[Prompt]:
+        """Items step·n to step·n + n - 1 of the stream."""
+        return [self._prompt(index) for index in range(step * n, step * n + n)]
+
+    def _prompt(self, index: int) -> Prompt:
+        item = self._item(index)
+        text = item["question"]
+        if self._compact:
+            text = _without_spaces(text, item["metadata"].get("expression"), self._spec)
+        if self._chat:
+            token_ids, head_length = chat_prompt([{"role": "user", "content": text}], self._tokenizer)
+        else:
+            token_ids, head_length = plain_prompt(text, self._tokenizer, tail="\n")
+        try:
+            check_no_unknown(token_ids, self._tokenizer)
+            check_length(token_ids, self._max_prompt_len)
+        except DataError as error:
+            raise DataError(f"{self._spec}, item {index}: {error}") from error
+        metadata = {**item["metadata"], "question": item["question"], "parameters": self._parameters}
+        return Prompt(index, token_ids, head_length, str(item["answer"]), self._name, text, metadata)
+
+    def _item(self, index: int) -> dict[str, Any]:
+        """The item at `index`: the first of its draws whose question belongs to this split."""
+        size = min(_ITEM_SEEDS, self._dataset.size)
+        for attempt in range(_MOST_ATTEMPTS):
+            item = self._dataset[derive_seed("item", self._split, self._seed, index, attempt) % size]
+            if _held_out(item["question"]) == (self._split == "eval"):
+                return item
+        raise DataError(
+            f"{self._spec}: no {self._split} question in {_MOST_ATTEMPTS} draws; the task has too few "
+            "different questions to hold some out: widen its parameters"
+        )
+
+
+def parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
+    """(name, the task's own parameters, compact) of a `reasoning_gym://` URL.
+
+    Raises:
+        DataError: unknown task or parameter (with the nearest names), or a value of the wrong type.
+    """
+    from reasoning_gym.factory import DATASETS
+
+    name, _, query = spec.removeprefix(SCHEME).partition("?")
+    if name not in DATASETS:
+        raise DataError(f"{spec}: reasoning_gym has no task {name!r}{_nearest(name, DATASETS)}")
+    fields = {field.name: field for field in dataclasses.fields(DATASETS[name][1])}
+    try:
+        given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError as error:
+        raise DataError(f"{spec}: parameters must read name=value&name=value ({error})") from error
+    compact = given.pop("compact", "0")
+    if compact not in ("0", "1"):
+        raise DataError(f"{spec}: compact must be 0 or 1, not {compact!r}")
+    parameters = {}
+    for key, text in given.items():
+        if key in ("seed", "size"):
+            raise DataError(f"{spec}: {key} cannot be given: items are drawn endlessly by --data-seed")
+        if key not in fields:
+            raise DataError(f"{spec}: {name} has no parameter {key!r}{_nearest(key, fields)}")
+        parameters[key] = _value(text, fields[key], spec)
+    return name, parameters, compact == "1"
+
+
+def reasoning_gym_dataset(name: str, parameters: dict[str, Any]) -> Any:
+    """The reasoning_gym dataset that makes and scores a task's items.
+
+    Raises:
+        DataError: the task refuses the parameters.
+    """
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(
+            name, seed=0, size=_MADE_AHEAD.get(name, _ITEM_SEEDS), **parameters
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise DataError(f"{SCHEME}{name}: it refuses the parameters {parameters}: {error}") from error
+
+
+def _value(text: str, field: dataclasses.Field[Any], spec: str) -> Any:
+    """A parameter's text as JSON where it is that and as text otherwise; of its default's type."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    default = field.default
+    if isinstance(default, bool):
+        if value in (0, 1):
+            return bool(value)
+    elif isinstance(default, float):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(default, str):
+        return text
+    elif not isinstance(default, int) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise DataError(f"{spec}: {field.name} must be of type {type(default).__name__}, not {text!r}")
+
+
+def _without_spaces(question: str, expression: str | None, spec: str) -> str:
+    """`…problem: 4 - 1 + 7 =` as `…problem: 4-1+7=`."""
+    start = -1 if expression is None else question.find(expression)
+    if start < 0:
+        raise DataError(f"{spec}: compact=1 needs a task whose items are expressions, such as chain_sum")
+    return question[:start] + question[start:].replace(" ", "")
+
+
+def _held_out(question: str) -> bool:
+    return hashlib.blake2b(question.encode(), digest_size=1).digest()[0] < 128
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(close)}" if close else ""

@@ -1,0 +1,64 @@
+"""From a question to prompt token ids, and where in them candidate solutions may be put."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ibpo.data.errors import DataError
+from megatron_ibpo.data.tokenizer import Message, Tokenizer
+
+__all__ = ["chat_prompt", "check_length", "check_no_unknown", "plain_prompt"]
+
+_SENTINEL = "SENTINELc9f0f895fb98ab91"
+
+
+def plain_prompt(text: str, tokenizer: Tokenizer, tail: str = "") -> tuple[tuple[int, ...], int]:
+    """Token ids of `text` followed by `tail`, and how many of them are `text` (`Prompt.head_length`)."""
+    head = tokenizer.encode_prompt(text)
+    return (*head, *tokenizer.encode(tail)), len(head)
+
+
+def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[tuple[int, ...], int]:
+    """Token ids of `messages` in the tokenizer's chat format, and how many of them come up to the end of the
+    last user content.
+
+    What follows that content is found by rendering the chat once more with a marker appended to it.
+
+    Raises:
+        DataError: the last message is not the user's, there is no chat template, or the template does not
+            show the user's content last.
+    """
+    if messages[-1]["role"] != "user":
+        raise DataError(f"the last message must be the user's, not {messages[-1]['role']!r}")
+    text = tokenizer.render_chat(messages)
+    marked = {**messages[-1], "content": messages[-1]["content"].rstrip() + _SENTINEL}
+    tail = tokenizer.render_chat([*messages[:-1], marked]).rpartition(_SENTINEL)[2]
+    if not text.endswith(tail):
+        raise DataError(
+            "the chat template treats the last user message by its content, so that candidate solutions "
+            "cannot be inserted after it"
+        )
+    head = tokenizer.encode(text[: len(text) - len(tail)])
+    return (*head, *tokenizer.encode(tail)), len(head)
+
+
+def check_no_unknown(token_ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Raise DataError when the tokenizer could not express the prompt: the policy would not see the task."""
+    if tokenizer.unk_id is not None and tokenizer.unk_id in token_ids:
+        raise DataError(
+            f"the tokenizer has no token for some of the prompt's characters (shown as ⁇ in "
+            f"{_shown(token_ids, tokenizer)!r}); use another tokenizer or other prompts"
+        )
+
+
+def check_length(token_ids: Sequence[int], max_prompt_len: int | None) -> None:
+    """Raise DataError for a prompt longer than the context leaves room for."""
+    if max_prompt_len is not None and len(token_ids) > max_prompt_len:
+        raise DataError(
+            f"the prompt has {len(token_ids)} tokens, but only {max_prompt_len} fit beside the response; "
+            "shorten or drop it, lower --rollout-max-response-len, or raise --rollout-max-context-len"
+        )
+
+
+def _shown(token_ids: Sequence[int], tokenizer: Tokenizer, most: int = 60) -> str:
+    return "".join("⁇" if i == tokenizer.unk_id else tokenizer.decode([i]) for i in token_ids[:most])

@@ -1,0 +1,83 @@
+"""The correction prompt x̃ = (x; y, references), built from token ids (ibpo step 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ibpo.data.errors import DataError
+from megatron_ibpo.data.tokenizer import Tokenizer
+from megatron_ibpo.records import Prompt
+
+__all__ = ["CorrectionTemplate", "candidate_heading", "correction_instruction"]
+
+_NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def correction_instruction(num_candidates: int) -> str:
+    """What the policy is asked to do with K candidate solutions; K=2 is the paper's wording."""
+    if num_candidates == 1:
+        return (
+            "You are given a candidate solution to the problem. Check it step by step, identify any errors, "
+            "and then produce a corrected solution and final answer."
+        )
+    in_words = dict(enumerate(_NUMBERS, start=2)).get(num_candidates, str(num_candidates))
+    return (
+        f"You are given {in_words} candidate solutions to the same problem. Compare them step by step, "
+        "identify any inconsistencies or errors, and then produce a corrected solution and final answer."
+    )
+
+
+def candidate_heading(number: int) -> str:
+    """What stands before the candidate solution `number`, counted from 1."""
+    return f"Candidate solution {number}: "
+
+
+class CorrectionTemplate:
+    """Builds correction prompts: the prompt up to the end of its user content, the candidates (the wrong
+    response first), the instruction, and the prompt's own generation prompt.
+
+    Candidates go in as the ids that were sampled, so nothing is decoded and encoded again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_candidates: int):
+        """
+        Args:
+            num_candidates: K, the wrong response included; smaller prompts can be built too.
+
+        Raises:
+            DataError: the tokenizer has no tokens for the template's words.
+        """
+        counts = range(1, num_candidates + 1)
+        self._headings = {n: self._encode(tokenizer, "\n" + candidate_heading(n)) for n in counts}
+        self._instructions = {
+            n: self._encode(tokenizer, "\n" + correction_instruction(n)) for n in {1, num_candidates}
+        }
+        self._newline = tuple(tokenizer.encode("\n"))
+
+    @staticmethod
+    def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+        ids = tuple(tokenizer.encode(text))
+        if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
+            raise DataError(
+                f"the tokenizer has no tokens for the correction prompt's text {text!r}; "
+                "use another tokenizer or another --ibpo-k"
+            )
+        return ids
+
+    def __call__(
+        self, prompt: Prompt, target_ids: Sequence[int], references: Sequence[Sequence[int]]
+    ) -> tuple[int, ...]:
+        """Token ids of x̃.
+
+        Args:
+            target_ids: the wrong response, without its end-of-sequence id.
+            references: the K-1 references in drawn order, without theirs; may be empty (K=1).
+        """
+        candidates = (target_ids, *references)
+        ids = list(prompt.head_ids)
+        for number, candidate in enumerate(candidates, start=1):
+            ids += self._headings[number]
+            ids += candidate
+        ids += self._instructions[len(candidates)]
+        ids += prompt.tail_ids or self._newline
+        return tuple(ids)

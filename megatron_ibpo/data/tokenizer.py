@@ -1,0 +1,167 @@
+"""Tokenizers behind one small protocol: Hugging Face directories and SentencePiece `.model` files.
+
+Everything else sees token ids. Pieces of a prompt are encoded one by one and joined as ids, so `encode` must
+add nothing of its own: no special tokens, no leading space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_ibpo.data.errors import DataError
+
+__all__ = ["HuggingFaceTokenizer", "Message", "SentencePieceTokenizer", "Tokenizer", "load_tokenizer"]
+
+Message = dict[str, str]
+"""One chat turn: {"role": ..., "content": ...}."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    eos_id: int
+    pad_id: int
+    unk_id: int | None
+    """Id that stands for what the vocabulary lacks; None where everything can be encoded."""
+    vocab_size: int
+    """Number of ids; the model's embedding may have more rows."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` as it stands in the middle of a prompt: no special tokens are added."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of `text` at the start of a prompt: with the beginning-of-sequence id if the tokenizer has
+        one that it adds."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens such as end-of-sequence are left out."""
+        ...
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """`messages` as one text in the tokenizer's chat format, generation prompt included.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load from local files: a Hugging Face directory, a SentencePiece `.model` file, or a directory with
+    a `tokenizer.model` and no `tokenizer.json`.
+
+    Raises:
+        DataError: nothing there, unreadable files, or no end-of-sequence token.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"tokenizer {path}: no such file or directory")
+    if path.is_file():
+        if path.suffix != ".model":
+            raise DataError(
+                f"tokenizer {path}: expected a Hugging Face directory or a SentencePiece .model file"
+            )
+        return SentencePieceTokenizer(path)
+    if (path / "tokenizer.model").exists() and not (path / "tokenizer.json").exists():
+        return SentencePieceTokenizer(path / "tokenizer.model")
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:
+        raise DataError(
+            f"tokenizer {path}: cannot be loaded ({type(error).__name__}: {error}); the directory needs "
+            "tokenizer.json and tokenizer_config.json, or a SentencePiece tokenizer.model"
+        ) from error
+    return HuggingFaceTokenizer(tokenizer, str(path))
+
+
+class HuggingFaceTokenizer:
+    """A `transformers` tokenizer behind the `Tokenizer` protocol."""
+
+    def __init__(self, tokenizer: Any, name: str = "tokenizer"):
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{name}: no end-of-sequence token; set eos_token in tokenizer_config.json, "
+                "without it no response can end"
+            )
+        self._tokenizer = tokenizer
+        self._name = name
+        self.eos_id: int = tokenizer.eos_token_id
+        self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.unk_id: int | None = tokenizer.unk_token_id
+        self.vocab_size = len(tokenizer)
+        bos_id = tokenizer.bos_token_id
+        adds_bos = bos_id is not None and tokenizer("")["input_ids"][:1] == [bos_id]
+        self._prefix: list[int] = [bos_id] if adds_bos else []
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._prefix + self.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"{self._name}: no chat template; use a checkpoint that has one, "
+                "or drop --apply-chat-template"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from error
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model behind the `Tokenizer` protocol.
+
+    SentencePiece puts a space before every text and may squeeze spaces; that is right at the start of a
+    prompt and wrong in its middle, so the middle is encoded by a copy of the model with both turned off.
+    """
+
+    def __init__(self, path: Path):
+        from sentencepiece import SentencePieceProcessor
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
+        try:
+            model = ModelProto.FromString(path.read_bytes())
+            self._start = SentencePieceProcessor(model_proto=model.SerializeToString())
+        except Exception as error:
+            raise DataError(f"tokenizer {path}: not a SentencePiece model ({error})") from error
+        model.normalizer_spec.add_dummy_prefix = False
+        model.normalizer_spec.remove_extra_whitespaces = False
+        self._middle = SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._name = str(path)
+        self.eos_id: int = self._start.eos_id()
+        if self.eos_id < 0:
+            raise DataError(f"tokenizer {path}: no end-of-sequence piece; without it no response can end")
+        self.pad_id: int = self._start.pad_id() if self._start.pad_id() >= 0 else self.eos_id
+        self.unk_id: int | None = self._start.unk_id()
+        self.vocab_size: int = self._start.vocab_size()
+        self._prefix: list[int] = [self._start.bos_id()] if self._start.bos_id() >= 0 else []
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._middle.encode(text))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._prefix + list(self._start.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._start.decode(list(ids))
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        raise DataError(
+            f"tokenizer {self._name}: a SentencePiece model has no chat template; "
+            "drop --apply-chat-template and write the prompts out"
+        )
