@@ -56,7 +56,6 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
             process = context.Process(
                 target=_run_one,
                 args=(rank, size, store.port, Path(scratch), there, function, args),
-                daemon=True,
             )
             process.start()
             there.close()

@@ -1,0 +1,274 @@
+"""The trainer: its loss, gradients and metrics are the same under every layout, and bad steps are not taken.
+
+Gradients are read off the weights: with a huge Adam epsilon a first step moves each weight by
+lr / epsilon times its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_models import make_qwen3, make_qwen3_next
+
+from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_ibpo.records import TrainSequence
+
+EPSILON = 100.0
+LR = 1.0
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        "dense": make_qwen3(directory / "dense", 3, std=0.1),
+        "next": make_qwen3_next(directory / "next", 4, std=0.1),
+    }
+
+
+def layout(tp=1, ep=1, pp=1, distributed_optimizer=False):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        pipeline_model_parallel_size=pp,
+        use_distributed_optimizer=distributed_optimizer,
+    )
+
+
+def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, **loss):
+    loss = {"eps_clip": 0.2, "eps_clip_high": 0.2, **loss}
+    return Config(
+        model=ModelConfig(max_tokens_per_gpu=max_tokens),
+        parallel=parallel,
+        optimizer=OptimizerConfig(
+            lr=lr, lr_decay_style="constant", lr_warmup_fraction=0, adam_eps=eps_adam, clip_grad=1e9
+        ),
+        loss=LossConfig(**loss),
+    )
+
+
+def sequences(count=9, seed=0):
+    """Uneven lengths, kinds and advantages; a weight for each; old and rollout log-probs not far off."""
+    rng = random.Random(seed)
+    made = []
+    for number in range(count):
+        prompt = tuple(rng.randrange(2, 64) for _ in range(rng.randrange(1, 9)))
+        response = tuple(rng.randrange(2, 64) for _ in range(rng.randrange(1, 40)))
+        made.append(
+            TrainSequence(
+                prompt,
+                response,
+                advantage=rng.choice([-1.5, -0.5, 0.0, 1.0]),
+                weight=1.0 / 6,
+                group=number % 4,
+                kind="response" if number % 3 else "correction",
+                rollout_logprobs=tuple(-4.0 - rng.random() for _ in response),
+                token_weights=tuple(rng.random() for _ in response) if number % 2 else None,
+            )
+        )
+    return made
+
+
+def one_update(world, hf_dir, config, rows, updates=1):
+    """(weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    metrics = [trainer.update(rows) for _ in range(updates)]
+    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    close_trainer()
+    return (weights if world.is_driver else None), metrics
+
+
+def open_trainer(world, hf_dir, config):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.shape import read_hf_config
+    from megatron_ibpo.policy.trainer import Trainer
+    from megatron_ibpo.weights.export import HFExport
+    from megatron_ibpo.weights.load import load_hf
+
+    shape = read_hf_config(Path(hf_dir))
+    parallel.initialize(config.parallel, world, seed=0)
+    chunks = build_model(shape, config, device="cpu")
+    load_hf(chunks, shape, Path(hf_dir))
+    export = HFExport(chunks, shape)
+    return Trainer(chunks, shape.vocab_size, config, world, total_updates=10), export, shape
+
+
+def close_trainer():
+    from megatron_ibpo.policy import parallel
+
+    parallel.destroy()
+
+
+def gradients(world, cases, rows):
+    """For each (checkpoint, layout): gradients by name from rank 0, metrics from every rank."""
+    results = []
+    for hf_dir, parallel in cases:
+        config = config_for(parallel)
+        before, _ = one_update(world, hf_dir, config, [])
+        after, metrics = one_update(world, hf_dir, config, rows)
+        moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_driver else None
+        results.append((moved, metrics[0]))
+    return results
+
+
+LAYOUTS = {
+    1: [layout()],
+    2: [layout(tp=2), layout(pp=2), layout(), layout(distributed_optimizer=True)],
+    4: [layout(tp=2), layout(tp=2, pp=2)],
+}
+EXPERT_LAYOUTS = {
+    1: [layout()],
+    2: [layout(tp=2), layout(tp=2, ep=2), layout(ep=2), layout(pp=2), layout()],
+    4: [layout(tp=2, ep=2), layout(tp=2, ep=4), layout(pp=2, ep=2)],
+}
+
+
+def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints):
+    """One process against TP2, EP2, PP2, DP2 and their products, with shares that are uneven at DP2."""
+    rows = sequences()
+    found = {}
+    for size in (1, 2, 4):
+        cases = [(checkpoints["dense"], chosen) for chosen in LAYOUTS[size]]
+        cases += [(checkpoints["next"], chosen) for chosen in EXPERT_LAYOUTS[size]]
+        per_rank = run_ranks(gradients, size, cases, rows, timeout=240)
+        for number, (hf_dir, chosen) in enumerate(cases):
+            metrics = [per_rank[rank][number][1] for rank in range(size)]
+            assert all(m == metrics[0] | {"seconds_old_logprobs": m["seconds_old_logprobs"]} for m in metrics)
+            found[(hf_dir.name, size, repr(chosen))] = (per_rank[0][number][0], metrics[0])
+    for (family, size, chosen), (moved, metrics) in found.items():
+        expected, expected_metrics = found[(family, 1, repr(layout()))]
+        scale = max(g.abs().max().item() for g in expected.values())
+        assert moved.keys() == expected.keys()
+        worst = max((moved[n] - expected[n]).abs().max().item() for n in expected)
+        assert worst <= 2e-4 * scale, (family, size, chosen, worst, scale)
+        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"):
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
+        assert metrics["sequences_without_advantage"] == sum(s.advantage == 0 for s in rows)
+
+
+def golden_loss(world, hf_dir, rows):
+    """The loss that the trainer reports, and the same by Σ weight · loss in plain torch."""
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    now = trainer.logprobs(rows)
+    for row, logprobs in zip(rows, now, strict=True):
+        row.old_logprobs = tuple(value - 0.01 * k for k, value in enumerate(logprobs))
+    stepped = trainer._optimizer_step([r for r in rows if r.advantage], own_old_logprobs=False).metrics()
+    close_trainer()
+    total = 0.0
+    for row, logprobs in zip(rows, now, strict=True):
+        ratio = math.exp(sum(n - o for n, o in zip(logprobs, row.old_logprobs, strict=True)) / len(logprobs))
+        clipped = min(max(ratio, 0.8), 1.2)
+        total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
+    return stepped["loss"], total
+
+
+def test_the_loss_is_the_sum_of_weighted_sequence_losses_over_uneven_ranks(checkpoints):
+    """ibpo step 13: three data-parallel shares of seven sequences, some corrections, by hand."""
+    reported = run_ranks(golden_loss, 3, checkpoints["dense"], sequences(7))
+    for loss, by_hand in reported:
+        assert loss == pytest.approx(by_hand, rel=1e-5)
+
+
+def two_minibatches(world, hf_dir, rows):
+    config = config_for(layout(), num_steps_per_rollout=2, lr=1e-3, eps_adam=1e-8)
+    trainer, _, _ = open_trainer(world, hf_dir, config)
+    before = trainer.logprobs(rows)
+    metrics = trainer.update(rows)
+    after = trainer.logprobs(rows)
+    close_trainer()
+    return before, metrics, after
+
+
+def test_the_second_minibatch_is_off_policy(checkpoints):
+    rows = sequences(8)
+    before, metrics, after = run_ranks(two_minibatches, 1, checkpoints["dense"], rows)[0]
+    assert metrics["ratio_max"] != 1.0  # the first mini-batch alone has ratio 1
+    assert any(b != a for b, a in zip(before, after, strict=True))
+    assert metrics["updates_skipped"] == 0
+    assert metrics["tokens_trained"] == sum(r.num_tokens for r in rows if r.advantage != 0)
+
+
+def poisoned(world, hf_dir, rows):
+    trainer, export, _ = open_trainer(world, hf_dir, config_for(layout()))
+    before = {name: tensor.clone() for name, tensor in export}
+    rows[0].weight = math.nan
+    rows[0].advantage = 1.0
+    skipped = trainer.update(rows)
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in export)
+    rows[0].weight = 0.1
+    taken = trainer.update(rows)
+    changed = any(not torch.equal(tensor, before[name]) for name, tensor in export)
+    close_trainer()
+    return skipped, unchanged, taken, changed
+
+
+def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(checkpoints):
+    skipped, unchanged, taken, changed = run_ranks(poisoned, 1, checkpoints["next"], sequences(4))[0]
+    assert skipped["updates_skipped"] == 1
+    assert unchanged
+    assert taken["updates_skipped"] == 0
+    assert changed
+
+
+def truncated_weights(world, hf_dir, rows):
+    plain = open_trainer(world, hf_dir, config_for(layout()))[0]
+    old = plain.logprobs(rows)
+    close_trainer()
+    config = config_for(layout(), use_tis=True, tis_clip=1.5)
+    metrics = one_update(world, hf_dir, config, rows)[1][0]
+    return old, metrics
+
+
+def test_truncated_importance_weights_by_hand(checkpoints):
+    rows = [row for row in sequences(6) if row.advantage != 0]
+    old, metrics = run_ranks(truncated_weights, 1, checkpoints["dense"], rows)[0]
+    weights = [
+        min(math.exp(sum(o - r for o, r in zip(lp, row.rollout_logprobs, strict=True)) / len(lp)), 1.5)
+        for lp, row in zip(old, rows, strict=True)
+    ]
+    assert metrics["tis_weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
+    expected = sum(-w * row.weight * row.advantage for w, row in zip(weights, rows, strict=True))
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def save_and_resume(world, hf_dir, rows, directory, parallel, mode):
+    from megatron_ibpo.policy.checkpoint import (
+        find_checkpoint,
+        load_checkpoint,
+        load_run_state,
+        save_checkpoint,
+    )
+
+    config = config_for(parallel, lr=1e-3, eps_adam=1e-8)
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    state = None
+    if mode == "uninterrupted":
+        trainer.update(rows)
+        save_checkpoint(trainer, Path(directory), 1, {"note": "kept"})
+    else:
+        found = find_checkpoint(Path(directory))
+        state = load_run_state(found)
+        load_checkpoint(trainer, found)
+    metrics = [trainer.update(rows), trainer.update(rows)]
+    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    close_trainer()
+    return (weights if world.is_driver else None), [m["grad_norm"] for m in metrics], state
+
+
+@pytest.mark.parametrize("family", ["dense", "next"])
+def test_a_resumed_trainer_goes_on_bit_for_bit(checkpoints, tmp_path, family):
+    rows = sequences(6)
+    parallel = layout(tp=2, ep=2 if family == "next" else 1)
+    arguments = (checkpoints[family], rows, str(tmp_path), parallel)
+    through = run_ranks(save_and_resume, 2, *arguments, "uninterrupted")[0]
+    resumed = run_ranks(save_and_resume, 2, *arguments, "resumed")[0]
+    assert resumed[2] == {"step": 1, "note": "kept"}
+    assert through[1] == resumed[1]
+    for name in through[0]:
+        assert torch.equal(through[0][name], resumed[0][name]), name
