@@ -78,6 +78,11 @@ class Response:
     """reward has reached the verifier's threshold."""
     reward_error: str | None = None
 
+    @property
+    def content_ids(self) -> list[int]:
+        """`token_ids` without the end-of-sequence id."""
+        return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+
 
 @dataclass(slots=True)
 class Correction:

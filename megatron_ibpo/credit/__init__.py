@@ -1,0 +1,7 @@
+"""Credit assignment: everything between scored responses and training sequences; one file an idea."""
+
+from megatron_ibpo.credit.assign import Credit, assign_credit
+from megatron_ibpo.credit.operator import Judgement, LoopAccess, Operator
+from megatron_ibpo.credit.presets import PRESETS, check_algorithm
+
+__all__ = ["PRESETS", "Credit", "Judgement", "LoopAccess", "Operator", "assign_credit", "check_algorithm"]

@@ -30,8 +30,9 @@ __all__ = [
 class PromptSource(Protocol):
     """Prompts in a fixed endless order."""
 
-    num_prompts: int | None
-    """Different prompts there are; None when they never end."""
+    def __len__(self) -> int:
+        """How many prompts there are before they repeat; 0 when they never end."""
+        ...
 
     def batch(self, step: int, n: int) -> list[Prompt]:
         """Prompts step·n to step·n + n - 1 of the stream: a pure function, so resuming needs no state."""

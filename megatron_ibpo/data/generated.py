@@ -42,8 +42,6 @@ class GeneratedSource:
     the same for every data seed.
     """
 
-    num_prompts: int | None = None
-
     def __init__(
         self,
         spec: str,
@@ -68,6 +66,10 @@ class GeneratedSource:
         self._chat = apply_chat_template
         self._max_prompt_len = max_prompt_len
         self.batch(0, _CHECKED_AT_START)
+
+    def __len__(self) -> int:
+        """0: the stream never ends."""
+        return 0
 
     def batch(self, step: int, n: int) -> list[Prompt]:
         """Items step·n to step·n + n - 1 of the stream."""

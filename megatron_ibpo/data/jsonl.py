@@ -64,7 +64,10 @@ class JsonlSource:
             raise DataError(f"{path}: no prompts in it")
         self._shuffle_seed = shuffle_seed
         self._orders: dict[int, list[int]] = {}
-        self.num_prompts: int | None = len(self._prompts)
+
+    def __len__(self) -> int:
+        """Rows of the file."""
+        return len(self._prompts)
 
     def batch(self, step: int, n: int) -> list[Prompt]:
         """Prompts step·n to step·n + n - 1 of the endless stream."""

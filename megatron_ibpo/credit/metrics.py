@@ -1,0 +1,125 @@
+"""What is measured of credit at every step (ibpo, "What to measure every step").
+
+A rate without a denominator is left out of the result; counts are always there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from megatron_ibpo.credit.advantage import is_degenerate
+from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.records import Group, Response
+
+__all__ = ["correction_metrics", "response_metrics", "shaping_metrics"]
+
+
+def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, lengths and failures of the responses, corrections not included."""
+    responses = [response for group in groups for response in group.responses]
+    scored = [response for response in responses if response.reward is not None]
+    return _known(
+        reward=_mean(response.reward for response in scored if response.reward is not None),
+        accuracy=_mean(response.correct for response in scored),
+        response_length=_mean(len(response.token_ids) for response in responses),
+        tokens_responses=sum(len(response.token_ids) for response in responses),
+        truncated_responses=sum(response.finish_reason == "length" for response in responses),
+        reward_errors=_errors(responses),
+        groups_all_correct=sum(all(r.correct for r in group.responses) for group in groups),
+        groups_none_correct=sum(not any(r.correct for r in group.responses) for group in groups),
+    )
+
+
+def correction_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How corrections went.
+
+    correction_success: share of scored corrections that are correct. rewrite_rate, noop_rate (ŷ = y) and
+    reference_copy_rate (ŷ = a reference): shares of all corrections.
+    """
+    pairs = [(group, correction) for group in groups for correction in group.corrections]
+    responses = [correction.response for _, correction in pairs]
+    return _known(
+        corrections=len(pairs),
+        correction_success=_mean(r.correct for r in responses if r.reward is not None),
+        rewrite_rate=_mean(correction.rewritten for _, correction in pairs),
+        noop_rate=_mean(
+            correction.response.content_ids == group.responses[correction.target].content_ids
+            for group, correction in pairs
+        ),
+        reference_copy_rate=_mean(
+            any(
+                correction.response.content_ids == group.responses[i].content_ids
+                for i in correction.references
+            )
+            for group, correction in pairs
+        ),
+        correction_distance=_mean(correction.distance for _, correction in pairs),
+        correction_length=_mean(len(response.token_ids) for response in responses),
+        tokens_corrections=sum(len(response.token_ids) for response in responses),
+        truncated_corrections=sum(response.finish_reason == "length" for response in responses),
+        correction_reward_errors=_errors(responses),
+        skipped_pairs=sum(group.skipped_pairs for group in groups),
+        degenerate_correction_groups=sum(
+            bool(group.corrections) and is_degenerate([c.response.reward for c in group.corrections])
+            for group in groups
+        ),
+    )
+
+
+def shaping_metrics(
+    groups: Sequence[Group], phi: Sequence[Sequence[float]], shaped: Sequence[Sequence[float | None]]
+) -> dict[str, float]:
+    """What shaping did, with Y = r, φ = Δ and A = r' - group mean (before the division by std).
+
+    Covariance and variances are the population's within each group, averaged over the groups. lambda_max =
+    -2 Cov(Y, φ) / V_φ is the largest λ that does not raise the variance of A (Theorem A.2).
+    """
+    covariances, phi_variances, plain, after = [], [], [], []
+    for group, phi_of, shaped_of in zip(groups, phi, shaped, strict=True):
+        known = [
+            (response.reward, bonus, value)
+            for response, bonus, value in zip(group.responses, phi_of, shaped_of, strict=True)
+            if response.reward is not None and value is not None
+        ]
+        if known:
+            rewards, bonuses, values = (list(column) for column in zip(*known, strict=True))
+            covariances.append(_covariance(rewards, bonuses))
+            phi_variances.append(_covariance(bonuses, bonuses))
+            plain.append(_covariance(rewards, rewards))
+            after.append(_covariance(values, values))
+    cov, v_phi = _mean(covariances), _mean(phi_variances)
+    wrong_bonuses = [
+        bonus
+        for group, phi_of in zip(groups, phi, strict=True)
+        for response, bonus in zip(group.responses, phi_of, strict=True)
+        if is_wrong(response)
+    ]
+    return _known(
+        shaped_reward=_mean(value for values in shaped for value in values if value is not None),
+        bonus_rate=_mean(bonus > 0 for bonus in wrong_bonuses),
+        cov_reward_phi=cov,
+        var_phi=v_phi,
+        lambda_max=-2 * cov / v_phi if cov is not None and v_phi else None,
+        var_advantage=_mean(after),
+        var_advantage_unshaped=_mean(plain),
+        degenerate_groups=sum(is_degenerate(values) for values in shaped),
+    )
+
+
+def _covariance(x: Sequence[float], y: Sequence[float]) -> float:
+    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    return math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / len(x)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return math.fsum(known) / len(known) if known else None
+
+
+def _errors(responses: Iterable[Response]) -> int:
+    return sum(response.reward is None for response in responses)
+
+
+def _known(**metrics: float | None) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if value is not None}

@@ -1,0 +1,33 @@
+"""Which responses a wrong response is compared with (ibpo step 3)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from megatron_ibpo.records import Response
+
+__all__ = ["draw_references", "is_wrong"]
+
+
+def is_wrong(response: Response) -> bool:
+    """Scored and not correct; a response that the verifier failed on is neither."""
+    return response.reward is not None and not response.correct
+
+
+def draw_references(
+    target: int, responses: Sequence[Response], count: int, rng: random.Random
+) -> tuple[int, ...]:
+    """Draw `count` = K-1 references for the wrong response `target`, as indices into `responses`.
+
+    Uniform over the correct responses; over the other wrong ones if none is correct. None is drawn twice
+    before all were drawn. Responses that the verifier failed on are no references. Empty if there is no
+    other response: K falls to 1.
+    """
+    pool = [i for i, response in enumerate(responses) if response.correct]
+    if not pool:
+        pool = [i for i, response in enumerate(responses) if is_wrong(response) and i != target]
+    drawn: list[int] = []
+    while pool and len(drawn) < count:
+        drawn += rng.sample(pool, min(len(pool), count - len(drawn)))
+    return tuple(drawn)

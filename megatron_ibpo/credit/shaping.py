@@ -1,0 +1,54 @@
+"""Credit for near misses: Δ of a correction, and the shaped reward r' = r + λΔ (ibpo steps 7 and 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.records import Group
+
+__all__ = ["correction_bonus", "shaped_rewards"]
+
+
+def correction_bonus(group: Group, beta: float) -> list[float]:
+    """Δ of every response: β times the share of its corrections that are correct and no rewrite.
+
+    Corrections that the verifier failed on say nothing and are left out of the share. A response without
+    corrections has Δ = 0; a failed correction costs nothing.
+    """
+    earned: list[list[float]] = [[] for _ in group.responses]
+    for correction in group.corrections:
+        if correction.response.reward is not None:
+            counts = correction.response.correct and not correction.rewritten
+            earned[correction.target].append(beta if counts else 0.0)
+    return [sum(values) / len(values) if values else 0.0 for values in earned]
+
+
+def shaped_rewards(
+    group: Group, phi: Sequence[float], shaping_weight: float, reward_threshold: float
+) -> tuple[list[float | None], int]:
+    """(r' = r + λφ of every response, bonuses withheld); None where the verifier failed.
+
+    A wrong response whose graded reward would reach the smallest correct reward with its bonus keeps its
+    reward without it, and is counted.
+
+    Raises:
+        ValueError: φ outside [0, 1], or above 0 for a response that is not wrong.
+    """
+    shaped: list[float | None] = []
+    withheld = 0
+    for response, bonus in zip(group.responses, phi, strict=True):
+        if not 0 <= bonus <= 1 or (bonus > 0 and not is_wrong(response)):
+            raise ValueError(
+                f"the operator gave φ={bonus} to a response with reward {response.reward}: φ lies in [0, 1] "
+                "and is above 0 for wrong responses only"
+            )
+        if response.reward is None:
+            shaped.append(None)
+            continue
+        value = response.reward + shaping_weight * bonus
+        if bonus > 0 and value >= reward_threshold:
+            value = response.reward
+            withheld += 1
+        shaped.append(value)
+    return shaped, withheld
