@@ -24,9 +24,6 @@ from typing import Literal
 
 import torch
 import tyro
-from megatron_ibpo.data.templates import correction_prompt
-from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer
-from megatron_ibpo.data.worked_solutions import noisy_solution
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -36,7 +33,15 @@ from transformers import (
 )
 
 from megatron_ibpo.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.data import load_tokenizer, open_source
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    Tokenizer,
+    load_tokenizer,
+    make_tiny_tokenizer,
+    open_source,
+    worked_solution,
+)
+from megatron_ibpo.data.tiny_tokenizer import TINY_VOCAB_SIZE
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.shape import read_hf_config
@@ -46,7 +51,6 @@ from megatron_ibpo.weights import HFExport, load_hf, save_hf
 from megatron_ibpo.world import start_world
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-VOCABULARY = 64
 DROPPED_CARRY, SLIP = 0.55, 0.02
 CORRECTION_SHARE = 0.2
 
@@ -69,7 +73,7 @@ class Arguments:
 def initial_model(family: str, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
     """Random weights. The sizes are those that vLLM's CPU kernels take and that divide among two ranks."""
     common = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": TINY_VOCAB_SIZE,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -112,18 +116,21 @@ def write_initial_checkpoint(directory: Path, family: str, seed: int) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def supervised_rows(tokenizer, prompts: list[Prompt], rng: random.Random) -> Iterator[TrainSequence]:
+def supervised_rows(
+    tokenizer: Tokenizer, template: CorrectionTemplate, prompts: list[Prompt], rng: random.Random
+) -> Iterator[TrainSequence]:
     """Worked solutions, the first share of them as compare-and-correct."""
 
     def solution(prompt: Prompt) -> list[int]:
-        return [*tokenizer.encode(noisy_solution(prompt, rng, DROPPED_CARRY, SLIP)), tokenizer.eos_id]
+        expression = prompt.metadata["expression"]
+        return tokenizer.encode(worked_solution(expression, rng, carry_dropped=DROPPED_CARRY, slip=SLIP))
 
     rows = []
     for number, prompt in enumerate(prompts):
-        asked = tuple(prompt.token_ids)
+        asked = prompt.token_ids
         if number < CORRECTION_SHARE * len(prompts):
-            asked = correction_prompt(tokenizer, prompt, solution(prompt), [solution(prompt)])
-        rows.append((tuple(asked), tuple(solution(prompt))))
+            asked = template(prompt, solution(prompt), [solution(prompt)])
+        rows.append((asked, (*solution(prompt), tokenizer.eos_id)))
     total = sum(len(target) for _, target in rows)
     for number, (asked, target) in enumerate(rows):
         yield TrainSequence(asked, target, advantage=1.0, weight=len(target) / total, group=number)
@@ -157,10 +164,11 @@ def main(arguments: Arguments) -> None:
         trainer = Trainer(chunks, shape.vocab_size, config, world, arguments.steps)
         tokenizer = load_tokenizer(start)
         source = open_source(TASK, tokenizer, DataConfig(data_seed=1000), split="train", max_prompt_len=256)
+        template = CorrectionTemplate(tokenizer, num_candidates=2)
         rng = random.Random(arguments.seed)
         begin = time.perf_counter()
         for step in range(arguments.steps):
-            rows = list(supervised_rows(tokenizer, source.batch(step, arguments.rows), rng))
+            rows = list(supervised_rows(tokenizer, template, source.batch(step, arguments.rows), rng))
             metrics = trainer.update(rows)
             if world.is_driver and (step + 1) % 25 == 0:
                 seconds = time.perf_counter() - begin

@@ -18,7 +18,7 @@ def group_requests(
     return [
         SampleRequest(
             prompt.token_ids,
-            derive_seed(seed, step, prompt.index, sample),
+            derive_seed("sample", seed, step, prompt.index, sample),
             rollout.rollout_max_response_len,
             rollout.rollout_temperature,
             rollout.rollout_top_p,
