@@ -115,9 +115,9 @@ def check_config(config: Config) -> None:
     problems += _missing_inputs(config)
     problems += _contradictions(config)
     try:
-        check_algorithm(config.algorithm)
+        check_algorithm(config.algorithm, config.data.reward_threshold)
     except ValueError as error:
-        problems.append(str(error))
+        problems += str(error).splitlines()
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(
@@ -285,6 +285,7 @@ _RANGES: dict[str, _Rule] = {
     "n_samples_per_eval_prompt": _AT_LEAST_1,
     "max_nonfinite_steps": _AT_LEAST_1,
     "dry_run_world_size": _AT_LEAST_1,
+    "dry_run_gpus_per_node": _AT_LEAST_1,
     "dry_run_gpu_memory_gib": _POSITIVE,
 }
 

@@ -244,6 +244,8 @@ class RunConfig:
     """Ranks to plan for in a dry run; the launcher's world size when None."""
     dry_run_gpu_memory_gib: float = 80.0
     """Memory of one GPU that the plan must fit."""
+    dry_run_gpus_per_node: int = 8
+    """GPUs of one node in a dry run."""
 
 
 @dataclass

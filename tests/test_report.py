@@ -31,6 +31,7 @@ from megatron_ibpo.report import (
     rollout_path,
     save_groups,
 )
+from megatron_ibpo.report.summary import COUNTS
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "correction_success": 0.5,
         "loss": -0.1,
         "skipped_pairs": 2,
-        "reward_errors": 0,
+        "engine_restarts": 1,
     }
 
 
@@ -98,7 +99,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
         "reward_end": pytest.approx(0.25),
         "steps": 4,
         "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
-        "counts": {"reward_errors": 0, "skipped_pairs": 8},
+        "counts": dict.fromkeys([*COUNTS, "engine_restarts"], 0) | {"skipped_pairs": 8, "engine_restarts": 1},
     }
     height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
     assert height > 300

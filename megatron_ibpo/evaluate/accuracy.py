@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from scipy import stats
 
 from megatron_ibpo.records import Prompt, Response, SampleRequest
+from megatron_ibpo.seeds import derive_seed
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -78,7 +79,12 @@ def evaluate(
         raise ValueError("evaluation needs at least one prompt")
     requests = [
         SampleRequest(
-            prompt.token_ids, _sample_seed(seed, prompt.index, number), max_tokens, temperature, top_p, top_k
+            prompt.token_ids,
+            derive_seed("evaluate", seed, prompt.index, number),
+            max_tokens,
+            temperature,
+            top_p,
+            top_k,
         )
         for prompt in prompts
         for number in range(samples_per_prompt)
@@ -111,11 +117,6 @@ def evaluate(
     )
 
 
-def _sample_seed(seed: int, index: int, number: int) -> int:
-    """A seed below 2**32 that depends on nothing else; neighbours get unrelated streams."""
-    return int(np.random.SeedSequence([seed, index, number]).generate_state(1)[0])
-
-
 def _correctness(responses: Sequence[Response]) -> np.ndarray:
     """1 correct, 0 wrong, NaN where the verifier failed."""
     return np.array(
@@ -128,8 +129,7 @@ def _interval(correct_PS: np.ndarray) -> tuple[float, float]:
     independent, so prompts are resampled (percentile bootstrap)."""
     if correct_PS.shape[1] == 1:
         known = correct_PS[~np.isnan(correct_PS)]
-        wilson = stats.binomtest(int(known.sum()), len(known)).proportion_ci(method="wilson")
-        return float(wilson.low), float(wilson.high)
+        return _wilson(float(known.mean()), len(known))
     hits_P = np.nansum(correct_PS, axis=1)
     known_P = (~np.isnan(correct_PS)).sum(axis=1)
     draw = np.random.default_rng(0).integers(len(hits_P), size=(_RESAMPLES, len(hits_P)))
@@ -137,6 +137,14 @@ def _interval(correct_PS: np.ndarray) -> tuple[float, float]:
     means = hits_P[draw].sum(axis=1)[known > 0] / known[known > 0]
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval, 95 %, of a share of `count` independent trials."""
+    z2 = 1.959964**2
+    center = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = math.sqrt(z2 * (share * (1 - share) + z2 / (4 * count)) / count) / (1 + z2 / count)
+    return center - half, center + half
 
 
 def _error(responses: Sequence[Response]) -> str | None:

@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.utils.tensorboard import SummaryWriter
-
 from megatron_ibpo.report.run_dir import METRICS_FILE
 
 __all__ = ["MetricsLog", "read_rows"]
@@ -36,6 +34,8 @@ class MetricsLog:
         Raises:
             RuntimeError: wandb is wanted and not installed.
         """
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and for the driver only
+
         path = run_dir / METRICS_FILE
         self.rows = (
             [row for row in read_rows(path) if row["step"] <= completed_steps] if path.exists() else []

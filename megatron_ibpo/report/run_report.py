@@ -15,7 +15,6 @@ from rich.table import Table
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import Evaluation
-from megatron_ibpo.report.curves import plot_curves
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
 from megatron_ibpo.report.run_dir import METRICS_FILE
@@ -87,6 +86,8 @@ class Report:
             status: how the run ended: finished, interrupted, failed: …
             seconds: by stage, of what came after the last row (saving).
         """
+        from megatron_ibpo.report.curves import plot_curves  # slow to import, and for the driver only
+
         self._count(seconds or {})
         self._display.close()
         summary = {"status": status} | summarise(

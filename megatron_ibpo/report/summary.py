@@ -9,13 +9,20 @@ __all__ = ["COUNTS", "summarise"]
 
 COUNTS = (
     "truncated_responses",
+    "truncated_corrections",
     "reward_errors",
+    "correction_reward_errors",
     "skipped_pairs",
+    "bonuses_withheld",
     "degenerate_groups",
+    "degenerate_correction_groups",
+    "sequences_without_advantage",
     "updates_skipped",
-    "engine_restarts",
+    "updates_empty",
 )
 """Metrics that count what was dropped or failed; a summary gives their sums over the run."""
+_RUNNING_TOTALS = ("engine_restarts",)
+"""Metrics that are sums already; a summary gives the largest."""
 _REWARD_STEPS = 5
 
 
@@ -32,7 +39,8 @@ def summarise(
     steps = [row for row in rows if row["kind"] == "step"]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     rewards = [row["reward"] for row in steps if row.get("reward") is not None]
-    counted = [name for name in COUNTS if any(name in row for row in rows)]
+    counts = {name: sum(row[name] or 0 for row in rows if name in row) for name in COUNTS}
+    counts |= {name: max((row.get(name) or 0 for row in rows), default=0) for name in _RUNNING_TOTALS}
     return {
         "accuracy_start": first.get("accuracy"),
         "accuracy_end": last.get("accuracy"),
@@ -43,7 +51,7 @@ def summarise(
         "steps": max((row["step"] for row in steps), default=0),
         "seconds_total": round(seconds_total, 2),
         "seconds_by_stage": {name: round(value, 2) for name, value in seconds_by_stage.items()},
-        "counts": {name: int(sum(row.get(name) or 0 for row in rows)) for name in counted},
+        "counts": {name: int(count) for name, count in counts.items()},
     }
 
 
