@@ -175,7 +175,8 @@ def main(arguments: Arguments) -> None:
                 print(f"step {step + 1}: grad norm {metrics['grad_norm']:.2f}, {seconds:.0f} s", flush=True)
         save_hf(HFExport(chunks, shape), world, arguments.save, start)
         if world.is_driver:
-            made = {**vars(arguments), "save": arguments.save.name, "task": TASK, "seconds": round(seconds)}
+            made = {**vars(arguments), "task": TASK, "seconds": round(seconds)}
+            del made["save"]
             (arguments.save / "warm_start.json").write_text(json.dumps(made, indent=2) + "\n")
         world.barrier()
     parallel.destroy()
