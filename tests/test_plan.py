@@ -1,0 +1,270 @@
+"""The dry run: right about what can be checked by hand, and it refuses what cannot work."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from rich.console import Console
+from tiny_models import make_qwen3_next
+
+from megatron_ibpo.cli import check_config, parse_config
+from megatron_ibpo.config import Config
+from megatron_ibpo.policy.memory import _layer_elements
+from megatron_ibpo.policy.plan import FITS, REFUSED, Plan, make_plan, plan_run
+from megatron_ibpo.policy.shape import read_hf_config
+
+REPOSITORY = Path(__file__).parents[1]
+NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
+DENSE_32B = REPOSITORY / "examples/models/qwen3_32b"
+RECIPES = {
+    NEXT_80B: REPOSITORY / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml",
+    DENSE_32B: REPOSITORY / "examples/recipes/qwen3_32b_ibpo.yaml",
+}
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def planner():
+    """A process of its own, since a census leaves Megatron set up for a machine without CUDA."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
+
+
+def configured(model: Path, *flags: str) -> Config:
+    recipe = RECIPES.get(model, REPOSITORY / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run", *flags])
+    check_config(config)
+    return config
+
+
+def plan_of(model: Path, world_size: int, *flags: str) -> Plan:
+    return make_plan(configured(model, *flags), world_size)
+
+
+def printed(model: Path, *flags: str) -> tuple[int, str]:
+    screen = io.StringIO()
+    status = plan_run(configured(model, *flags), Console(file=screen, width=140))
+    return status, screen.getvalue()
+
+
+def dense_parameters(c: dict) -> int:
+    heads = (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
+    attention = c["hidden_size"] * (heads + c["num_attention_heads"] * c["head_dim"]) + 2 * c["head_dim"]
+    layer = attention + 3 * c["hidden_size"] * c["intermediate_size"] + 2 * c["hidden_size"]
+    return c["num_hidden_layers"] * layer + (2 * c["vocab_size"] + 1) * c["hidden_size"]
+
+
+def next_parameters(c: dict) -> int:
+    hidden, head = c["hidden_size"], c["head_dim"]
+    query, key = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    attention = hidden * (2 * query + 2 * key) + query * hidden + 2 * head  # the gate is as wide as the query
+    gdn_key = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    gdn_value = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+    delta_net = (
+        hidden * (2 * gdn_key + 2 * gdn_value + 2 * c["linear_num_value_heads"])
+        + c["linear_conv_kernel_dim"] * (2 * gdn_key + gdn_value)
+        + 2 * c["linear_num_value_heads"]
+        + c["linear_value_head_dim"]
+        + gdn_value * hidden
+    )
+    mlp = (
+        c["num_experts"] * (3 * c["moe_intermediate_size"] + 1) * hidden
+        + (3 * c["shared_expert_intermediate_size"] + 1) * hidden
+    )
+    layers = c["num_hidden_layers"]
+    full = layers // c["full_attention_interval"]
+    mixers = full * attention + (layers - full) * delta_net
+    return mixers + layers * (mlp + 2 * hidden) + (2 * c["vocab_size"] + 1) * hidden
+
+
+def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(planner):
+    plan = planner(plan_of, NEXT_80B, 32)
+    assert plan.problems == []
+    expected = next_parameters(json.loads((NEXT_80B / "config.json").read_text()))
+    assert plan.census.total == expected == 79_674_391_296
+
+    parts = plan.census.ranks
+    places = {(part.tensor, part.pipeline, part.data) for part in parts}
+    assert places == {(t, p, d) for t in range(2) for p in range(4) for d in range(4)}
+    assert {(part.pipeline, part.expert) for part in parts} == {(p, e) for p in range(4) for e in range(8)}
+    assert [part.pipeline for part in parts] == [rank // 8 for rank in range(32)], "one stage a node"
+    config = json.loads((NEXT_80B / "config.json").read_text())
+    expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    assert {part.experts for part in parts} == {12 * 512 // 8 * expert}, "12 layers, an eighth of the experts"
+    assert plan.engines == 4
+
+
+def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner):
+    plan = planner(plan_of, NEXT_80B, 32)
+    part, memory = plan.census.ranks[0], plan.ranks[0]
+    assert (plan.census.data_parallel, plan.census.expert_data_parallel) == (4, 1)
+    assert memory.weights == 2 * (part.dense + part.experts), "bf16"
+    assert memory.gradients == 4 * (part.dense + part.experts), "fp32"
+    assert memory.optimizer == 12 * (part.dense // 4 + part.experts), (
+        "experts have no data-parallel copies here"
+    )
+    assert memory.logits == 0, "only the last stage has logits"
+    logits = 32768 * 151936 // 2 * 2
+    assert logits < plan.ranks[-1].logits < 1.1 * logits
+    unsharded = planner(plan_of, NEXT_80B, 32, "--no-use-distributed-optimizer").ranks[0]
+    assert unsharded.optimizer == 12 * (part.dense + part.experts)
+
+
+def test_the_32b_recipe_fits_32_gpus(planner):
+    status, text = planner(printed, DENSE_32B, "--dry-run-world-size", "32")
+    assert status == FITS
+    expected = dense_parameters(json.loads((DENSE_32B / "config.json").read_text()))
+    assert expected == 32_762_123_264
+    assert f"parameters: {expected:,}; DP 4" in text
+    assert f"weight update: {2 * expected / GIB:.2f} GiB to each engine" in text
+    assert "KV cache: 32,768 bytes a token and GPU" in text, "64 layers, keys and values, 1 head of 128, bf16"
+    assert "engines: 4 of 8 GPUs each" in text
+    assert text.rstrip().endswith("This fits.")
+
+
+def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
+    model = make_qwen3_next(tmp_path, 0)
+    status, text = planner(printed, model, "--dry-run-world-size", "2", "--dry-run-gpus-per-node", "2")
+    assert status == FITS
+    assert "TP2 EP2 PP1 DP1" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "flags", "reason"),
+    [
+        (NEXT_80B, 16, [], "EP x ETP x PP = 32 does not divide the world size"),
+        (NEXT_80B, 32, ["--tensor-model-parallel-size", "4"], "does not divide the key/value heads"),
+        (NEXT_80B, 32, ["--no-sequence-parallel"], "needs --sequence-parallel"),
+        (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "an engine must lie within one node"),
+        (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "4"], "sampling takes .* GiB on rank"),
+        (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
+        (NEXT_80B, 32, ["--dry-run-gpu-memory-gib", "64"], "weight update takes"),
+        (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
+        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "does not divide the 32 GPUs"),
+        (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),
+        (DENSE_32B, 32, ["--rollout-max-context-len", "65536"], "exceeds the model's 40960 positions"),
+        (DENSE_32B, 8, [], "training takes .* GiB on rank"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(planner, model, world_size, flags, reason):
+    status, text = planner(printed, model, "--dry-run-world-size", str(world_size), *flags)
+    assert status == REFUSED
+    refusal = text[text.index("This cannot work:") :]
+    assert re.search(reason, refusal), refusal
+
+
+def test_a_model_that_is_none_is_refused(planner, tmp_path):
+    status, text = planner(printed, tmp_path)
+    assert status == REFUSED
+    assert "config.json" in text
+
+
+def kept_for_backward(world, directory: Path) -> tuple[int, float]:
+    """(bytes that autograd keeps in one forward pass, bytes estimated) for a model of several layers."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+
+    shape, config, tokens = read_hf_config(directory), Config(), 512
+    parallel.initialize(config.parallel, world, seed=0)
+    (chunk,) = build_model(shape, config)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    for parameter in chunk.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    bounds = torch.tensor([0, tokens], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=tokens, max_seqlen_kv=tokens)
+    ids, positions = torch.randint(shape.vocab_size, (1, tokens)), torch.arange(tokens)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        chunk(ids, positions, None, packed_seq_params=packed)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    estimated = sum(_layer_elements(shape, config, full) for full in shape.full_attention) * tokens * 4
+    parallel.destroy()
+    return measured, estimated
+
+
+SHRUNK = {
+    DENSE_32B: {
+        "hidden_size": 640,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "intermediate_size": 3200,
+    },
+    NEXT_80B: {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("model", [DENSE_32B, NEXT_80B], ids=["dense", "next"])
+def test_estimated_activations_are_near_what_a_forward_pass_keeps(model, tmp_path):
+    content = json.loads((model / "config.json").read_text()) | SHRUNK[model]
+    content |= {"num_hidden_layers": 4, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    [(measured, estimated)] = run_ranks(kept_for_backward, 1, tmp_path)
+    # the local modules keep somewhat more than the fused ones that the estimate stands for
+    assert 0.6 < estimated / measured < 1.3, (measured, estimated)
+
+
+def run_script(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(REPOSITORY / "examples" / name), *flags],
+        env=os.environ | {"IBPO_PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_script_of_the_80b_model_prints_its_plan_without_a_gpu():
+    done = run_script("run_qwen3_next_ibpo.sh", "--dry-run", HF_CHECKPOINT=str(NEXT_80B))
+    assert done.returncode == FITS, done.stderr
+    assert "32 GPUs" in done.stdout
+    assert "This fits." in done.stdout
+
+
+def test_a_port_in_use_is_refused_before_anything_starts():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_script("run_qwen3_next_ibpo.sh", MASTER_PORT=str(port))
+    assert done.returncode == 2
+    assert f"port {port} is in use" in done.stderr
+
+
+def test_several_nodes_need_a_shared_run_directory():
+    done = run_script("run_qwen3_32b_ibpo.sh", MASTER_PORT="0", NNODES="2", NODE_RANK="1", RUN_DIR="")
+    assert done.returncode == 2
+    assert "set RUN_DIR to a directory that all 2 nodes share" in done.stderr
