@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import io
 import os
 import types
@@ -303,6 +304,8 @@ def _missing_inputs(config: Config) -> list[str]:
     replayed = run.load_debug_rollout_data
     if replayed is not None and not replayed.is_dir():
         problems.append(f"--load-debug-rollout-data: {replayed} is not a directory")
+    if run.use_wandb and importlib.util.find_spec("wandb") is None:
+        problems.append("--use-wandb: the package wandb is not installed; pip install wandb")
     if run.dry_run or replayed is not None:
         return problems
     if data.prompt_data is None:

@@ -206,6 +206,14 @@ def test_what_cannot_work_is_refused(tmp_path, section, fields):
         check_config(config)
 
 
+def test_wandb_without_the_package_says_what_to_install(tmp_path, monkeypatch):
+    config = runnable(tmp_path)
+    config.run.use_wandb = True
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        check_config(config)
+
+
 def test_evaluation_turned_off_needs_no_evaluation_data(tmp_path):
     config = runnable(tmp_path)
     config.data.eval_prompt_data = None

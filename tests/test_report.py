@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 from collections import namedtuple
+from types import SimpleNamespace
 
 import matplotlib.image
 import pytest
@@ -169,12 +170,17 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_nan_is_null(config):
     assert summary["accuracy_start"] is None
 
 
-def test_wandb_without_the_package_says_what_to_install(config, monkeypatch):
+def test_wandb_gets_the_same_numbers(config, monkeypatch):
     prepare_run_dir(config)
     config.run.use_wandb = True
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RuntimeError, match="pip install wandb"):
-        Report(config)
+    logged, started = [], {}
+    session = SimpleNamespace(log=logged.append, finish=lambda: logged.append("finished"))
+    fake = SimpleNamespace(init=lambda **keywords: started.update(keywords) or session)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with Report(config, console=Console(file=io.StringIO())) as report:
+        report.step(1, {"reward": 0.5}, {"sample": 2.0})
+    assert logged == [{"reward": 0.5, "seconds/sample": 2.0, "step": 1}, "finished"]
+    assert started["config"]["run"]["run_dir"] == str(config.run.run_dir)
 
 
 def test_another_run_in_the_directory_is_not_overwritten(config):

@@ -223,7 +223,9 @@ def _print_plan(plan: Plan, console: Console) -> None:
     say(f"Plan of {config.model.hf_checkpoint} on {plan.world_size} GPUs or CPU processes; none is started.")
     say()
     say("Sizes")
-    console.print(sizes_table(run_sizes(config, plan.world_size)))
+    parameters = None if plan.census is None else plan.census.total
+    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=plan.engines)
+    console.print(sizes_table(sizes))
     if plan.census is not None:
         say()
         say("Who sits where")

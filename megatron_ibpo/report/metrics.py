@@ -30,17 +30,19 @@ class MetricsLog:
 
         Args:
             wandb_config: logs to Weights & Biases too, with this as the run's configuration.
-
-        Raises:
-            RuntimeError: wandb is wanted and not installed.
         """
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and for the driver only
 
         path = run_dir / METRICS_FILE
-        self.rows = (
-            [row for row in read_rows(path) if row["step"] <= completed_steps] if path.exists() else []
-        )
-        self._wandb = None if wandb_config is None else _start_wandb(run_dir, wandb_config)
+        before = read_rows(path) if path.exists() else []
+        self.rows = [row for row in before if row["step"] <= completed_steps]
+        self._wandb: Any = None
+        if wandb_config is not None:
+            import wandb  # optional
+
+            self._wandb = wandb.init(
+                dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=wandb_config
+            )
         text = "".join(json.dumps(row) + "\n" for row in self.rows)
         kept = path.with_suffix(".tmp")
         kept.write_text(text, encoding="utf-8")
@@ -93,11 +95,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _jsonable(value: float) -> float | int | None:
     return value if math.isfinite(value) else None
-
-
-def _start_wandb(run_dir: Path, config: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise RuntimeError("--use-wandb: the package wandb is not installed; pip install wandb") from error
-    return wandb.init(dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=config)

@@ -43,9 +43,6 @@ class Report:
         Args:
             completed_steps: steps that a resumed run has behind it; later rows of its log are removed.
             started: time.monotonic() at which the run began; now when None.
-
-        Raises:
-            RuntimeError: --use-wandb without the package.
         """
         self._run_dir = config.run.run_dir
         self._title = f"{config.algorithm.advantage_estimator}, {_model_name(config)}"

@@ -8,8 +8,10 @@ from megatron_ibpo.report.display import Size
 __all__ = ["run_sizes"]
 
 
-def run_sizes(config: Config, world_size: int) -> list[Size]:
-    """What happens how often in one step, and on how many ranks."""
+def run_sizes(
+    config: Config, world_size: int, *, parameters: int | None = None, engines: int | None = None
+) -> list[Size]:
+    """What happens how often in one step, and on how many ranks; of the model and engines what is known."""
     rollout, algorithm, loss, parallel = config.rollout, config.algorithm, config.loss, config.parallel
     prompts, samples, corrections = (
         rollout.rollout_batch_size,
@@ -41,4 +43,9 @@ def run_sizes(config: Config, world_size: int) -> list[Size]:
             f"of {world_size} ranks; loss by {loss.loss_backend}",
         ),
     ]
+    if parameters is not None:
+        sizes.append(Size("parameters", parameters, "of the whole model"))
+    if engines is not None:
+        per_engine = rollout.rollout_num_gpus_per_engine
+        sizes.append(Size("engines", engines, f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"))
     return [size for size in sizes if corrections or not size.name.startswith("corrections")]
