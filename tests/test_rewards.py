@@ -1,0 +1,321 @@
+"""Verifiers: what they say of answers, and that their faults are never rewards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_ibpo.config import DataConfig
+from megatron_ibpo.data import make_tiny_tokenizer, open_source, worked_solution
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.records import Prompt
+from megatron_ibpo.rewards import Score, WorkerError, open_verifier
+from megatron_ibpo.rewards.math import last_boxed
+from megatron_ibpo.rewards.reasoning_gym import extract_answer
+
+USERS_REWARDS = """
+    import itertools, math, os, sys, time
+
+    def graded(prompt, response, label, metadata):
+        print("a reward function may print")
+        if response == "raise":
+            raise RuntimeError("cannot judge this")
+        if response == "exit":
+            sys.exit(3)
+        if response == "die":
+            os._exit(7)
+        if response == "hang":
+            time.sleep(1000)
+        if response == "hang in C":
+            sum(itertools.repeat(0))  # and never lets another thread or a signal handler run
+        if response == "text":
+            return "0.5"
+        if response == "nothing":
+            return None
+        if response == "nan":
+            return math.nan
+        if response == "infinite":
+            return math.inf
+        if response == "pid":
+            return os.getpid()
+        if response == "arguments":
+            return float((prompt, label, metadata) == ("what?", "42", {"level": 3}))
+        return float(response)
+
+    not_a_function = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def users_module(tmp_path_factory):
+    """A user's module on the owner's path."""
+    directory = tmp_path_factory.mktemp("user")
+    (directory / "users_rewards.py").write_text(textwrap.dedent(USERS_REWARDS))
+    (directory / "broken_rewards.py").write_text("import no_such_library")
+    sys.path.insert(0, str(directory))
+    yield directory
+    sys.path.remove(str(directory))
+
+
+@contextmanager
+def verifier(rm_type, **settings):
+    """A verifier, and afterwards the certainty that its processes are gone."""
+    with open_verifier(DataConfig(rm_type=rm_type, **settings)) as opened:
+        workers = [worker.process for worker in opened._pool._workers]
+        yield opened
+    assert all(worker.poll() is not None for worker in workers)
+
+
+def asked(*responses, label="42", metadata=None):
+    prompt = Prompt(0, (), 0, label, "task", "what?", {} if metadata is None else metadata)
+    return [(prompt, response) for response in responses]
+
+
+# ------------------------------------------------------------------------------------------- user's own
+
+
+def test_a_function_by_import_path_gets_what_it_needs():
+    with verifier("users_rewards:graded", reward_workers=1) as graded:
+        assert graded.score(asked("arguments", metadata={"level": 3})) == [Score(1.0, True)]
+
+
+def test_rewards_come_in_order_and_are_correct_from_the_threshold_on():
+    with verifier("users_rewards:graded", reward_threshold=0.5) as graded:
+        scores = graded.score(asked(*[str(i / 100) for i in range(100)]))
+        assert graded.score([]) == []
+    assert [score.reward for score in scores] == [i / 100 for i in range(100)]
+    assert [score.correct for score in scores] == [i >= 50 for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("raise", "RuntimeError: cannot judge this"),
+        ("not a number", "ValueError: could not convert"),
+        ("exit", "SystemExit: 3"),
+        ("text", "TypeError: expected a number, got str '0.5'"),
+        ("nothing", "TypeError: expected a number, got NoneType"),
+        ("nan", "ValueError: expected a finite number, got nan"),
+        ("infinite", "ValueError: expected a finite number, got inf"),
+        ("die", "the worker process died (status 7)"),
+    ],
+)
+def test_a_fault_is_an_error_and_not_a_reward(graded, response, error):
+    before, fault, after = graded.score(asked("1", response, "0"))
+    assert (before, after) == (Score(1.0, True), Score(0.0, False))
+    assert (fault.reward, fault.correct) == (None, False)
+    assert error in fault.error
+
+
+@pytest.fixture(scope="module")
+def graded():
+    with verifier("users_rewards:graded", reward_workers=1) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("how", ["hang", "hang in C"])
+def test_a_function_that_hangs_is_killed_and_the_others_are_scored(how):
+    with verifier("users_rewards:graded", reward_timeout=0.5, reward_workers=2) as graded:
+        start = time.monotonic()
+        scores = graded.score(asked("0", how, "1", "1", "0", "1"))
+        assert time.monotonic() - start < 20
+    assert [score.reward for score in scores] == [0.0, None, 1.0, 1.0, 0.0, 1.0]
+    assert scores[1].error == "timed out after 0.5 s"
+
+
+def test_a_worker_that_died_between_calls_is_replaced(graded):
+    (before,) = graded.score(asked("pid"))
+    os.kill(int(before.reward), signal.SIGKILL)
+    time.sleep(0.1)
+    (after,) = graded.score(asked("pid"))
+    assert after.reward not in (None, before.reward)
+
+
+def test_errors_are_logged(graded, caplog):
+    graded.score(asked("1", "raise", "nan"))
+    assert "users_rewards:graded failed on 2 of 3 responses; the first: RuntimeError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "says"),
+    [
+        ("maths", "nearest: math"),
+        ("users_rewards", "package.module:function"),
+        ("users_rewards:missing", "no attribute 'missing'"),
+        ("users_rewards:not_a_function", "is not a function"),
+        ("nowhere_at_all:score", "No module named 'nowhere_at_all'"),
+        ("broken_rewards:score", "No module named 'no_such_library'"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_refused_before_work(rm_type, says):
+    with pytest.raises(ValueError, match=says):
+        open_verifier(DataConfig(rm_type=rm_type, reward_workers=1))
+
+
+def test_a_refused_function_leaves_no_process():
+    with pytest.raises(WorkerError):
+        open_verifier(DataConfig(rm_type="broken_rewards:score"))
+    children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+    for child in Path(children).read_text().split():
+        assert "broken_rewards" not in Path(f"/proc/{child}/cmdline").read_text()
+
+
+def test_workers_die_with_their_owner_even_while_they_hang(users_module):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OWNER)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(users_module), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        time.sleep(0.5)  # until the worker hangs
+        assert os.path.exists(f"/proc/{worker}")
+    finally:
+        owner.kill()
+        owner.wait(10)
+    assert gone_within(worker, 10)
+
+
+OWNER = """
+    from megatron_ibpo.config import DataConfig
+    from megatron_ibpo.records import Prompt
+    from megatron_ibpo.rewards import open_verifier
+    verifier = open_verifier(DataConfig(rm_type="users_rewards:graded", reward_workers=1, reward_timeout=100))
+    prompt = Prompt(0, (), 0, "", "", "")
+    print(int(verifier.score([(prompt, "pid")])[0].reward), flush=True)
+    verifier.score([(prompt, "hang in C")])
+"""
+
+
+def gone_within(pid, seconds):
+    """Whether a process ends; a zombie that nobody has waited for has ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# ---------------------------------------------------------------------------------------- reasoning_gym
+
+
+@pytest.fixture(scope="module")
+def reasoning_gym():
+    with verifier("reasoning_gym") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def chain_sums():
+    spec = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
+    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
+    return open_source(spec, tokenizer, DataConfig(), split="train").batch(0, 128)
+
+
+def test_worked_solutions_of_generated_tasks_are_right(reasoning_gym, chain_sums):
+    right = [(p, worked_solution(p.metadata["expression"])) for p in chain_sums]
+    wrong = [(p, text + "0") for p, text in right if p.label != "0"]
+    assert reasoning_gym.score(right) == [Score(1.0, True)] * len(right)
+    assert reasoning_gym.score(wrong) == [Score(0.0, False)] * len(wrong)
+
+
+def test_part_marks_are_no_reward(reasoning_gym, chain_sums):
+    prompt = chain_sums[0]
+    # reasoning_gym itself gives .5 for an answer that holds the right one in twice its length
+    padded = f"#{prompt.label}{'x' * len(prompt.label)}"
+    answers = [padded, "", "#", "no number", f"{prompt.label} but #7000"]
+    assert {score.reward for score in reasoning_gym.score([(prompt, a) for a in answers])} == {0.0}
+
+
+def test_a_prompt_from_elsewhere_is_an_error(reasoning_gym):
+    (score,) = reasoning_gym.score(asked("42"))
+    assert score.reward is None
+    assert "no reasoning_gym item" in score.error
+
+
+def test_the_answer_follows_the_last_mark():
+    assert extract_answer("1+1=2#2 \n") == "2"
+    assert extract_answer("#3\n1+1=2#2") == "2"
+    assert extract_answer(" 2 ") == "2"
+    assert extract_answer("1+1=2#") == ""
+
+
+# ------------------------------------------------------------------------------------------------ math
+
+ANSWERS = [
+    # label, response, reward
+    ("42", r"so we get \boxed{42}.", 1.0),
+    ("42", r"so we get $\boxed{ 42 }$.", 1.0),
+    ("42", "The final answer is 42.", 1.0),
+    ("42", "The final answer is $42$.", 1.0),
+    ("42", r"\boxed{43}", 0.0),
+    ("42", r"42, so \boxed{43}", 0.0),
+    ("42", r"first \boxed{41}, no: \boxed{42}", 1.0),
+    ("42", r"first \boxed{42}, no: \boxed{41}", 0.0),
+    ("42", r"\boxed{42} and then cut off \boxed{4", 1.0),
+    ("42", "I do not know", 0.0),
+    ("42", "", 0.0),
+    ("42", r"\boxed{}", 0.0),
+    (r"\boxed{7}", r"\boxed{7}", 1.0),
+    ("$7$", r"\boxed{7}", 1.0),
+    ("070", r"\boxed{70}", 1.0),
+    ("1,000", r"\boxed{1000}", 1.0),
+    (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
+    (r"\frac12", r"\boxed{\dfrac{2}{4}}", 1.0),
+    (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1.0),
+    ("x^2+1", r"\boxed{1+x^2}", 1.0),
+    ("5", r"\boxed{x=5}", 1.0),
+    ("(1,2)", r"\boxed{(1, 2)}", 1.0),
+    ("(1,2)", r"\boxed{(2, 1)}", 0.0),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}", 1.0),
+    ("[0,1)", r"\boxed{[0,1)}", 1.0),
+    ("[0,1)", r"\boxed{[0,1]}", 0.0),
+    (r"50\%", r"\boxed{50}", 1.0),
+    (r"\text{Monday}", r"\boxed{\text{Monday}}", 1.0),
+    ("C", r"\boxed{C}", 1.0),
+    ("C", r"\boxed{D}", 0.0),
+    (r"\infty", r"\boxed{\infty}", 1.0),
+    ("-3", r"\boxed{3}", 0.0),
+    ("1/3", r"\boxed{0.333}", 0.0),
+]
+
+
+def test_math_answers():
+    with verifier("math", reward_timeout=60) as math:
+        pairs = [pair for label, response, _ in ANSWERS for pair in asked(response, label=label)]
+        scores = math.score(pairs)
+        # a tower of powers takes longer than anybody has
+        (tower,) = verifier_with_little_time(math).score(asked(r"\boxed{9^{9^{9^{9}}}}", label="9"))
+        (unlabelled,) = math.score(asked(r"\boxed{1}", label=" "))
+    found = [
+        (label, response, score.reward) for (label, response, _), score in zip(ANSWERS, scores, strict=True)
+    ]
+    assert found == ANSWERS
+    assert (tower.reward, tower.error) == (None, "timed out after 1 s")
+    assert unlabelled.reward is None
+    assert "is no mathematical answer" in unlabelled.error
+
+
+def verifier_with_little_time(opened):
+    opened._pool._timeout = 1.0
+    return opened
+
+
+def test_the_last_whole_box_is_found():
+    assert last_boxed(r"\boxed{1} \boxed{\frac{1}{2}} x") == r"\boxed{\frac{1}{2}}"
+    assert last_boxed(r"\boxed{1} \boxed{2") == r"\boxed{1}"
+    assert last_boxed("none") is None
