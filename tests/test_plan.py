@@ -42,6 +42,11 @@ def planner():
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
 
 
+@pytest.fixture(scope="module")
+def plan_80b(planner) -> Plan:
+    return planner(plan_of, NEXT_80B, 32)
+
+
 def configured(model: Path, *flags: str) -> Config:
     recipe = RECIPES.get(model, REPOSITORY / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
     config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run", *flags])
@@ -89,8 +94,8 @@ def next_parameters(c: dict) -> int:
     return mixers + layers * (mlp + 2 * hidden) + (2 * c["vocab_size"] + 1) * hidden
 
 
-def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(planner):
-    plan = planner(plan_of, NEXT_80B, 32)
+def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
+    plan = plan_80b
     assert plan.problems == []
     expected = next_parameters(json.loads((NEXT_80B / "config.json").read_text()))
     assert plan.census.total == expected == 79_674_391_296
@@ -103,11 +108,12 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(planner):
     config = json.loads((NEXT_80B / "config.json").read_text())
     expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
     assert {part.experts for part in parts} == {12 * 512 // 8 * expert}, "12 layers, an eighth of the experts"
-    assert plan.engines == 4
+    assert [place.owner for place in plan.places] == [0, 8, 16, 24]
+    assert all(place.gpus == tuple(range(8)) for place in plan.places)
 
 
-def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner):
-    plan = planner(plan_of, NEXT_80B, 32)
+def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80b):
+    plan = plan_80b
     part, memory = plan.census.ranks[0], plan.ranks[0]
     assert (plan.census.data_parallel, plan.census.expert_data_parallel) == (4, 1)
     assert memory.weights == 2 * (part.dense + part.experts), "bf16"
@@ -147,12 +153,12 @@ def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
         (NEXT_80B, 16, [], "EP x ETP x PP = 32 does not divide the world size"),
         (NEXT_80B, 32, ["--tensor-model-parallel-size", "4"], "does not divide the key/value heads"),
         (NEXT_80B, 32, ["--no-sequence-parallel"], "needs --sequence-parallel"),
-        (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "an engine must lie within one node"),
+        (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "an engine must lie within one machine"),
         (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "4"], "sampling takes .* GiB on rank"),
         (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
-        (NEXT_80B, 32, ["--dry-run-gpu-memory-gib", "64"], "weight update takes"),
+        (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.5"], "a starting engine wants that share free"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
-        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "does not divide the 32 GPUs"),
+        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "that does not divide its 8 trainer ranks"),
         (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),
         (DENSE_32B, 32, ["--rollout-max-context-len", "65536"], "exceeds the model's 40960 positions"),
         (DENSE_32B, 8, [], "training takes .* GiB on rank"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +30,7 @@ from megatron_ibpo.policy.shape import ModelConfigError, ModelShape, check_layou
 from megatron_ibpo.report.display import sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.rollout.placement import EnginePlace, place_engines
 
 __all__ = ["FITS", "REFUSED", "Plan", "make_plan", "plan_run"]
 
@@ -49,13 +50,10 @@ class Plan:
     world_size: int
     problems: list[str]
     census: Census | None = None
-    """None when the layout does not divide, so that there is nothing to count."""
+    """None, and so are ranks and engine, when the sizes do not fit together already."""
     ranks: list[RankMemory] | None = None
     engine: EngineMemory | None = None
-
-    @property
-    def engines(self) -> int:
-        return self.world_size // self.config.rollout.rollout_num_gpus_per_engine
+    places: list[EnginePlace] = field(default_factory=list)
 
 
 def plan_run(config: Config, console: Console | None = None) -> int:
@@ -91,23 +89,36 @@ def make_plan(config: Config, world_size: int) -> Plan:
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
     problems = check_layout(shape, config.parallel, world_size)
-    divides = not problems
     problems += _engine_problems(shape, config, world_size)
     problems += _context_problems(shape, config.rollout, context)
-    if not divides:
+    if problems:
         return Plan(config, shape, world_size, problems)
     census = take_census(shape, config, world_size)
     max_tokens = max(config.model.max_tokens_per_gpu, context)
     ranks = [rank_memory(shape, config, part, census, max_tokens) for part in census.ranks]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
     engine = engine_memory(shape, config, census, gpu_bytes)
-    plan = Plan(config, shape, world_size, problems, census, ranks, engine)
+    plan = Plan(config, shape, world_size, problems, census, ranks, engine, _places(config, world_size))
     problems += _memory_problems(plan)
     return plan
 
 
 def _world_size(config: Config) -> int:
     return config.run.dry_run_world_size or int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _ranks_per_node(config: Config, world_size: int) -> int:
+    return min(config.run.dry_run_gpus_per_node, world_size)
+
+
+def _places(config: Config, world_size: int) -> list[EnginePlace]:
+    return place_engines(
+        world_size,
+        config.rollout.rollout_num_gpus_per_engine,
+        local_world_size=_ranks_per_node(config, world_size),
+        colocate=config.rollout.colocate,
+        on_gpu=True,
+    )
 
 
 # ----------------------------------------------------------------------------------------- what cannot work
@@ -117,11 +128,14 @@ def _engine_problems(shape: ModelShape, config: Config, world_size: int) -> Iter
     """What vLLM would refuse."""
     size = config.rollout.rollout_num_gpus_per_engine
     flag = f"--rollout-num-gpus-per-engine={size}"
-    per_node = min(config.run.dry_run_gpus_per_node, world_size)
-    if world_size % size:
-        yield f"{flag} does not divide the {world_size} GPUs"
-    elif per_node % size:
-        yield f"{flag}: an engine must lie within one node, and {size} does not divide {per_node} GPUs"
+    per_node = _ranks_per_node(config, world_size)
+    if world_size % per_node:
+        yield f"--dry-run-gpus-per-node={per_node} does not divide the {world_size} ranks"
+    else:
+        try:
+            _places(config, world_size)
+        except ValueError as error:
+            yield str(error)
     counts = {
         "attention heads": shape.num_attention_heads,
         "MLP hidden size": shape.ffn_hidden_size,
@@ -153,6 +167,8 @@ def _context_problems(shape: ModelShape, rollout: RolloutConfig, context: int) -
 
 def _memory_problems(plan: Plan) -> Iterator[str]:
     assert plan.engine is not None
+    assert plan.ranks is not None
+    gpu_bytes = plan.config.run.dry_run_gpu_memory_gib * GIB
     limit = _usable_bytes(plan.config)
     peaks = [_peaks(plan, number) for number in range(plan.world_size)]
     advice = {
@@ -170,6 +186,13 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
                 f"{phase} takes {most / GIB:.1f} GiB on rank {rank}, of {limit / GIB:.1f} GiB usable on a "
                 f"GPU of {plan.config.run.dry_run_gpu_memory_gib:g} GiB: {hint}"
             )
+    asked = plan.config.rollout.vllm_gpu_memory_utilization
+    resident = max(memory.resident for memory in plan.ranks)
+    if plan.config.rollout.colocate and asked * gpu_bytes + resident > gpu_bytes:
+        yield (
+            f"--vllm-gpu-memory-utilization={asked:g}: a starting engine wants that share free, "
+            f"{asked * gpu_bytes / GIB:.1f} GiB, beside the trainer's {resident / GIB:.1f} GiB"
+        )
     if _full_contexts(plan) < 1:
         yield (
             f"the KV cache of {plan.engine.kv_cache / GIB:.2f} GiB a GPU does not hold one context of "
@@ -179,7 +202,8 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
 
 
 def _peaks(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes in use at the worst moment of each phase. A sleeping engine keeps its CUDA context."""
+    """Bytes in use at the worst moment of each phase, on the fuller GPU where trainer and engine have their
+    own. A sleeping engine keeps its CUDA context."""
     assert plan.ranks is not None
     assert plan.engine is not None
     assert plan.census is not None
@@ -194,7 +218,8 @@ def _peaks(plan: Plan, rank: int) -> dict[str, int]:
     return {
         "training": trainer.training + CONTEXT_BYTES,
         "sampling": trainer.resident + engine.total,
-        "weight update": trainer.resident + engine.total + buffers,
+        # engines wake their weights first, and their KV cache when the new weights are in
+        "weight update": trainer.resident + engine.weights + engine.workspace + buffers,
     }
 
 
@@ -224,7 +249,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
     say()
     say("Sizes")
     parameters = None if plan.census is None else plan.census.total
-    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=plan.engines)
+    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=len(plan.places) or None)
     console.print(sizes_table(sizes))
     if plan.census is not None:
         say()
@@ -246,12 +271,16 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 
 def _places_table(plan: Plan, census: Census) -> Table:
-    per_engine = plan.config.rollout.rollout_num_gpus_per_engine
-    per_node = plan.config.run.dry_run_gpus_per_node
+    per_node = _ranks_per_node(plan.config, plan.world_size)
+    engine_gpus = [
+        f"{place.index}, GPU {gpu} as rank {number}"
+        for place in plan.places
+        for number, gpu in enumerate(place.gpus)
+    ]
     table = Table(show_edge=False, pad_edge=False)
     for name in ("node", "GPU", "rank", "TP", "PP", "EP", "DP", "expert DP", "layers", "parameters"):
         table.add_column(name, justify="right")
-    table.add_column("engine, its rank" if plan.config.rollout.colocate else "engine (on other GPUs)")
+    table.add_column("engine")
     first = [0]
     for stage in range(plan.config.parallel.pipeline_model_parallel_size):
         layers = next(part.layers for part in census.ranks if part.pipeline == stage)
@@ -265,7 +294,7 @@ def _places_table(plan: Plan, census: Census) -> Table:
             str(part.expert_data) if plan.shape.is_moe else "-",
             f"{first[part.pipeline]}–{first[part.pipeline + 1] - 1}",
             f"{part.parameters:,}",
-            f"{part.rank // per_engine}, {part.rank % per_engine}" if plan.config.rollout.colocate else "",
+            engine_gpus[part.rank],
         )
     return table
 
@@ -331,17 +360,24 @@ def _gib(value: int) -> str:
 
 
 def _remarks(plan: Plan, census: Census) -> list[str]:
+    assert plan.engine is not None
     config, rollout = plan.config, plan.config.rollout
     sent, _ = sync_bytes(census, config)
     saved = checkpoint_bytes(census.total, bf16=config.model.bf16)
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
-    where = ", on the trainers' GPUs, asleep while those train" if rollout.colocate else ""
+    where = ""
+    if rollout.colocate:
+        per_node = _ranks_per_node(config, plan.world_size) * plan.engine.weights
+        where = (
+            f", on the trainers' GPUs; asleep while those train, their weights in {_gib(per_node)} GiB of "
+            "each node's main memory"
+        )
     state = state_bytes_per_sequence(plan.shape, config)
     states = f", and {state / 1024**2:.2f} MiB of delta net state a sequence" if state else ""
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
-        f"engines: {plan.engines} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",
+        f"engines: {len(plan.places)} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",
         f"KV cache: {kv_bytes_per_token(plan.shape, config):,} bytes a token and GPU{states}; one engine "
         f"holds {_full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens",
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
