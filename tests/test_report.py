@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -59,7 +60,7 @@ def step_metrics(step: int) -> dict[str, float]:
 
 def run_steps(config: Config, steps: range, screen: io.StringIO, *, terminal: bool = False) -> dict:
     console = Console(file=screen, width=100, force_terminal=terminal)
-    with Report(config, completed_steps=steps.start - 1, console=console) as report:
+    with Report(config, completed_steps=steps.start - 1, console=console, started=time.time()) as report:
         report.sizes([Size("P", 16, "prompts a step")])
         if steps.start == 1:
             report.evaluation(0, accuracy(0.5, 0.4), {"evaluate": 2.0})

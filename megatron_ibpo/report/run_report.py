@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -42,11 +43,11 @@ class Report:
 
         Args:
             completed_steps: steps that a resumed run has behind it; later rows of its log are removed.
-            started: time.monotonic() at which the run began; now when None.
+            started: time.time() at which the run began; when this process began if None.
         """
         self._run_dir = config.run.run_dir
         self._title = f"{config.algorithm.advantage_estimator}, {_model_name(config)}"
-        self._started = time.monotonic() if started is None else started
+        self._started = psutil.Process().create_time() if started is None else started
         self._seconds: dict[str, float] = {}
         wandb_config = _jsonable(dataclasses.asdict(config)) if config.run.use_wandb else None
         self._log = MetricsLog(self._run_dir, completed_steps=completed_steps, wandb_config=wandb_config)
@@ -88,7 +89,7 @@ class Report:
         self._count(seconds or {})
         self._display.close()
         summary = {"status": status} | summarise(
-            self._log.rows, seconds_total=time.monotonic() - self._started, seconds_by_stage=self._seconds
+            self._log.rows, seconds_total=time.time() - self._started, seconds_by_stage=self._seconds
         )
         curves = self._run_dir / "curves.png"
         drawn = plot_curves(self._log.rows, curves, title=self._title)
