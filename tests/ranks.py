@@ -93,6 +93,7 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
     outcomes: dict[int, tuple[bool, Any]] = {}
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     while waiting and (left := deadline - time.monotonic()) > 0:
+        pipe: Any
         for pipe in wait(list(waiting), timeout=left):
             rank = waiting.pop(pipe)
             try:
