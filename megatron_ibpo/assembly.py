@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_ibpo import credit as credit_room
 from megatron_ibpo.config import Config
-from megatron_ibpo.data import load_tokenizer, open_source
-from megatron_ibpo.data.templates import correction_prompt
+from megatron_ibpo.data import CorrectionTemplate, PromptSource, Tokenizer, load_tokenizer, open_source
 from megatron_ibpo.evaluate import evaluate
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import (
@@ -55,8 +54,10 @@ class Run:
 
     config: Config
     world: World
-    tokenizer: Any
-    prompts: Any
+    tokenizer: Tokenizer
+    template: CorrectionTemplate
+    prompts: PromptSource | None
+    """None when recorded rollouts are replayed."""
     eval_prompts: list[Prompt]
     verifier: Any
     """On the driver; None elsewhere."""
@@ -77,6 +78,7 @@ class Run:
         if recorded is not None:
             return self._replay(rollout_path(recorded, step + 1))
         rollout = self.config.rollout
+        assert self.prompts is not None
         prompts = self.prompts.batch(step, rollout.rollout_batch_size)
         requests = group_requests(prompts, rollout, seed=self.config.run.seed, step=step)
         responses = iter(self._generate(requests))
@@ -94,13 +96,12 @@ class Run:
                 self.config.algorithm,
                 sample=self._generate,
                 score=self._score,
-                correction_prompt=lambda prompt, target, references: correction_prompt(
-                    self.tokenizer, prompt, target, references
-                ),
+                correction_prompt=self.template,
                 rollout=rollout,
                 max_context=self.max_context,
                 seed=self.config.run.seed,
                 step=step,
+                reward_threshold=self.config.data.reward_threshold,
             )
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -255,6 +256,7 @@ def assemble(config: Config) -> Iterator[Run]:
             checkpoint = None if config.run.load is None else find_checkpoint(config.run.load)
             first_step = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
             tokenizer = load_tokenizer(hf_dir)
+            template = CorrectionTemplate(tokenizer, config.algorithm.ibpo_k)
             prompts, eval_prompts = _open_prompts(config, tokenizer)
             world.on_driver(lambda: prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config)))
             verifier = _open_verifier(config, world, stack)
@@ -262,7 +264,7 @@ def assemble(config: Config) -> Iterator[Run]:
 
             parallel.initialize(config.parallel, world, config.run.seed)
             stack.callback(parallel.destroy)
-            chunks = build_model(shape, config, device=world.device.type)
+            chunks = build_model(shape, config, device=world.device_type)
             load_hf(chunks, shape, hf_dir)
             export = HFExport(chunks, shape)
             updates = config.run.num_rollout * config.loss.num_steps_per_rollout
@@ -279,6 +281,7 @@ def assemble(config: Config) -> Iterator[Run]:
             config=config,
             world=world,
             tokenizer=tokenizer,
+            template=template,
             prompts=prompts,
             eval_prompts=eval_prompts,
             verifier=verifier,
@@ -310,7 +313,7 @@ def _with_context(config: Config, shape: ModelShape) -> Config:
     return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
 
 
-def _open_prompts(config: Config, tokenizer: Any) -> tuple[Any, list[Prompt]]:
+def _open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSource | None, list[Prompt]]:
     """(source of training prompts, held-out prompts); neither when recorded rollouts are replayed."""
     if config.run.load_debug_rollout_data is not None:
         return None, []
@@ -325,8 +328,8 @@ def _open_prompts(config: Config, tokenizer: Any) -> tuple[Any, list[Prompt]]:
     held_out = open_source(
         config.data.eval_prompt_data, tokenizer, config.data, split="eval", max_prompt_len=room
     )
-    count = min(config.run.eval_num_prompts, len(held_out) or config.run.eval_num_prompts)
-    return prompts, held_out.batch(0, count)
+    count = config.run.eval_num_prompts
+    return prompts, held_out.batch(0, min(count, len(held_out) or count))
 
 
 def _checkpoint_bytes(config: Config) -> int:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,10 @@ class World:
     @property
     def is_driver(self) -> bool:
         return self.rank == 0
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.device.type == "cuda" else "cpu"
 
     def on_driver(self, work: Callable[[], T]) -> T:
         """Run `work` on the driver and return its result on every rank.

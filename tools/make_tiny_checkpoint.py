@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -85,7 +85,7 @@ def initial_model(family: str, tokenizer: PreTrainedTokenizerFast) -> torch.nn.M
         "eos_token_id": tokenizer.eos_token_id,
     }
     if family == "qwen3":
-        dense = Qwen3Config(hidden_size=96, intermediate_size=192, num_hidden_layers=4, **common)
+        dense = Qwen3Config(hidden_size=96, intermediate_size=128, num_hidden_layers=4, **common)
         return Qwen3ForCausalLM(dense)
     return Qwen3NextForCausalLM(
         Qwen3NextConfig(
@@ -112,7 +112,8 @@ def initial_model(family: str, tokenizer: PreTrainedTokenizerFast) -> torch.nn.M
 def write_initial_checkpoint(directory: Path, family: str, seed: int) -> None:
     torch.manual_seed(seed)
     tokenizer = make_tiny_tokenizer()
-    initial_model(family, tokenizer).save_pretrained(directory)
+    model: Any = initial_model(family, tokenizer)
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -159,7 +160,7 @@ def main(arguments: Arguments) -> None:
         world.on_driver(lambda: write_initial_checkpoint(start, arguments.family, arguments.seed))
         shape = read_hf_config(start)
         parallel.initialize(config.parallel, world, arguments.seed)
-        chunks = build_model(shape, config, device=world.device.type)
+        chunks = build_model(shape, config, device=world.device_type)
         load_hf(chunks, shape, start)
         trainer = Trainer(chunks, shape.vocab_size, config, world, arguments.steps)
         tokenizer = load_tokenizer(start)

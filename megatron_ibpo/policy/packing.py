@@ -106,7 +106,7 @@ def pack(
     padding = -sum(lengths) % multiple or (0 if chosen else multiple)
     all_lengths = lengths + ([padding] if padding else [])
 
-    def rows(parts: list[list[float]], dtype: torch.dtype) -> Tensor:
+    def rows(parts: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         flat = [value for part in parts for value in part] + [0] * padding
         return torch.tensor(flat, dtype=dtype, device=device)
 

@@ -1,0 +1,191 @@
+"""The whole loop, through the door a user takes: the example script, a few steps long."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = [
+    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+    "--eval-num-prompts", "64",
+]  # fmt: skip
+
+
+def start_script(run_dir, *flags):
+    environment = {**os.environ, "RUN_DIR": str(run_dir), "IBPO_PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "examples/run_qwen3_next_ibpo.sh"), *flags]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished(process, timeout=200):
+    """(exit status, output); the process and all it started are gone afterwards."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"the script did not end in {timeout} s:\n{output[-5000:]}")
+    return process.returncode, output
+
+
+def processes_of(run_dir):
+    """Command lines of processes that name this run's directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if str(run_dir) in words:
+            found.append(words)
+    return found
+
+
+def rows_of(run_dir, kind="step"):
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["kind"] == kind]
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One short run with everything on, and what it printed."""
+    run_dir = tmp_path_factory.mktemp("loop") / "run"
+    before = shared_memory()
+    process = start_script(
+        run_dir, *SMALL, "--check-weight-update-equal", "--save-debug-rollout-data", "--save-interval", "1"
+    )
+    status, output = finished(process)
+    assert status == 0, output[-5000:]
+    assert processes_of(run_dir) == []
+    assert shared_memory() <= before
+    return run_dir, output
+
+
+def test_a_run_leaves_what_was_promised(run):
+    run_dir, output = run
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for name in (
+        "accuracy_start",
+        "accuracy_end",
+        "greedy_start",
+        "greedy_end",
+        "reward_start",
+        "reward_end",
+    ):
+        assert 0 <= summary[name] <= 1, name
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 3
+    assert summary["seconds_total"] > sum(summary["seconds_by_stage"].values()) * 0.9
+    assert {"sample", "train", "sync", "evaluate", "save"} <= summary["seconds_by_stage"].keys()
+    for name in ("curves.png", "config.yaml", "versions.json", "hf/config.json", "checkpoints/step_000003"):
+        assert (run_dir / name).exists(), name
+    for word in ("prompts a step", "step 3/3", "summary.json"):
+        assert word in output, word
+
+
+def test_every_step_tells_what_happened(run):
+    rows = rows_of(run[0])
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert {
+            "reward", "accuracy", "correction_success", "rewrite_rate", "degenerate_groups", "skipped_pairs",
+            "clip_fraction", "grad_norm", "logprob_diff_abs_mean", "tokens_trained", "entropy",
+        } <= row.keys()  # fmt: skip
+        assert row["updates_skipped"] == 0
+        assert 0 < row["logprob_diff_abs_mean"] < 0.02  # bf16 rollouts against the fp32 trainer
+
+
+def test_the_recorded_rollouts_are_readable(run):
+    record = (run[0] / "rollouts/step_000001.json").read_text()
+    assert re.search(r'"decoded": "[-0-9+=]+#-?\d+', record)
+    assert "Candidate solution 1: " in record
+
+
+def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, tmp_path):
+    """From the checkpoint of step 1, given the recorded rollouts; no engine is needed."""
+    run_dir, _ = run
+    resumed = tmp_path / "resumed"
+    flags = ["--load", str(run_dir / "checkpoints/step_000001")]
+    flags += ["--load-debug-rollout-data", str(run_dir / "rollouts")]
+    status, output = finished(start_script(resumed, *SMALL, *flags))
+    assert status == 0, output[-5000:]
+    assert [row["step"] for row in rows_of(resumed)] == [2, 3]
+    first = load_file(run_dir / "hf/model.safetensors")
+    second = load_file(resumed / "hf/model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    start = load_file(ROOT / "examples/tiny_qwen3_next/model.safetensors")
+    assert any(not torch.equal(start[name], first[name]) for name in start)
+
+
+def test_a_policy_that_diverges_is_stopped(run, tmp_path):
+    """A learning rate that makes every later loss infinite: the steps are skipped, counted, then it stops."""
+    run_dir, _ = run
+    flags = ["--load-debug-rollout-data", str(run_dir / "rollouts"), "--lr", "1e30", "--no-save"]
+    status, output = finished(start_script(tmp_path / "run", *SMALL, *flags, "--max-nonfinite-steps", "2"))
+    assert status == 1, output[-5000:]
+    assert "2 steps in a row had a loss or gradient that is not finite" in output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"].startswith("failed: NotFiniteError")
+
+
+def wait_for_step(run_dir, step, process, timeout=120):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(row["step"] >= step for row in rows_of(run_dir)):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"step {step} was not reached:\n{finished(process, 1)[1][-5000:]}")
+
+
+def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
+    run_dir = tmp_path / "run"
+    before = shared_memory()
+    process = start_script(run_dir, *SMALL, "--num-rollout", "500", "--eval-num-prompts", "0")
+    wait_for_step(run_dir, 1, process)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    status, output = finished(process, 60)
+    assert status == 130, output[-5000:]
+    taken = rows_of(run_dir)[-1]["step"]
+    assert (run_dir / f"checkpoints/step_{taken:06d}").is_dir()
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+    assert processes_of(run_dir) == []
+    assert shared_memory() <= before
+
+
+def test_an_engine_that_dies_is_restarted_once(tmp_path):
+    run_dir = tmp_path / "run"
+    process = start_script(run_dir, *SMALL, "--num-rollout", "6", "--eval-num-prompts", "0", "--no-save")
+    wait_for_step(run_dir, 1, process)
+    engines = subprocess.run(
+        ["pgrep", "-f", f"engine_process.*{run_dir}"], capture_output=True, text=True, check=True
+    )
+    os.kill(int(engines.stdout.split()[0]), signal.SIGKILL)
+    status, output = finished(process)
+    assert status == 0, output[-5000:]
+    assert rows_of(run_dir)[-1]["engine_restarts"] == 1
+    assert rows_of(run_dir)[-1]["step"] == 6

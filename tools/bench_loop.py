@@ -1,0 +1,227 @@
+"""Samples a second of the whole loop, beside TRL's GSPO trainer, on the same model in the same run.
+
+    python tools/bench_loop.py examples/tiny_qwen3_next --save tools/results/bench_loop.json
+
+Both sides: the same checkpoint, prompts, verifier, G, response length, temperature and optimizer steps a
+rollout. Ours is the preset `gspo` with everything a step does: sampling by vLLM in a process of its own,
+scoring, old log-probs, updates, weight sync, metrics. TRL's is GRPOTrainer with sequence-level importance
+sampling, generating in its own process (requirements/bench.txt installs it). The two take turns; what is
+compared is the time from one rollout to the next, without the first ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
+WARM_UP_STEPS = 3
+
+
+@dataclass
+class Workload:
+    """What one rollout step is, on both sides."""
+
+    prompts: int = 16
+    samples: int = 8
+    new_tokens: int = 48
+    updates: int = 2
+    lr: float = 3e-4
+    eps: float = 3e-3
+
+
+@dataclass
+class Arguments:
+    checkpoints: tyro.conf.Positional[tuple[Path, ...]]
+    """Checkpoints in Hugging Face format, each benchmarked on both sides."""
+    save: Path | None = None
+    """JSON file for the results."""
+    steps: int = 12
+    """Rollouts a side and turn, after the warm-up ones."""
+    turns: int = 2
+    """How often the two sides take turns."""
+    ranks: int = 2
+    """Our trainer processes."""
+    tensor_parallel: int = 2
+    """Their TP (and EP for mixtures of experts); the rest is data parallel."""
+    peer: Literal["trl", "none"] = "trl"
+    work: tyro.conf.OmitArgPrefixes[Workload] = field(default_factory=Workload)
+
+
+def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Path) -> list[float]:
+    """Seconds of each step after the warm-up."""
+    is_moe = "num_experts" in json.loads((checkpoint / "config.json").read_text())
+    command = [
+        sys.executable, "-m", "megatron_ibpo.launch",
+        "--standalone", "--nproc-per-node", str(arguments.ranks),
+        "-m", "megatron_ibpo.train",
+        "--advantage-estimator", "gspo",
+        "--hf-checkpoint", str(checkpoint),
+        "--tensor-model-parallel-size", str(arguments.tensor_parallel),
+        "--expert-model-parallel-size", str(arguments.tensor_parallel if is_moe else 1),
+        "--prompt-data", TASK,
+        "--rollout-batch-size", str(work.prompts),
+        "--n-samples-per-prompt", str(work.samples),
+        "--rollout-max-response-len", str(work.new_tokens),
+        "--num-steps-per-rollout", str(work.updates),
+        "--lr", str(work.lr), "--lr-decay-style", "constant", "--lr-warmup-fraction", "0",
+        "--eps-clip", str(work.eps), "--eps-clip-high", str(work.eps),
+        "--vllm-dtype", "bfloat16" if is_moe else "float32",
+        "--num-rollout", str(WARM_UP_STEPS + arguments.steps),
+        "--eval-num-prompts", "0", "--no-save",
+        "--run-dir", str(run_dir),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=1200, env=environment, stdout=subprocess.DEVNULL)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [sum(row["seconds"].values()) for row in rows if row["kind"] == "step"][WARM_UP_STEPS:]
+
+
+def run_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
+    """Seconds of each rollout with its updates, after the warm-up, in a process of its own."""
+    command = [
+        sys.executable, __file__, str(checkpoint), "--steps", str(steps), "--as-trl",
+        json.dumps(asdict(work)),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, check=True, timeout=1200, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def train_with_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from megatron_ibpo.config import DataConfig
+    from megatron_ibpo.data import load_tokenizer, open_source
+    from megatron_ibpo.rewards import open_verifier
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    data = DataConfig()
+    source = open_source(TASK, load_tokenizer(checkpoint), data, split="train", max_prompt_len=256)
+    total = WARM_UP_STEPS + steps
+    prompts = source.batch(0, work.prompts * total)
+    by_index = {prompt.index: prompt for prompt in prompts}
+    rows = Dataset.from_list([{"prompt": p.text + "\n", "index": p.index} for p in prompts])
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ends.append(time.perf_counter())
+
+    with open_verifier(data) as verifier, tempfile.TemporaryDirectory() as scratch:
+
+        def reward(completions: list[str], index: list[int], **_: Any) -> list[float]:
+            scores = verifier.score([(by_index[i], text) for i, text in zip(index, completions, strict=True)])
+            return [score.reward or 0.0 for score in scores]
+
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(checkpoint),
+            reward_funcs=reward,
+            train_dataset=rows,
+            callbacks=[Clock()],
+            args=GRPOConfig(
+                output_dir=scratch,
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                importance_sampling_level="sequence",
+                beta=0.0,
+                epsilon=work.eps,
+                num_generations=work.samples,
+                max_completion_length=work.new_tokens,
+                per_device_train_batch_size=work.prompts * work.samples // work.updates,
+                steps_per_generation=work.updates,
+                max_steps=total * work.updates,
+                learning_rate=work.lr,
+                lr_scheduler_type="constant",
+                max_grad_norm=1.0,
+                adam_beta2=0.95,
+                shuffle_dataset=False,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+        )
+        trainer.train()
+    rollouts = ends[work.updates - 1 :: work.updates]
+    gaps = [after - before for before, after in pairwise(rollouts)]
+    return gaps[WARM_UP_STEPS - 1 :]
+
+
+def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
+    """Both sides in turns, on one checkpoint."""
+    work = arguments.work
+    ours: list[float] = []
+    theirs: list[float] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for turn in range(arguments.turns):
+            ours += run_ours(checkpoint, work, arguments, Path(scratch) / str(turn))
+            if arguments.peer == "trl":
+                theirs += run_trl(checkpoint, work, arguments.steps)
+    per_step = work.prompts * work.samples
+    result: dict[str, Any] = {
+        "checkpoint": checkpoint.name,
+        "ours_seconds_a_step": round(statistics.median(ours), 3),
+        "ours_samples_a_second": round(per_step / statistics.median(ours), 1),
+        "ours_all_seconds": [round(s, 3) for s in ours],
+    }
+    if theirs:
+        result |= {
+            "trl_seconds_a_step": round(statistics.median(theirs), 3),
+            "trl_samples_a_second": round(per_step / statistics.median(theirs), 1),
+            "trl_all_seconds": [round(s, 3) for s in theirs],
+            "ours_over_trl": round(statistics.median(theirs) / statistics.median(ours), 2),
+        }
+    return result
+
+
+def main(arguments: Arguments) -> None:
+    from megatron_ibpo.report.run_dir import installed_versions
+
+    results = [compare(checkpoint, arguments) for checkpoint in arguments.checkpoints]
+    for result in results:
+        print({name: value for name, value in result.items() if not name.endswith("all_seconds")}, flush=True)
+    if arguments.save is not None:
+        options = {
+            name: value for name, value in vars(arguments).items() if name in ("steps", "turns", "ranks")
+        }
+        record = {
+            "workload": asdict(arguments.work),
+            "options": options | {"tensor_parallel": arguments.tensor_parallel},
+            "machine": {"cpus": os.cpu_count(), "processor": _processor(), "platform": platform.platform()},
+            "versions": installed_versions(),
+            "results": results,
+        }
+        arguments.save.parent.mkdir(parents=True, exist_ok=True)
+        arguments.save.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    if "--as-trl" in sys.argv:
+        _, directory, _, count, _, workload = sys.argv
+        print(json.dumps(train_with_trl(Path(directory), Workload(**json.loads(workload)), int(count))))
+    else:
+        main(tyro.cli(Arguments, description=__doc__))
