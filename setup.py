@@ -1,0 +1,19 @@
+"""What pyproject.toml cannot say: the C++ extension. csrc/ holds its sources."""
+
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "megatron_ibpo._edit_distance",
+            ["csrc/module.cpp"],
+            depends=sorted(str(header) for header in Path("csrc").glob("*.hpp")),
+            cxx_std=17,
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],
+            extra_link_args=["-pthread"],
+        )
+    ]
+)
