@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +13,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.shape import ModelShape, read_hf_config
 
-__all__ = ["build_model", "has_transformer_engine", "read_hf_config", "transformer_config"]
-
-
-def has_transformer_engine() -> bool:
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    return HAVE_TE and torch.cuda.is_available()
+__all__ = ["build_model", "read_hf_config", "transformer_config"]
 
 
 def build_model(
@@ -26,7 +22,8 @@ def build_model(
     """Build this rank's part of the model, a list of one GPTModel (there is no virtual pipelining).
 
     Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf`
-    fills every one of them. Parameters are bfloat16 under config.model.bf16, else float32.
+    fills every one of them. Transformer Engine's layers are used where it is installed, except on CPUs.
+    "meta" builds without memory, for counting. Parameters are bfloat16 under config.model.bf16, else float32.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
     logits [1, N, vocab/TP] on the last pipeline stage and hidden states elsewhere. N must be a multiple
@@ -34,18 +31,20 @@ def build_model(
     """
     cpu.activate()
     from megatron.core import parallel_state
+    from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from megatron_ibpo.policy import specs
 
-    use_te = device == "cuda" and has_transformer_engine()
+    use_te = HAVE_TE and device != "cpu"
     backend = specs.transformer_engine_backend() if use_te else specs.local_backend()
     core = transformer_config(shape, config, use_te=use_te)
-    core.use_cpu_initialization = device != "cuda"
+    core.use_cpu_initialization = device == "cpu"
+    core.init_model_with_meta_device = device == "meta"
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    with torch.device(device):
+    with torch.device(device), _current_device(device):
         chunk = GPTModel(
             config=core,
             transformer_layer_spec=specs.block_spec(
@@ -67,6 +66,13 @@ def build_model(
         if ".experts." in name:
             parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
     return [chunk.to(device)]
+
+
+def _current_device(device: str) -> AbstractContextManager[Any]:
+    """Megatron asks CUDA for the current device in many places; a model without memory wants its own."""
+    if device != "meta":
+        return nullcontext()
+    return mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta"))
 
 
 def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = False) -> Any:
