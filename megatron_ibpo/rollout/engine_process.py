@@ -1,0 +1,219 @@
+"""The process of one vLLM engine: owns it, does what its owner asks over a socket, ends with its owner.
+
+Started by `megatron_ibpo.rollout.engine.Engine`, which sets the environment; it never imports Megatron.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.rollout.settings import EngineSettings
+
+__all__ = ["main"]
+
+OWNER_CHECK_S = 0.5
+"""Between looks at whether the owner still lives."""
+CPU_BATCHED_TOKENS = 8192
+"""Prompt tokens that one step may take on CPUs: all prompts of a step at once."""
+PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
+
+
+class Refusal(Exception):
+    """The request cannot be served; the engine is as it was."""
+
+
+def main(descriptor: int) -> None:
+    """Serve the owner at the other end of the socket `descriptor` until it closes or asks to stop."""
+    os.set_inheritable(descriptor, False)
+    channel = Connection(descriptor)
+    owner, scratch, settings = channel.recv()
+    threading.Thread(target=_end_with_owner, args=(owner, scratch), daemon=True).start()
+    started = time.monotonic()
+    engine = SamplingEngine(settings)
+    channel.send(("ready", time.monotonic() - started))
+    try:
+        _serve(channel, engine)
+    except (EOFError, ConnectionError):  # the owner is gone
+        _end(scratch)
+
+
+def _serve(channel: Connection, engine: SamplingEngine) -> None:
+    """Answer one request after another. Whatever fails inside vLLM ends the process, for a restart."""
+    while True:
+        method, arguments = channel.recv()
+        if method == "close":
+            engine.close()
+            channel.send(("result", None))
+            return
+        try:
+            channel.send(("result", getattr(engine, method)(*arguments)))
+        except Refusal as refusal:
+            channel.send(("refused", str(refusal)))
+
+
+def _end_with_owner(owner: int, scratch: Path) -> None:
+    """Kill this process and all that vLLM started once the owner has died, however busy vLLM is."""
+    while os.getppid() == owner:
+        time.sleep(OWNER_CHECK_S)
+    _end(scratch)
+
+
+def _end(scratch: Path) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+class SamplingEngine:
+    """vLLM's engine with what this project asks of it. The owner calls the public methods by name."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from vllm import LLMEngine
+
+        self._settings = settings
+        self._llm = LLMEngine.from_engine_args(_engine_args(settings))
+        self._llm.set_weight_version("0")
+        self._sample([((0,), 0, 2, 1.0, 1.0, -1)])  # what is built at first use is built now
+        gc.collect()
+        gc.freeze()
+
+    def generate(self, version: int, requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Sample with the weights of `version`; see `_sample`."""
+        if (held := self._llm.get_weight_version()) != str(version):
+            raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
+        gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
+        try:
+            return self._sample(requests)
+        finally:
+            gc.enable()
+
+    def _sample(self, requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """(prompt ids, seed, max_tokens, temperature, top_p, top_k) of each request to (ids, log-probs,
+        finish reason) of its response."""
+        from vllm import RequestOutput, SamplingParams
+        from vllm.logprobs import FlatLogprobs
+        from vllm.sampling_params import RequestOutputKind
+
+        for index, (prompt, seed, max_tokens, temperature, top_p, top_k) in enumerate(requests):
+            params = SamplingParams(
+                seed=seed,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                stop_token_ids=list(self._settings.eos_token_ids),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            self._llm.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
+        responses: dict[int, tuple[Any, ...]] = {}
+        while self._llm.has_unfinished_requests():
+            for output in self._llm.step():
+                if output.finished:
+                    assert isinstance(output, RequestOutput)
+                    (completion,) = output.outputs
+                    assert isinstance(completion.logprobs, FlatLogprobs)
+                    if completion.finish_reason not in ("stop", "length"):
+                        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+                    responses[int(output.request_id)] = (
+                        list(completion.token_ids),
+                        list(completion.logprobs.logprobs),
+                        completion.finish_reason,
+                    )
+        return [responses[index] for index in range(len(requests))]
+
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer at the place that `init_info` names."""
+        self._llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
+
+    def start_weight_update(self, record_receipt: bool) -> None:
+        """Get ready for new weights; with `record_receipt` keep a checksum of every tensor that arrives."""
+        if record_receipt:
+            self._llm.collective_rpc("record_receipt")
+        self._llm.collective_rpc("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load tensors."""
+        self._llm.collective_rpc("update_weights", args=(update_info,))
+
+    def finish_weight_update(self, version: int) -> list[dict[str, int]]:
+        """Make the received weights those of policy `version`, and forget what was computed with the old.
+
+        Returns:
+            checksums by tensor name of each worker, where they were asked for.
+        """
+        self._llm.collective_rpc("finish_weight_update")
+        self._llm.set_weight_version(str(version))
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not clear its prefix cache after a weight update")
+        return self._llm.collective_rpc("take_receipt")
+
+    def digests(self) -> list[dict[str, str]]:
+        """Of each worker, digests of the weights that vLLM keeps as tensors (on CPUs most are packed)."""
+        return self._llm.collective_rpc("compute_weight_checksums")
+
+    def sleep(self) -> None:
+        # Level 1 keeps the weights in host memory. Level 2 drops them and is known for gibberish afterwards.
+        self._llm.sleep(level=1)
+
+    def wake(self, part: str) -> None:
+        """Bring back "weights" or "kv_cache"."""
+        self._llm.wake_up([part])
+
+    def close(self) -> None:
+        self._llm.engine_core.shutdown()
+
+
+def _engine_args(settings: EngineSettings) -> Any:
+    from vllm import EngineArgs
+    from vllm.config import WeightTransferConfig
+
+    arguments: dict[str, Any] = {}
+    if settings.max_model_len is not None:
+        arguments["max_model_len"] = settings.max_model_len
+    if settings.device == "cpu":
+        # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
+    else:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    return EngineArgs(
+        model=settings.model,
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        enforce_eager=settings.enforce_eager,
+        enable_sleep_mode=settings.sleep_mode,
+        enable_prefix_caching=settings.prefix_caching,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        seed=0,
+        weight_transfer_config=WeightTransferConfig(backend=settings.transport),
+        worker_extension_cls=PLUGIN,
+        **arguments,
+    )
+
+
+def run(descriptor: int) -> None:
+    """`main`, with its failure in the log and nothing of vLLM left behind."""
+    try:
+        main(descriptor)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # closed in order already; the interpreter's own teardown takes seconds

@@ -1,0 +1,78 @@
+"""Two engines asked the same, to see whether they have the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ibpo.records import SampleRequest
+from megatron_ibpo.rollout.engine import Engine
+from megatron_ibpo.weights.transfer import WeightMismatchError
+
+__all__ = ["Probe", "compare_probes", "probe"]
+
+NUM_PROMPTS = 16
+PROMPT_LENGTH = 12
+MAX_TOKENS = 32
+VOCABULARY = 60
+"""Token ids below this are in every model's vocabulary."""
+TIMEOUT_S = 600.0
+LOGPROB_TOLERANCE = 1e-5
+"""Between two runs of the same kernels on the same weights; other weights differ by far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What an engine answered."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    digests: list[dict[str, str]]
+    """Of each worker: its weights as far as vLLM keeps them as tensors. On CPUs most are packed out of
+    sight and only the greedy output speaks for them."""
+
+
+def probe(engine: Engine, version: int) -> Probe:
+    """Ask for the greedy responses to fixed prompts, and for digests of the weights."""
+    requests = [
+        SampleRequest(
+            tuple((7 * number + 13 * position) % VOCABULARY for position in range(PROMPT_LENGTH)),
+            seed=0,
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+        )
+        for number in range(NUM_PROMPTS)
+    ]
+    responses = engine.generate(requests, version=version, timeout=TIMEOUT_S)
+    return Probe(
+        [response.token_ids for response in responses],
+        [response.logprobs for response in responses],
+        engine.call("digests", timeout=TIMEOUT_S),
+    )
+
+
+def compare_probes(updated: Probe, fresh: Probe) -> None:
+    """
+    Raises:
+        WeightMismatchError: the engines do not have the same weights.
+    """
+    different = sum(a != b for a, b in zip(updated.token_ids, fresh.token_ids, strict=True))
+    if different:
+        raise WeightMismatchError(
+            f"after weight updates the engine's greedy responses differ from a freshly loaded engine's in "
+            f"{different} of {NUM_PROMPTS} prompts"
+        )
+    gap = max(
+        abs(a - b)
+        for ours, theirs in zip(updated.logprobs, fresh.logprobs, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    if gap > LOGPROB_TOLERANCE:
+        raise WeightMismatchError(
+            f"after weight updates the engine's log-probs differ from a fresh engine's by up to {gap}"
+        )
+    for rank, (ours_, theirs_) in enumerate(zip(updated.digests, fresh.digests, strict=True)):
+        if wrong := sorted(name for name in theirs_ if ours_.get(name) != theirs_[name]):
+            raise WeightMismatchError(
+                f"after weight updates {len(wrong)} tensors of engine worker {rank} differ from a freshly "
+                f"loaded engine's: {', '.join(wrong[:5])}"
+            )

@@ -1,0 +1,108 @@
+"""What one engine is told at its start: plain data, sent to its process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.weights.transfer import TransportName
+
+__all__ = ["EngineSettings", "engine_settings", "read_eos_token_ids"]
+
+CPU_KV_CACHE_BYTES = 512 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One vLLM engine."""
+
+    model: str
+    """Directory in Hugging Face format."""
+    eos_token_ids: tuple[int, ...]
+    """Sampling stops after one of these."""
+    device: Literal["cpu", "cuda"]
+    gpus: tuple[int, ...]
+    """Numbers among the owner's visible GPUs; empty on CPUs."""
+    tensor_parallel_size: int
+    num_threads: int
+    """OpenMP threads of each of the engine's workers on CPUs."""
+    transport: TransportName
+    """How weights come."""
+    dtype: Literal["auto", "bfloat16", "float32"]
+    max_model_len: int | None
+    """Tokens of prompt and response together; the model's own limit when None."""
+    max_num_seqs: int
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    sleep_mode: bool
+    """Give the GPU's memory back between rollouts."""
+    prefix_caching: bool
+
+
+def engine_settings(
+    rollout: RolloutConfig,
+    hf_dir: Path,
+    transport: TransportName,
+    *,
+    gpus: tuple[int, ...],
+    num_threads: int,
+) -> EngineSettings:
+    """Settings of one engine of this run.
+
+    Raises:
+        ValueError: the checkpoint names no end-of-sequence token.
+        OSError: the checkpoint's config.json cannot be read.
+    """
+    on_cpu = transport == "gloo"
+    # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token
+    # sampled after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset").
+    recurrent = _is_recurrent(_read_json(hf_dir / "config.json"))
+    return EngineSettings(
+        model=str(hf_dir),
+        eos_token_ids=read_eos_token_ids(hf_dir),
+        device="cpu" if on_cpu else "cuda",
+        gpus=gpus,
+        tensor_parallel_size=rollout.rollout_num_gpus_per_engine,
+        num_threads=num_threads,
+        transport=transport,
+        dtype=rollout.vllm_dtype,
+        max_model_len=rollout.rollout_max_context_len,
+        max_num_seqs=rollout.vllm_max_num_seqs,
+        kv_cache_bytes=rollout.vllm_kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
+        enforce_eager=on_cpu or rollout.vllm_enforce_eager,
+        sleep_mode=transport == "ipc",
+        prefix_caching=not (on_cpu and recurrent),
+    )
+
+
+def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of a checkpoint: of generation_config.json where it names any, else of config.json.
+
+    Raises:
+        ValueError: neither does.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if not (hf_dir / name).exists():
+            continue
+        found = _read_json(hf_dir / name).get("eos_token_id")
+        if isinstance(found, int):
+            return (found,)
+        if found:
+            return tuple(found)
+    raise ValueError(
+        f"{hf_dir}: neither generation_config.json nor config.json names eos_token_id, so sampling would "
+        "never stop; add it to config.json"
+    )
+
+
+def _is_recurrent(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "qwen3_next" or "linear_attention" in config.get("layer_types", ())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,183 @@
+"""Weights between GPUs, through vLLM's own transports: nccl to other GPUs, ipc on shared ones.
+
+Only the control plane is ours: each engine's owner talks to it, while vLLM's classes would have trainer
+rank 0 talk to all. Type-checked against vLLM 0.32.0; needs CUDA, and has not been run without it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import ParamMeta
+from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
+
+from megatron_ibpo.weights.source import TensorMeta, WeightSource
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, collect, start
+from megatron_ibpo.world import World
+
+__all__ = ["IpcTransport", "NcclTransport"]
+
+
+class NcclTransport:
+    """One NCCL group of trainer rank 0 and the workers of all engines."""
+
+    shared_group = True
+
+    def __init__(self, world: World, num_engines: int, workers_per_engine: int, bucket_bytes: int) -> None:
+        self._world = world
+        self._workers = workers_per_engine
+        self._size = 1 + num_engines * workers_per_engine
+        self._bucket_bytes = bucket_bytes
+        self._sender: NCCLTrainerWeightTransferEngine | None = None
+
+    def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+        """Meet all engines; with a group in common they can only be met together."""
+        host, port = self._world.on_driver(lambda: (socket.gethostname(), _free_port()))
+
+        def place(engine: int) -> tuple[dict[str, Any]]:
+            info = NCCLWeightTransferInitInfo(
+                master_address=host,
+                master_port=port,
+                rank_offset=1 + engine * self._workers,
+                world_size=self._size,
+                packed=True,
+                packed_buffer_size_bytes=self._bucket_bytes,
+            )
+            return (worker_init_payload(info),)
+
+        failures = start(links, "init_weight_transfer", place)
+        self._sender = NCCLTrainerWeightTransferEngine.trainer_init(
+            NCCLTrainerInitInfo(
+                host,
+                port,
+                self._size,
+                packed_buffer_size_bytes=self._bucket_bytes,
+                rank=self._world.rank,
+            ),
+            client=_Uninvolved(),
+            source=_Adapted([], ()),
+        )
+        collect(links, failures)
+        return failures
+
+    def send(self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+        """Send one pass over `source` to all engines."""
+        assert self._sender is not None
+        metas = source.metadata()
+        info = NCCLWeightTransferUpdateInfo(
+            names=[meta.name for meta in metas],
+            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metas],
+            shapes=[list(meta.shape) for meta in metas],
+        )
+        failures = start(links, "update_weights", lambda _: (vars(info),))
+        self._sender.source = _Adapted(metas, source)
+        self._sender.send_weights()
+        collect(links, failures)
+        return failures
+
+
+class IpcTransport:
+    """Memory handles to engines on the trainers' own GPUs: each of an engine's workers opens the buffer of
+    the trainer rank on its GPU, so every rank holds every tensor for a moment."""
+
+    shared_group = False
+
+    def __init__(self, world: World, bucket_bytes: int) -> None:
+        self._world = world
+        self._bucket_bytes = bucket_bytes
+
+    def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+        """Agree on packed buffers; there is no group to join."""
+        failures = start(links, "init_weight_transfer", lambda _: ({"packed": True},))
+        collect(links, failures)
+        return failures
+
+    def send(self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+        """Hand one pass over `source` to `engines`, bucket by bucket."""
+        metas = source.metadata()
+        client = _Relay(links)
+        largest = max(meta.num_bytes for meta in metas)
+        sender = IPCTrainerWeightTransferEngine.trainer_init(
+            IPCTrainerInitInfo(
+                packed=True,
+                packed_buffer_size_bytes=max(self._bucket_bytes, largest),
+                rank=0 if links else 1,  # to vLLM rank 0 is who hands over handles: here every owner
+            ),
+            client=client,
+            source=_Adapted(metas, _on_every_rank(source, self._world)),
+        )
+        sender.send_weights()
+        return client.failures
+
+
+class _Uninvolved:
+    """A client for vLLM's trainer side that leaves the control plane to the owners."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        pass
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
+
+
+class _Relay(_Uninvolved):
+    """Passes the buckets on to the engines that this rank owns."""
+
+    def __init__(self, links: Mapping[int, EngineLink]) -> None:
+        self._links = dict(links)
+        self.failures: Failures = {}
+
+    def update_weights(self, update_info: Any) -> None:
+        left = {engine: link for engine, link in self._links.items() if engine not in self.failures}
+        failures = start(left, "update_weights", lambda _: (update_info,))
+        collect(left, failures)
+        self.failures |= failures
+
+
+class _Adapted(VllmWeightSource):
+    """Our source as vLLM 0.32 wants it. (0.33 makes `metadata` a property and renames `__iter__`.)"""
+
+    def __init__(self, metas: Sequence[TensorMeta], tensors: Any) -> None:
+        self._metas = [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in metas]
+        self._tensors = tensors
+
+    def metadata(self) -> list[ParamMeta]:
+        return self._metas
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors)
+
+
+def _on_every_rank(source: WeightSource, world: World) -> Iterator[tuple[str, torch.Tensor]]:
+    """The source's tensors, on every rank's GPU, from rank 0."""
+    for meta, (name, tensor) in zip(source.metadata(), source, strict=True):
+        if not world.is_driver:
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=world.device)
+        assert tensor is not None
+        whole = tensor.detach().contiguous()
+        if world.size > 1:
+            dist.broadcast(whole, src=0)
+        yield name, whole
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,59 @@
+"""How a weight update talks to the engines that a rank owns: ask all, then wait for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+__all__ = ["TRANSFER_TIMEOUT_S", "EngineLink", "Failures", "ask", "collect", "start"]
+
+TRANSFER_TIMEOUT_S = 600.0
+"""A step of a weight update gives up after this."""
+
+Failures = dict[int, Exception]
+"""By engine: why it has no part in the update any more."""
+
+
+class EngineLink(Protocol):
+    """An engine as its owner holds it (`megatron_ibpo.rollout.engine.Engine`)."""
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Ask without waiting. Raises RuntimeError when the engine is gone."""
+        ...
+
+    def result(self, timeout: float) -> Any:
+        """The answer. Raises RuntimeError when the engine is gone or refuses."""
+        ...
+
+
+def start(
+    links: Mapping[int, EngineLink], method: str, arguments: Callable[[int], tuple[Any, ...]]
+) -> Failures:
+    """Ask every engine to run `method` with the arguments for its index; return those that are gone."""
+    failures: Failures = {}
+    for engine, link in links.items():
+        try:
+            link.begin(method, *arguments(engine))
+        except RuntimeError as error:
+            failures[engine] = error
+    return failures
+
+
+def collect(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, Any]:
+    """The answers of the engines that are not in `failures`; adds to it those that fail now."""
+    answers = {}
+    for engine, link in links.items():
+        if engine in failures:
+            continue
+        try:
+            answers[engine] = link.result(TRANSFER_TIMEOUT_S)
+        except RuntimeError as error:
+            failures[engine] = error
+    return answers
+
+
+def ask(links: Mapping[int, EngineLink], failures: Failures, method: str, *arguments: Any) -> dict[int, Any]:
+    """`start` and `collect` in one, for the engines that are not in `failures`."""
+    left = {engine: link for engine, link in links.items() if engine not in failures}
+    failures |= start(left, method, lambda _: arguments)
+    return collect(left, failures)
