@@ -69,8 +69,10 @@ def batch_distance(
             f"b_offsets: {ends_b.size - 1} sequences, but a_offsets has {ends_a.size - 1}; they go in pairs"
         )
     counts = _edit_distance.batch_distance(ids_a, ends_a, ids_b, ends_b, num_threads=num_threads)
-    counts = counts.astype(np.float64)
-    return counts / np.maximum(np.maximum(np.diff(ends_a), np.diff(ends_b)), 1) if normalized else counts
+    distances = counts.astype(np.float64)
+    if normalized:
+        distances /= np.maximum(np.maximum(np.diff(ends_a), np.diff(ends_b)), 1)
+    return distances
 
 
 def _ids(name: str, values: Any) -> npt.NDArray[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Literal
 
-from rapidfuzz.distance import Levenshtein
+import numpy as np
 
+from megatron_ibpo.edit_distance import batch_distance
 from megatron_ibpo.records import Group
 
 __all__ = ["mark_rewrites", "normalized_distances"]
@@ -47,7 +49,13 @@ def mark_rewrites(groups: Sequence[Group], threshold: float | Literal["adaptive"
 
 def normalized_distances(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
     """Levenshtein distance of each pair over the longer length, in [0, 1]; 0 for two empty sequences."""
-    return [Levenshtein.distance(a, b) / max(len(a), len(b), 1) for a, b in pairs]
+    return batch_distance(*_packed([a for a, _ in pairs]), *_packed([b for _, b in pairs])).tolist()
+
+
+def _packed(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All ids one after another, and where each sequence starts."""
+    values = np.fromiter(chain.from_iterable(sequences), np.int64)
+    return values, np.fromiter(accumulate(map(len, sequences), initial=0), np.int64)
 
 
 def _adaptive_threshold(distances: Sequence[float]) -> float | None:
