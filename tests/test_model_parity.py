@@ -1,0 +1,246 @@
+"""The Megatron models compute what transformers computes: logits, loss and every gradient, in every layout.
+
+transformers takes each sequence on its own, Megatron all of them packed: equality also shows that packed
+sequences do not see each other. Bounds on logits: 1e-5 dense, 5e-5 Qwen3-Next, whose delta rule
+transformers itself computes with an error of about 4e-5 in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from tiny_models import VOCAB_SIZE, make_qwen3, make_qwen3_next
+
+from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+
+LENGTHS = [5, 70, 130, 1, 33, 64, 1]
+"""Below, at and across the delta rule's chunks; the last is padding of weight 0."""
+BOUND = {"dense": 1e-5, "tied": 1e-5, "next": 5e-5}
+GRADIENT_BOUND = {"dense": 1e-5, "tied": 1e-5, "next": 2e-4}
+"""Largest difference in a gradient tensor, relative to the largest element of that gradient tensor."""
+
+
+def layout(tp=1, pp=1, ep=1):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+    )
+
+
+CASES = {
+    1: [("dense", layout()), ("tied", layout()), ("next", layout())],
+    2: [
+        ("dense", layout(tp=2)),
+        ("dense", layout(pp=2)),
+        ("tied", layout(tp=2)),
+        ("tied", layout(pp=2)),
+        ("next", layout(tp=2)),
+        ("next", layout(ep=2)),
+        ("next", layout(tp=2, ep=2)),
+        ("next", layout(pp=2)),
+    ],
+    4: [
+        ("dense", layout(tp=2)),  # and two data-parallel replicas
+        ("dense", layout(tp=2, pp=2)),
+        ("next", layout(tp=2, pp=2, ep=2)),
+        ("next", layout(tp=2, ep=4)),
+        ("next", layout(ep=4)),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        "dense": make_qwen3(directory / "dense", 5, std=0.08),
+        "tied": make_qwen3(directory / "tied", 6, std=0.08, tie=True),
+        "next": make_qwen3_next(directory / "next", 7, std=0.08),
+    }
+
+
+def draw_batch():
+    """(input ids, targets, weights), each [N], of all sequences end to end. No padding ids: transformers
+    gives those no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    ids = torch.randint(1, VOCAB_SIZE, (tokens,), generator=generator)
+    targets = torch.randint(0, VOCAB_SIZE, (tokens,), generator=generator)
+    weights = torch.rand(tokens, generator=generator)
+    weights[-LENGTHS[-1] :] = 0
+    return ids, targets, weights / weights.sum()
+
+
+# ------------------------------------------------------------------------------------------ transformers
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints):
+    """name -> (logits [N, vocabulary], loss, gradients by checkpoint name) from transformers."""
+    return {name: transformers_result(path) for name, path in checkpoints.items()}
+
+
+def transformers_result(path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    ids, targets, weights = draw_batch()
+    logits = torch.cat([model(sequence[None]).logits[0] for sequence in ids.split(LENGTHS)])
+    loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return logits.detach(), loss.item(), dict(one_tensor_per_expert(gradients))
+
+
+def one_tensor_per_expert(tensors):
+    """transformers holds the experts of a layer in one tensor; checkpoints hold them one by one."""
+    for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
+                    yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
+        elif name.endswith(".experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                yield name.replace("down_proj", f"{expert}.down_proj.weight"), down
+        else:
+            yield name, tensor
+
+
+# ---------------------------------------------------------------------------------------------- Megatron
+
+
+def megatron_results(world, cases):
+    """For each case: logits and loss on the first TP rank of the last stage, gradients on rank 0."""
+    return [megatron_result(world, Path(path), parallel) for path, parallel in cases]
+
+
+def megatron_result(world, path, parallel_config):
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model, read_hf_config
+    from megatron_ibpo.weights import HFExport, load_hf
+
+    parallel.initialize(parallel_config, world, seed=0)
+    shape = read_hf_config(path)
+    chunks = build_model(shape, Config(parallel=parallel_config))
+    load_hf(chunks, shape, path)
+    core = get_model_config(chunks[0])
+    model = DistributedDataParallel(core, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunks[0])
+    core.finalize_model_grads_func = finalize_model_grads
+    seen = {}
+
+    def forward(_, chunk):
+        output = chunk(*packed_inputs()[:2], None, packed_seq_params=packed_inputs()[2])
+        return output, lambda logits: loss_of(logits, seen)
+
+    model.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=None,
+        model=[model],
+        num_microbatches=1,
+        seq_length=sum(LENGTHS),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.main_grad)
+    gradients = {name: None if grad is None else grad.clone() for name, grad in HFExport([model], shape)}
+    is_speaker = (
+        parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+    parallel.destroy()
+    return seen if is_speaker else None, gradients if world.rank == 0 else None
+
+
+def packed_inputs():
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ids, _, _ = draw_batch()
+    boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=max(LENGTHS),
+        max_seqlen_kv=max(LENGTHS),
+    )
+    return ids[None], positions[None], packed
+
+
+def loss_of(logits_1NV, seen):
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    _, targets, weights = draw_batch()
+    logits = gather_from_tensor_model_parallel_region(logits_1NV)[0]
+    loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
+    seen.update(logits=logits.detach(), loss=loss.item())
+    return loss, {}
+
+
+# ------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expected, size):
+    cases = [(checkpoints[name], parallel) for name, parallel in CASES[size]]
+    by_rank = run_ranks(megatron_results, size, cases, timeout=240)
+    for number, (name, parallel) in enumerate(CASES[size]):
+        logits, loss, gradients = expected[name]
+        found = next(results[number][0] for results in by_rank if results[number][0])
+        assert (found["logits"] - logits).abs().max() < BOUND[name], (name, parallel)
+        assert found["loss"] == pytest.approx(loss, abs=1e-5), (name, parallel)
+        check_gradients(by_rank[0][number][1], gradients, GRADIENT_BOUND[name], (name, parallel))
+
+
+def check_gradients(found, expected, bound, case):
+    assert found.keys() == expected.keys(), case
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, (name, "would not be tested")
+        error = (found[name] - gradient).abs().max() / gradient.abs().max()
+        assert error < bound, (case, name, float(error))
+    norms = [sum(g.square().sum().item() for g in grads.values()) ** 0.5 for grads in (found, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5), case
+
+
+def with_recomputation(world, path):
+    """Gradients without recomputation, with that of attention, and with that of whole layers."""
+    kinds = ("none", "selective", "full")
+    return [gradients_with(world, Path(path), ModelConfig(recompute_granularity=kind)) for kind in kinds]
+
+
+def gradients_with(world, path, model_config):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model, read_hf_config
+    from megatron_ibpo.weights import load_hf
+
+    parallel.initialize(layout(), world, seed=0)
+    shape = read_hf_config(path)
+    (chunk,) = build_model(shape, Config(model=model_config))
+    load_hf([chunk], shape, path)
+    ids, positions, packed = packed_inputs()
+    chunk(ids, positions, None, packed_seq_params=packed).square().sum().backward()
+    parallel.destroy()
+    return {name: parameter.grad for name, parameter in chunk.named_parameters()}
+
+
+def test_recomputed_activations_give_the_same_gradients(checkpoints):
+    ((stored, selective, full),) = run_ranks(with_recomputation, 1, checkpoints["next"])
+    for name, gradient in stored.items():
+        assert torch.equal(selective[name], gradient), name
+        assert torch.equal(full[name], gradient), name
