@@ -20,8 +20,9 @@ from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 """Below, at and across the delta rule's chunks; the last is padding of weight 0."""
 BOUND = {"dense": 1e-5, "tied": 1e-5, "next": 5e-5}
-GRADIENT_BOUND = {"dense": 1e-5, "tied": 1e-5, "next": 2e-4}
-"""Largest difference in a gradient tensor, relative to the largest element of that gradient tensor."""
+GRADIENT_BOUND = {"dense": 1e-5, "tied": 1e-5, "next": 5e-4}
+"""Largest difference in a gradient tensor, relative to the largest element of that gradient tensor. Against
+float64, the decay parameters of Qwen3-Next are off by 2.5e-4 in transformers and by 9e-5 in ours."""
 
 
 def layout(tp=1, pp=1, ep=1):
@@ -58,7 +59,7 @@ def checkpoints(tmp_path_factory):
     return {
         "dense": make_qwen3(directory / "dense", 5, std=0.08),
         "tied": make_qwen3(directory / "tied", 6, std=0.08, tie=True),
-        "next": make_qwen3_next(directory / "next", 7, std=0.08),
+        "next": make_qwen3_next(directory / "next", 7, std=0.08, value_heads=4),
     }
 
 

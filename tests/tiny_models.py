@@ -44,8 +44,11 @@ def make_qwen3(directory: Path, seed: int, *, tie: bool = False, layers: int = 2
     return _save(Qwen3ForCausalLM, config, directory, seed)
 
 
-def make_qwen3_next(directory: Path, seed: int, *, layers: int = 4, std: float = 0.2) -> Path:
-    """A hybrid Qwen3-Next in float32: every fourth layer is attention, the others Gated DeltaNet, all MoE."""
+def make_qwen3_next(
+    directory: Path, seed: int, *, layers: int = 4, std: float = 0.2, value_heads: int = 2
+) -> Path:
+    """A hybrid Qwen3-Next in float32: every fourth layer is attention, the others Gated DeltaNet with two
+    key heads and `value_heads`, all MoE."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
@@ -53,7 +56,7 @@ def make_qwen3_next(directory: Path, seed: int, *, layers: int = 4, std: float =
         num_hidden_layers=layers,
         full_attention_interval=4,
         linear_num_key_heads=2,
-        linear_num_value_heads=2,
+        linear_num_value_heads=value_heads,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         linear_conv_kernel_dim=4,

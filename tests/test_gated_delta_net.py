@@ -1,0 +1,122 @@
+"""The gated delta net's pieces against their definitions, token by token and sequence by sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ibpo.policy import gated_delta_net, packed
+from megatron_ibpo.policy.gated_delta_net import causal_conv, gated_delta_rule
+
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=5)
+
+
+def boundaries(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=3):
+    """(query, key, value, decay, beta) of all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(sum(lengths), *shape, generator=generator)
+
+    decay = -F.softplus(2 * draw(value_heads))
+    keys = draw(key_heads, key_dim), draw(key_heads, key_dim)
+    return (*keys, draw(value_heads, value_dim), decay, draw(value_heads).sigmoid())
+
+
+def rule_token_by_token(query, key, value, decay, beta):
+    """The delta rule as it is defined, for one sequence, in float64."""
+    query, key, value, decay, beta = (x.double() for x in (query, key, value, decay, beta))
+    repeats = value.shape[1] // key.shape[1]
+    query, key = (
+        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(repeats, 1)
+        for x in (query, key)
+    )
+    state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
+    outputs = []
+    for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
+        state = state * g.exp()[:, None, None]
+        change = b[:, None] * (v - torch.einsum("hde,hd->he", state, k))
+        state = state + torch.einsum("hd,he->hde", k, change)
+        outputs.append(torch.einsum("hde,hd->he", state, q) * k.shape[1] ** -0.5)
+    return torch.stack(outputs)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, seed=st.integers(0, 99))
+def test_the_chunked_rule_over_packed_sequences_is_the_rule_token_by_token(lengths, seed):
+    inputs = rule_inputs(lengths, seed)
+    found = gated_delta_rule(*inputs, boundaries(lengths))
+    expected = [
+        rule_token_by_token(*parts) for parts in zip(*(x.split(lengths) for x in inputs), strict=True)
+    ]
+    assert torch.allclose(found.double(), torch.cat(expected), atol=1e-5)
+
+
+def test_repeated_keys_do_not_blow_up():
+    """Equal keys with beta 1 and no decay: powers of the chunk's matrix grow like binomials."""
+    query, key, value, decay, beta = rule_inputs([64], seed=0)
+    inputs = (query, key[:1].expand_as(key), value, torch.zeros_like(decay), torch.ones_like(beta))
+    expected = rule_token_by_token(*inputs)
+    assert torch.allclose(gated_delta_rule(*inputs, boundaries([64])).double(), expected, atol=1e-5)
+
+
+def test_the_rules_gradient_is_that_of_finite_differences():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(9, 5, *shape, generator=generator, dtype=torch.float64)
+
+    query, key = F.normalize(draw(3), dim=-1), F.normalize(draw(3), dim=-1)
+    inputs = (query, key, draw(4), -F.softplus(draw()), draw().sigmoid())
+    inputs = tuple(x.requires_grad_() for x in inputs)
+    chained_rows = [4, 3, 2]  # four sequences, three of which have a second chunk, two a third
+
+    def rule(*args):
+        return gated_delta_net._ChunkedDeltaRule.apply(*args, chained_rows)
+
+    assert torch.autograd.gradcheck(rule, inputs, fast_mode=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, seed=st.integers(0, 99))
+def test_the_convolution_stays_within_its_sequence(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(lengths), 6, generator=generator)
+    weight = torch.randn(6, 4, generator=generator)
+    found = causal_conv(x, weight, packed.positions(boundaries(lengths)))
+    expected = [
+        F.conv1d(F.pad(part.t(), (3, 0))[None], weight[:, None], groups=6)[0].t() for part in x.split(lengths)
+    ]
+    assert torch.allclose(found, torch.cat(expected), atol=1e-6)
+
+
+def test_the_convolutions_gradient_is_that_of_finite_differences():
+    x = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    positions = packed.positions(boundaries([2, 1, 6, 2]))
+    assert torch.autograd.gradcheck(lambda x, weight: causal_conv(x, weight, positions), (x, weight))
+
+
+@pytest.mark.parametrize("layout", [packed.by_length, lambda cu: packed.by_chunks(cu, 8)])
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=8).filter(sum))
+def test_rectangles_hold_every_token_once_in_order_and_give_it_back(layout, lengths):
+    rectangles = layout(boundaries(lengths))
+    tokens = torch.arange(sum(lengths), dtype=torch.float32).unsqueeze(1)
+    placed = packed.take(tokens, rectangles)
+    assert torch.equal(packed.drop(placed, rectangles), tokens)
+    assert len(rectangles.places_N.unique()) == sum(lengths)
+    rows = [row for part in rectangles.split(rectangles.tokens_M) for row in part.tolist()]
+    assert all(row == list(range(row[0], row[0] + len(row))) or max(row) == sum(lengths) - 1 for row in rows)
+
+
+def test_padding_at_most_doubles_the_tokens():
+    lengths = [1, 2, 3, 5, 8, 13, 100, 1000, 1001, 4000]
+    assert len(packed.by_length(boundaries(lengths)).tokens_M) <= 2 * sum(lengths)
