@@ -5,8 +5,17 @@ Nothing here imports Megatron or vLLM when it is imported: both sides use this r
 
 from __future__ import annotations
 
-from megatron_ibpo.weights.export import HFExport, TensorMeta
+from megatron_ibpo.weights.export import HFExport
 from megatron_ibpo.weights.load import CheckpointError, load_hf
 from megatron_ibpo.weights.save import DiskSpaceError, save_hf
+from megatron_ibpo.weights.source import TensorMeta, WeightSource
 
-__all__ = ["CheckpointError", "DiskSpaceError", "HFExport", "TensorMeta", "load_hf", "save_hf"]
+__all__ = [
+    "CheckpointError",
+    "DiskSpaceError",
+    "HFExport",
+    "TensorMeta",
+    "WeightSource",
+    "load_hf",
+    "save_hf",
+]

@@ -17,21 +17,9 @@ from torch import Tensor
 from megatron_ibpo.policy.shape import ModelShape
 from megatron_ibpo.weights.maps import Entry, weight_map
 from megatron_ibpo.weights.place import Place, my_place, parameters_by_global_name
+from megatron_ibpo.weights.source import TensorMeta
 
-__all__ = ["HFExport", "TensorMeta"]
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """A tensor of the export."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+__all__ = ["HFExport"]
 
 
 @dataclass(frozen=True)

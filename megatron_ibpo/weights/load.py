@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron_ibpo.weights.maps import Entry, Piece, is_ignored, weight_map
 from megatron_ibpo.weights.place import my_place, parameters_by_global_name
 
 __all__ = ["Checkpoint", "CheckpointError", "load_hf"]
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -41,7 +41,7 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
 
     def prepare() -> None:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
-        check_disk_space(out_dir.parent, sum(meta.nbytes for meta in metadata))
+        check_disk_space(out_dir.parent, sum(meta.num_bytes for meta in metadata))
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         _copy_origin(origin_hf_dir, partial, export.dtype)
@@ -74,11 +74,11 @@ def _shards(metadata: list[TensorMeta]) -> dict[str, list[str]]:
     groups: list[list[str]] = [[]]
     filled = 0
     for meta in metadata:
-        if filled and filled + meta.nbytes > SHARD_BYTES:
+        if filled and filled + meta.num_bytes > SHARD_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(meta.name)
-        filled += meta.nbytes
+        filled += meta.num_bytes
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {
@@ -89,7 +89,7 @@ def _shards(metadata: list[TensorMeta]) -> dict[str, list[str]]:
 
 def _index(metadata: list[TensorMeta], files: dict[str, list[str]]) -> dict[str, object]:
     return {
-        "metadata": {"total_size": sum(meta.nbytes for meta in metadata)},
+        "metadata": {"total_size": sum(meta.num_bytes for meta in metadata)},
         "weight_map": {name: file for file, names in files.items() for name in names},
     }
 

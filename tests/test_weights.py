@@ -1,0 +1,383 @@
+"""Weights go to Megatron's ranks and back to Hugging Face files bit for bit; bad files are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter, namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_models import make_qwen3, make_qwen3_next
+
+from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.policy.shape import read_hf_config
+from megatron_ibpo.weights import save as save_module
+from megatron_ibpo.weights.maps import global_name, weight_map
+
+
+def layout(tp=1, pp=1, ep=1, etp=1):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Directories whose weights are arbitrary finite bit patterns, in float32 and bfloat16."""
+    directory = tmp_path_factory.mktemp("models")
+    plain = {
+        "dense": make_qwen3(directory / "dense", 5),
+        "tied": make_qwen3(directory / "tied", 6, tie=True),
+        "next": make_qwen3_next(directory / "next", 7, value_heads=4),
+        "moe": make_qwen3_moe(directory / "moe"),
+    }
+    return {
+        (name, dtype): with_random_bits(path, directory / f"{name}-{dtype}", dtype)
+        for name, path in plain.items()
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def make_qwen3_moe(directory):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def with_random_bits(source, target, dtype):
+    generator = torch.Generator().manual_seed(0)
+    shutil.copytree(source, target)
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    limits = torch.iinfo(bits)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator)
+        drawn = drawn.view(dtype)
+        tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=dtype)).contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_bytes(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(as_bytes(found[name]), as_bytes(tensor)), name
+
+
+# -------------------------------------------------------------------------------------------- the map
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe"])
+def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints, name):
+    path = checkpoints[name, torch.float32]
+    entries = weight_map(read_hf_config(path)).values()
+    uses = Counter(piece.name for entry in entries for piece in entry.pieces)
+    shapes = {piece.name: piece.shape for entry in entries for piece in entry.pieces}
+    files = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
+    assert shapes == files
+    twice = {"model.embed_tokens.weight"} if name == "tied" else set()
+    assert {used for used, count in uses.items() if count > 1} == twice
+
+
+def parameter_shapes(world, paths):
+    """Megatron's own names and shapes, of the whole model."""
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+
+    parallel.initialize(layout(), world, seed=0)
+    models = [build_model(read_hf_config(path), Config())[0] for path in paths]
+    return [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
+
+
+def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoints):
+    names = ["dense", "tied", "next", "moe"]
+    paths = [checkpoints[name, torch.float32] for name in names]
+    (found,) = run_ranks(parameter_shapes, 1, paths)
+    for name, path, parameters in zip(names, paths, found, strict=True):
+        entries = weight_map(read_hf_config(path))
+        if name == "tied":  # one tensor without pipeline stages, so the head is no parameter
+            entries.pop("output_layer.weight")
+        joined = {
+            key: tuple(entry.join([torch.empty(piece.shape) for piece in entry.pieces]).shape)
+            for key, entry in entries.items()
+        }
+        assert joined == parameters
+
+
+def test_global_names_count_layers_and_experts_over_the_whole_model():
+    local = "module.decoder.layers.1.mlp.experts.linear_fc1.weight3"
+    assert (
+        global_name(local, first_layer=4, first_expert=8)
+        == "decoder.layers.5.mlp.experts.linear_fc1.weight11"
+    )
+    assert global_name("decoder.layers.0.self_attention.linear_qkv.weight", 2, 4) == (
+        "decoder.layers.2.self_attention.linear_qkv.weight"
+    )
+    assert global_name("output_layer.weight", 2, 4) == "output_layer.weight"
+
+
+# ------------------------------------------------------------------------------------- there and back
+
+CASES = {
+    1: [("dense", layout()), ("tied", layout()), ("next", layout()), ("moe", layout())],
+    2: [
+        ("dense", layout(tp=2)),
+        ("tied", layout(tp=2)),
+        ("tied", layout(pp=2)),
+        ("next", layout(tp=2)),
+        ("next", layout(ep=2)),
+        ("next", layout(tp=2, ep=2)),
+        ("next", layout(pp=2)),
+        ("next", layout()),  # two replicas
+        ("moe", layout(tp=2, etp=2)),
+        ("moe", layout(tp=2, ep=2)),
+    ],
+    4: [("dense", layout(tp=2, pp=2)), ("next", layout(tp=2, pp=2, ep=2)), ("next", layout(ep=4))],
+}
+
+
+def there_and_back(world, cases):
+    """For each case (origin, where to save, layout, bfloat16?): (metadata, tensors or None in order)."""
+    return [round_trip(world, *case) for case in cases]
+
+
+def round_trip(world, origin, saved, parallel_config, bf16):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights import HFExport, load_hf, save_hf
+
+    parallel.initialize(parallel_config, world, seed=0)
+    shape = read_hf_config(origin)
+    config = Config(model=ModelConfig(bf16=bf16), parallel=parallel_config)
+    chunks = build_model(shape, config)
+    load_hf(chunks, shape, origin)
+    export = HFExport(chunks, shape, bucket_bytes=100_000)  # several buckets
+    tensors = [(name, None if tensor is None else tensor.clone()) for name, tensor in export]
+    save_hf(export, world, saved, origin)
+    parallel.destroy()
+    return export.metadata(), tensors
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_the_round_trip_changes_no_bit_in_any_layout(checkpoints, tmp_path, size):
+    cases = [
+        (checkpoints[name, dtype], tmp_path / str(number) / str(dtype), parallel, dtype == torch.bfloat16)
+        for number, (name, parallel) in enumerate(CASES[size])
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    by_rank = run_ranks(there_and_back, size, cases, timeout=240)
+    for number, (origin, saved, _, _) in enumerate(cases):
+        expected = load_file(origin / "model.safetensors")
+        metadata, tensors = by_rank[0][number]
+        assert_same_bytes(dict(tensors), expected)
+        assert_same_bytes(load_file(saved / "model.safetensors"), expected)
+        assert [(m.name, m.dtype, m.shape) for m in metadata] == [
+            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors
+        ]
+        for results in by_rank[1:]:
+            assert [name for name, _ in results[number][1]] == [name for name, _ in tensors]
+            assert all(tensor is None for _, tensor in results[number][1])
+
+
+def read_in_every_form(world, forms):
+    """What is loaded from each directory, as exported again."""
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights import HFExport, load_hf
+
+    parallel.initialize(layout(ep=2), world, seed=0)
+    exports = []
+    for path in forms:
+        shape = read_hf_config(path)
+        chunks = build_model(shape, Config(parallel=layout(ep=2)))
+        load_hf(chunks, shape, path)
+        exports.append({n: None if t is None else t.clone() for n, t in HFExport(chunks, shape)})
+    return exports if world.is_driver else None
+
+
+def test_sharded_files_and_fused_experts_load_like_a_single_file(checkpoints, tmp_path):
+    origin = checkpoints["next", torch.float32]
+    tensors = load_file(origin / "model.safetensors")
+    sharded = shard_by_hand(origin, tmp_path / "sharded", tensors)
+    fused = shard_by_hand(origin, tmp_path / "fused", with_fused_experts(tensors))
+    exports, _ = run_ranks(read_in_every_form, 2, [sharded, fused])
+    for export in exports:
+        assert_same_bytes(export, tensors)
+
+
+def with_fused_experts(tensors):
+    """transformers' in-memory form: gate_up_proj [E, 2I, H] and down_proj [E, H, I] of a layer."""
+    fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts"
+
+        def of(part, expert, experts=experts):
+            return tensors[f"{experts}.{expert}.{part}_proj.weight"]
+
+        gate_up = [torch.cat([of("gate", expert), of("up", expert)]) for expert in range(4)]
+        fused[f"{experts}.gate_up_proj"] = torch.stack(gate_up)
+        fused[f"{experts}.down_proj"] = torch.stack([of("down", expert) for expert in range(4)])
+    return fused
+
+
+def shard_by_hand(origin, target, tensors):
+    """A checkpoint in two files with an index."""
+    target.mkdir(parents=True)
+    shutil.copy(origin / "config.json", target)
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in files.items():
+        save_file({name: tensors[name] for name in members}, target / file)
+    index = {name: file for file, members in files.items() for name in members}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return target
+
+
+# ------------------------------------------------------------------------------------------- saving
+
+
+def save_twice(world, origin, out_dir, shard_bytes):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights import HFExport, load_hf, save_hf
+
+    save_module.SHARD_BYTES = shard_bytes
+    parallel.initialize(layout(tp=2), world, seed=0)
+    shape = read_hf_config(origin)
+    chunks = build_model(shape, Config(parallel=layout(tp=2)))
+    load_hf(chunks, shape, origin)
+    export = HFExport(chunks, shape)
+    save_hf(export, world, out_dir, origin)
+    save_hf(export, world, out_dir, origin)
+
+
+def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(checkpoints, tmp_path):
+    """In several files, over one that was there, with the origin's tokenizer and the trainer's dtype."""
+    from transformers import AutoModelForCausalLM
+
+    origin = tmp_path / "origin"
+    shutil.copytree(checkpoints["dense", torch.bfloat16], origin)
+    (origin / "tokenizer.json").write_text("{}")
+    out_dir = tmp_path / "runs" / "hf"
+    out_dir.mkdir(parents=True)
+    (out_dir / "stale.safetensors").write_text("from an older save")
+    run_ranks(save_twice, 2, origin, out_dir, 300_000)
+
+    assert sorted(path.name for path in out_dir.parent.iterdir()) == ["hf"]
+    written = {path.name for path in out_dir.iterdir()}
+    assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= written
+    assert "stale.safetensors" not in written
+    assert sum(name.endswith(".safetensors") for name in written) > 1
+    assert json.loads((out_dir / "config.json").read_text())["dtype"] == "float32"
+    model = AutoModelForCausalLM.from_pretrained(out_dir)
+    expected = load_file(origin / "model.safetensors")
+    assert_same_bytes(model.state_dict(), {name: tensor.float() for name, tensor in expected.items()})
+
+
+def save_without_space(world, origin, out_dir):
+    from megatron_ibpo.weights import DiskSpaceError
+
+    usage = namedtuple("usage", "total used free")
+    save_module.shutil.disk_usage = lambda _: usage(10**9, 10**9 - 1000, 1000)
+    try:
+        save_twice(world, origin, out_dir, 10**9)
+    except DiskSpaceError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(checkpoints, tmp_path):
+    out_dir = tmp_path / "hf"
+    said = run_ranks(save_without_space, 2, checkpoints["dense", torch.float32], out_dir)
+    assert "0.00 GB are free" in said[0]
+    assert "RemoteError" in said[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------- faults
+
+
+def load_all(world, paths):
+    """The error of loading each directory, as text."""
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights import CheckpointError, load_hf
+
+    parallel.initialize(layout(), world, seed=0)
+    shape = read_hf_config(paths[0])
+    chunks = build_model(shape, Config())
+    said = []
+    for path in paths:
+        try:
+            load_hf(chunks, shape, Path(path))
+            said.append("loaded")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_bad_checkpoints_are_refused_by_name(checkpoints, tmp_path):
+    origin = checkpoints["dense", torch.float32]
+    tensors = load_file(origin / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+
+    def broken(name, break_it):
+        path = shard_by_hand(origin, tmp_path / name, tensors)
+        break_it(path)
+        return path
+
+    def rewrite(**changes):
+        def break_it(path):
+            shutil.rmtree(path)
+            changed = {**tensors, **changes}
+            shard_by_hand(origin, path, {n: t for n, t in changed.items() if t is not None})
+
+        return break_it
+
+    cases = {
+        broken("whole", lambda path: None): "loaded",
+        broken("no-shard", lambda path: (path / "b.safetensors").unlink()): "b.safetensors named in",
+        broken("cut", lambda path: cut_in_half(path / "a.safetensors")): "truncated",
+        broken(
+            "bad-index", lambda path: (path / "model.safetensors.index.json").write_text("{")
+        ): "malformed",
+        broken("nothing", lambda path: [file.unlink() for file in path.iterdir()]): "holds neither",
+        broken("lacking", rewrite(**{norm: None})): f"missing {norm}",
+        broken(
+            "extra", rewrite(**{"model.layers.7.mlp.up_proj.weight": torch.ones(1)})
+        ): "model.layers.7.mlp",
+        broken("misshapen", rewrite(**{norm: torch.ones(7)})): f"{norm} has shape (7,)",
+        broken("mtp", rewrite(**{"mtp.norm.weight": torch.ones(1)})): "loaded",
+    }
+    (said,) = run_ranks(load_all, 1, [origin, *cases])
+    for path, words, message in zip(cases, cases.values(), said[1:], strict=True):
+        assert words in message, (path.name, message)
+
+
+def cut_in_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
