@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 from megatron_ibpo.cli import ConfigError, check_config, parse_config
 from megatron_ibpo.config import Config
+from megatron_ibpo.quiet import hush_megatron
 
 __all__ = ["main", "train"]
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: Config) -> int:
     """The whole run, on this rank."""
+    hush_megatron()
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.assembly import START_ERRORS, assemble
     from megatron_ibpo.interrupts import StopRequest

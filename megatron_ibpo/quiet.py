@@ -1,0 +1,15 @@
+"""Megatron's remarks on every import and construction: true, many, and nothing a user can act on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+__all__ = ["hush_megatron"]
+
+
+def hush_megatron() -> None:
+    """Drop the warnings of megatron-core and of torch's collectives below errors; call before importing them."""
+    for module in (r"megatron\.", r"torch\.distributed\.", r"torch\.jit\."):
+        warnings.filterwarnings("ignore", module=module)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
