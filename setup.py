@@ -10,7 +10,7 @@ setup(
         Pybind11Extension(
             "megatron_ibpo._edit_distance",
             ["csrc/module.cpp"],
-            depends=sorted(str(header) for header in Path("csrc").glob("*.hpp")),
+            depends=["setup.py", *sorted(map(str, Path("csrc").glob("*.hpp")))],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],
             extra_link_args=["-pthread"],

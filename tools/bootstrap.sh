@@ -1,0 +1,167 @@
+#!/usr/bin/env bash
+# Makes what the other scripts run on, if it is not there, and prints the Python to use (all else goes to stderr).
+#
+#   python=$(bash tools/bootstrap.sh)         what runs need
+#   python=$(bash tools/bootstrap.sh dev)     and requirements/dev.txt: lint, types, tests
+#
+# .venv at the root gets the pinned packages (requirements/), megatron-core, and this package with its C++ extension.
+# Each step leaves a stamp of its inputs in .venv/.steps and is skipped while they stay as they are: a second run
+# takes a moment, a run after a failure goes on where that one stopped, a change of csrc/ is rebuilt.
+#
+#   IBPO_PYTHON       use this Python instead and install nothing; its versions are checked
+#   IBPO_DEVICE       cpu or cuda; empty: what .venv was made for, else cuda where nvidia-smi finds a GPU, else cpu
+#   IBPO_TORCH_INDEX  package index or folder of wheels that offers torch, beside those that pip is configured with
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+steps=.venv/.steps
+
+main() {
+    if [[ -n ${IBPO_PYTHON:-} ]]; then
+        use_python "$IBPO_PYTHON" "$@"
+        return
+    fi
+    local device group
+    device=$(choose_device)
+    exec 9>>.bootstrap.lock
+    if ! flock --nonblock 9; then
+        say "waiting for another bootstrap of this directory"
+        flock --timeout 3600 9 || fail "another bootstrap has held .bootstrap.lock for an hour; does it hang?"
+    fi
+    mkdir -p "$steps"
+    step venv "virtual environment" "" make_venv
+    echo "$device" >"$steps/device"
+    step compiler "C++ compiler" "${CXX:-}" check_compiler
+    step torch "torch" "$(grep '^torch==' "requirements/$device.txt")" install_torch "requirements/$device.txt"
+    step packages "packages for $device (takes minutes)" "$(<"requirements/$device.txt")" \
+        pip_install --no-deps -r "requirements/$device.txt"
+    step megatron-core "megatron-core" "$(<requirements/megatron-core.txt)" \
+        pip_install --no-deps --ignore-requires-python -r requirements/megatron-core.txt
+    for group in "$@"; do
+        step "$group" "$group packages" "$(<"requirements/$group.txt")" \
+            pip_install --no-deps -r "requirements/$group.txt"
+    done
+    compgen -G "megatron_ibpo/_edit_distance.*.so" >/dev/null || rm -f "$steps/project"
+    step project "megatron_ibpo and its C++ extension" "$PWD $(cat setup.py pyproject.toml csrc/*)" \
+        pip_install --no-deps --no-build-isolation -e .
+    echo "$PWD/.venv/bin/python"
+}
+
+say() { echo "bootstrap: $*" >&2; }
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# step NAME WHAT INPUTS COMMAND…: run the command, unless it has succeeded with these inputs before.
+step() {
+    local name=$1 what=$2 inputs started=$SECONDS log=$steps/$1.log
+    inputs=$(sha256sum <<<"$3")
+    shift 3
+    if [[ -f $steps/$name && $(<"$steps/$name") == "$inputs" ]]; then
+        return
+    fi
+    rm -f "$steps/$name"
+    say "$what …"
+    if ! ("$@") >"$log" 2>&1 </dev/null; then
+        {
+            echo "error: could not set up: $what"
+            tail -n 12 "$log" | sed 's/^/  | /'
+            echo "  all of it: $PWD/$log"
+            echo "  what to try: $(advice "$name" "$log")"
+        } >&2
+        exit 1
+    fi
+    echo "$inputs" >"$steps/$name"
+    say "$what: $((SECONDS - started)) s"
+}
+
+# advice STEP LOG: what to try after a step has failed; the next run goes on from there.
+advice() {
+    if grep -qi "no space left" "$2"; then
+        echo "free some room (.venv takes 4 GB for CPUs, 15 GB for CUDA; pip unpacks under \$TMPDIR), then run again"
+        return
+    fi
+    case $1 in
+        venv) echo "install Python 3.11 with its venv module (Debian: python3.11-venv), or set IBPO_PYTHON" ;;
+        compiler) echo "install a C++17 compiler and Python's headers (Debian: g++ python3-dev); CXX names another compiler" ;;
+        torch)
+            if grep -q "No matching distribution" "$2"; then
+                echo "set IBPO_TORCH_INDEX to a package index or a folder of wheels that offers this build of torch for" \
+                    "this Python, as PyTorch's own indexes do (its installation page names them), or set IBPO_PYTHON" \
+                    "to a Python that has torch. No other build is tried: it would bring gigabytes that do not fit"
+            else
+                echo "see that pip reaches its package index (\`pip config list\`), then run again"
+            fi
+            ;;
+        project) echo "the compiler's first error is in that log; if it is about this repository, please report it" ;;
+        *) echo "see that pip reaches its package index (\`pip config list\`), then run again" ;;
+    esac
+}
+
+choose_device() {
+    local made_for=""
+    if [[ -f $steps/device ]]; then
+        made_for=$(<"$steps/device")
+    fi
+    case ${IBPO_DEVICE:-$made_for} in
+        "") if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi ;;
+        cpu | cuda)
+            if [[ -n $made_for && -n ${IBPO_DEVICE:-} && $IBPO_DEVICE != "$made_for" ]]; then
+                fail "IBPO_DEVICE=$IBPO_DEVICE, but .venv was made for $made_for: remove .venv and run again"
+            fi
+            echo "${IBPO_DEVICE:-$made_for}"
+            ;;
+        *) fail "IBPO_DEVICE=$IBPO_DEVICE: must be cpu or cuda" ;;
+    esac
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+make_venv() {
+    if .venv/bin/python -m pip --version && is_new_enough .venv/bin/python; then
+        return
+    fi
+    local candidate
+    for candidate in python3.11 python3.12 python3; do # 3.11 first: the one the pins were tested with
+        if command -v "$candidate" && is_new_enough "$candidate"; then
+            "$candidate" -m venv .venv
+            return
+        fi
+    done
+    echo "none of python3.11, python3.12 and python3 is Python 3.11 or newer"
+    return 1
+}
+
+check_compiler() {
+    local headers
+    headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))') &&
+        "${CXX:-g++}" -std=c++17 -fsyntax-only -I "$headers" -x c++ - <<<'#include <Python.h>'
+}
+
+pip_install() { .venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off "$@"; }
+
+install_torch() {
+    local offered=()
+    if [[ -d ${IBPO_TORCH_INDEX:-} ]]; then
+        offered=(--find-links "$IBPO_TORCH_INDEX")
+    elif [[ -n ${IBPO_TORCH_INDEX:-} ]]; then
+        offered=(--extra-index-url "$IBPO_TORCH_INDEX")
+    fi
+    pip_install --no-deps "${offered[@]}" "$(grep '^torch==' "$1")"
+}
+
+# use_python PYTHON GROUP…: print its path, if it has what a run and the groups need.
+use_python() {
+    local python
+    python=$(command -v -- "$1") || fail "IBPO_PYTHON=$1: there is no such program"
+    is_new_enough "$python" || fail "IBPO_PYTHON=$1: is not Python 3.11 or newer"
+    shift
+    local groups=("${@/#/requirements/}")
+    groups=("${groups[@]/%/.txt}")
+    "$python" -P megatron_ibpo/versions.py "${groups[@]}" >&2 || exit 1
+    [[ $python == /* ]] || python=$PWD/$python
+    echo "$python"
+}
+
+main "$@"
