@@ -27,7 +27,7 @@ from megatron_ibpo.policy.memory import (
     sync_bytes,
 )
 from megatron_ibpo.policy.shape import ModelConfigError, ModelShape, check_layout, read_hf_config
-from megatron_ibpo.report.display import sizes_table
+from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.rollout.placement import EnginePlace, place_engines
@@ -65,10 +65,7 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     if int(os.environ.get("RANK", 0)) != 0:
         return FITS
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is the same on a machine with GPUs
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=120)
+    console = console or open_console()
     try:
         plan = make_plan(config, _world_size(config))
     except ModelConfigError as error:

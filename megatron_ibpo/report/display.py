@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["ProgressDisplay", "Size", "sizes_table"]
+__all__ = ["ProgressDisplay", "Size", "open_console", "sizes_table"]
 
 SHOWN = {
     "reward": "reward",
@@ -47,11 +47,17 @@ def sizes_table(sizes: Iterable[Size]) -> Table:
     return table
 
 
+def open_console() -> Console:
+    """The terminal as it is; a file or pipe is given lines wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 class ProgressDisplay:
     """A live panel on a terminal; one plain line a step anywhere else."""
 
     def __init__(self, num_steps: int, *, completed_steps: int = 0, console: Console | None = None):
-        self.console = console or Console()
+        self.console = console or open_console()
         self._num_steps = num_steps
         self._first_step = self._step = completed_steps
         self._start = time.monotonic()

@@ -96,7 +96,10 @@ class Report:
         path = self._run_dir / "summary.json"
         path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         self.note(f"{status}: {summary['steps']} steps")
-        self._display.print(_summary_table(summary))
+        self._display.print(_results_table(summary))
+        self._display.print(_seconds_table(summary))
+        if counts := _counts(summary):
+            self.note(f"in the whole run: {counts}")
         for file in [self._run_dir / METRICS_FILE, path, *([curves] if drawn else [])]:
             self.note(str(file))
         return summary
@@ -134,24 +137,33 @@ def _jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _summary_table(summary: dict[str, Any]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("")
-    table.add_column("start", justify="right")
-    table.add_column("end", justify="right")
+def _results_table(summary: dict[str, Any]) -> Table:
+    table = Table("", show_edge=False, pad_edge=False)
+    for column in ("start", "end"):
+        table.add_column(column, justify="right")
     names = {"accuracy": "accuracy, sampled", "greedy": "accuracy, greedy", "reward": "training reward"}
     for key, name in names.items():
         start, end = summary[f"{key}_start"], summary[f"{key}_end"]
         if start is not None:
             table.add_row(name, f"{start:.3f}", f"{end:.3f}")
-    total = summary["seconds_total"]
-    table.add_section()
-    for stage, seconds in sorted(summary["seconds_by_stage"].items(), key=lambda item: -item[1]):
-        table.add_row(stage, f"{seconds:.1f} s", f"{seconds / max(total, 1e-9):.0%}")
-    table.add_row("whole run", f"{total:.1f} s", "")
-    dropped = {name: count for name, count in summary["counts"].items() if count}
-    if dropped:
-        table.add_section()
-        for name, count in dropped.items():
-            table.add_row(name.replace("_", " "), f"{count:,}", "")
     return table
+
+
+def _seconds_table(summary: dict[str, Any]) -> Table:
+    table = Table("stage", show_edge=False, pad_edge=False)
+    for column in ("seconds", "share"):
+        table.add_column(column, justify="right")
+    total = summary["seconds_total"]
+    by_time = sorted(summary["seconds_by_stage"].items(), key=lambda item: -item[1])
+    for stage, seconds in by_time:
+        table.add_row(stage, f"{seconds:.1f}", f"{seconds / max(total, 1e-9):.0%}")
+    table.add_section()
+    table.add_row("whole run", f"{total:.1f}", "")
+    return table
+
+
+def _counts(summary: dict[str, Any]) -> str:
+    """What was dropped or failed in the run, in words; empty when nothing was."""
+    return ", ".join(
+        f"{count:,} {name.replace('_', ' ')}" for name, count in summary["counts"].items() if count
+    )
