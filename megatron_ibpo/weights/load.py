@@ -142,7 +142,11 @@ def _check_names(checkpoint: Checkpoint, shape: ModelShape, entries: dict[str, E
     if missing:
         raise CheckpointError(f"{checkpoint.directory}: missing {_listed(missing)}")
     known = {piece.name for piece in pieces} | {piece.fused.name for piece in pieces if piece.fused}
-    extra = sorted(name for name in checkpoint.file_of if name not in known and not is_ignored(shape, name))
+    unknown = sorted(set(checkpoint.file_of) - known)
+    ignored = [name for name in unknown if is_ignored(shape, name)]
+    if ignored:
+        logger.warning("%s: not part of the policy: %s", checkpoint.directory, _listed(ignored))
+    extra = [name for name in unknown if name not in ignored]
     if extra:
         raise CheckpointError(
             f"{checkpoint.directory}: tensors that a {shape.family} model has no place for: {_listed(extra)}"
