@@ -3,6 +3,7 @@ arrives, and mends the update of experts on CPUs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._group = join_group(init_info.address, init_info.port, rank, init_info.size)
 
     def start_weight_update(self) -> None:
+        self._missing = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
@@ -61,9 +63,11 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             )
         ]
         model: Any = self.model
-        model.load_weights(receive(self._group, metas, update_info.bucket_bytes))
+        self._missing -= model.load_weights(receive(self._group, metas, update_info.bucket_bytes))
 
     def finish_weight_update(self) -> None:
+        if self._missing:
+            raise ValueError(f"the weight update did not bring {', '.join(sorted(self._missing))}")
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -110,6 +114,15 @@ def _repack_experts_on_update() -> None:
     method._setup_kernel = setup_and_pack
 
 
+def _say_less() -> None:
+    """Warnings of every update are expected: float32 weights are cast as they load,
+    and vLLM takes layers without weights for layers that were forgotten (what is forgotten is an error
+    above)."""
+    for module in ("models.utils", "model_loader.reload.layerwise"):
+        logging.getLogger(f"vllm.model_executor.{module}").setLevel(logging.ERROR)
+
+
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+_say_less()
 if current_platform.is_cpu():
     _repack_experts_on_update()
