@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -69,7 +71,9 @@ class Run:
     """On the driver; None elsewhere."""
     stages: Stages
     first_step: int
+    start_seconds: dict[str, float] = field(default_factory=dict)
     steps_skipped_in_a_row: int = 0
+    weights_checked: bool = False
     recorded_corrections: list[Response] = field(default_factory=list)
 
     def sample(self, step: int) -> list[Group]:
@@ -124,11 +128,30 @@ class Run:
             )
         return metrics
 
-    def sync(self, version: int) -> None:
-        """Give the engines the trainer's weights as `version`."""
-        if self.pool is not None and not self.config.run.debug_rollout_only:
-            with self.stages("sync"):
-                self.pool.update_weights(self.export, version)
+    def sync(self, version: int) -> dict[str, float]:
+        """Give the engines the trainer's weights as `version`.
+
+        Raises:
+            WeightMismatchError: with --check-weight-update-equal, the engines have other weights.
+        """
+        if self.pool is None or self.config.run.debug_rollout_only:
+            return {}
+        with self.stages("sync"):
+            metrics = self.pool.update_weights(self.export, version)
+        if self.config.rollout.check_weight_update_equal and not self.weights_checked:
+            with self.stages("check weights"):
+                self._check_against_fresh_engine()
+        return metrics
+
+    def _check_against_fresh_engine(self) -> None:
+        """After the run's first update, for what goes wrong inside engines goes wrong at once."""
+        assert self.pool is not None
+        assert self.config.model.hf_checkpoint is not None
+        directory = self.config.run.run_dir / "weight_check"
+        save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
+        self.pool.check_against_fresh_engine(directory)
+        self.world.on_driver(lambda: shutil.rmtree(directory))
+        self.weights_checked = True
 
     def report(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         """Record step `step` (counted from 1)."""
@@ -186,7 +209,7 @@ class Run:
             with self.stages("save"):
                 save_hf(self.export, self.world, run.run_dir / "hf", self.config.model.hf_checkpoint)
         if self.reporter is not None:
-            self.reporter.finish(status=status, seconds=self.stages.take())
+            self.reporter.finish(status=status, seconds={**self.start_seconds, **self.stages.take()})
 
     @property
     def max_context(self) -> int:
@@ -274,7 +297,9 @@ def assemble(config: Config) -> Iterator[Run]:
             reporter = None
             if world.is_driver:
                 reporter = stack.enter_context(Report(config, completed_steps=first_step))
-                reporter.sizes(run_sizes(config, world.size))
+                parameters = sum(math.prod(meta.shape) for meta in export.metadata())
+                engines = None if pool is None else pool.num_engines
+                reporter.sizes(run_sizes(config, world.size, parameters=parameters, engines=engines))
             if pool is not None:
                 pool.wait_ready()
         run = Run(
@@ -294,6 +319,7 @@ def assemble(config: Config) -> Iterator[Run]:
         )
         if first_step > 0:
             run.sync(first_step)
+        run.start_seconds = stages.take()
         with _failure_in_summary(reporter):
             yield run
 
@@ -333,10 +359,12 @@ def _open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSource | 
 
 
 def _checkpoint_bytes(config: Config) -> int:
-    """An upper bound: as if the shards held bf16."""
+    """Of all checkpoints that the run will keep; an upper bound, as if the shards held bf16."""
     assert config.model.hf_checkpoint is not None
     size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
-    return checkpoint_bytes(size // 2, bf16=config.model.bf16)
+    interval = config.run.save_interval or config.run.num_rollout
+    kept = -(-config.run.num_rollout // interval)
+    return kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
 
 
 def _open_verifier(config: Config, world: World, stack: ExitStack) -> Any:

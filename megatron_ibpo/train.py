@@ -55,8 +55,8 @@ def train(config: Config) -> int:
             credit = run.credit(groups, step)
             metrics = run.update(credit.sequences)
             step += 1
-            run.sync(step)
-            run.report(step, groups, {**credit.metrics, **metrics})
+            metrics |= run.sync(step)
+            run.report(step, groups, credit.metrics | metrics)
             stopping = run.agree_to_stop(stop.requested)
             run.save_if_due(step, stopping=stopping)
             if stopping:

@@ -86,6 +86,10 @@ class EnginePool:
         self._restarts = 0
 
     @property
+    def num_engines(self) -> int:
+        return len(self._places)
+
+    @property
     def policy_version(self) -> int:
         """Of the weights that the engines sample with."""
         return self._version
