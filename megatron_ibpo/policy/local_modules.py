@@ -57,11 +57,11 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
-        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
 
 
 class GatedNorm(RMSNorm):
@@ -70,7 +70,7 @@ class GatedNorm(RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
         super().__init__(config, hidden_size, eps)
-        self.zero_centered = False
+        self.zero_centered_gamma = False
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:

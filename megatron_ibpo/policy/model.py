@@ -43,6 +43,7 @@ def build_model(
     core = transformer_config(shape, config, use_te=use_te)
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
+    core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
     stage = parallel_state.get_pipeline_model_parallel_rank()
     with torch.device(device), _current_device(device):
         chunk = GPTModel(

@@ -8,6 +8,7 @@ One spec serves both back ends. They differ in classes only; parameter and check
 | … with its linear layer       | TELayerNormColumnParallelLinear | NormColumnParallelLinear   |
 | column, row linear            | TEColumn/RowParallelLinear      | Column/RowParallelLinear   |
 | other norms                   | TENorm                          | RMSNorm                    |
+| norm of the delta net's output | TEGatedNorm                    | GatedNorm                  |
 | attention                     | SelfAttention with TEDotProductAttention | PackedSelfAttention |
 | experts                       | TEGroupedMLP of TE grouped linears | TEGroupedMLP of local grouped linears |
 | gated delta net               | GatedDeltaNet (flash-linear-attention), else ours | PackedGatedDeltaNet |
@@ -50,8 +51,8 @@ __all__ = ["Backend", "block_spec", "local_backend", "transformer_engine_backend
 class Backend:
     """The classes a spec is made of."""
 
-    norm: Callable[..., Any]
-    gated_norm: Callable[..., Any]
+    norm: type
+    gated_norm: type
     norm_column_linear: type
     column_linear: type
     row_linear: type
@@ -85,7 +86,7 @@ def transformer_engine_backend() -> Backend:
         raise ImportError("Transformer Engine is not installed")
     return Backend(
         norm=te.TENorm,
-        gated_norm=partial(_norm_not_centered, te.TENorm),
+        gated_norm=TEGatedNorm,
         norm_column_linear=te.TELayerNormColumnParallelLinear,
         column_linear=te.TEColumnParallelLinear,
         row_linear=te.TERowParallelLinear,
@@ -97,11 +98,15 @@ def transformer_engine_backend() -> Backend:
     )
 
 
-def _norm_not_centered(norm: Callable[..., Any], config: TransformerConfig, **kwargs: Any) -> Any:
-    """`norm` for the delta net's output, which alone is not zero-centred (see local GatedNorm)."""
-    config = copy.copy(config)
-    config.layernorm_zero_centered_gamma = False
-    return norm(config=config, **kwargs)
+class TEGatedNorm:
+    """TENorm for the delta net's output, which alone is not zero-centred (see local GatedNorm)."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> Any:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        config = copy.copy(config)
+        config.layernorm_zero_centered_gamma = False
+        return TENorm(config, hidden_size, eps)
 
 
 def block_spec(
