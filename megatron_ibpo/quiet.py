@@ -9,7 +9,7 @@ __all__ = ["hush_megatron"]
 
 
 def hush_megatron() -> None:
-    """Drop the warnings of megatron-core and of torch's collectives below errors; call before importing them."""
+    """Drop warnings of megatron-core and of torch's collectives; call before importing them."""
     for module in (r"megatron\.", r"torch\.distributed\.", r"torch\.jit\."):
         warnings.filterwarnings("ignore", module=module)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -47,17 +48,18 @@ def finished(process, timeout=200):
     return process.returncode, output
 
 
-def processes_of(run_dir):
-    """Command lines of processes that name this run's directory."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace").replace("\0", " ")
-        except OSError:
-            continue
-        if str(run_dir) in words:
-            found.append(words)
-    return found
+def started_by(process):
+    """Everything that runs below the script now: launcher, trainers, engines, verifiers."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def engines_among(processes):
+    return [p for p in processes if any("engine_process" in word for word in p.cmdline())]
+
+
+def still_running(processes):
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return alive
 
 
 def rows_of(run_dir, kind="step"):
@@ -70,6 +72,15 @@ def shared_memory():
     return set(os.listdir("/dev/shm"))
 
 
+def wait_for_step(run_dir, step, process, timeout=120):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(row["step"] >= step for row in rows_of(run_dir)):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"step {step} was not reached:\n{finished(process, 1)[1][-5000:]}")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """One short run with everything on, and what it printed."""
@@ -78,9 +89,12 @@ def run(tmp_path_factory):
     process = start_script(
         run_dir, *SMALL, "--check-weight-update-equal", "--save-debug-rollout-data", "--save-interval", "1"
     )
+    wait_for_step(run_dir, 1, process)
+    started = started_by(process)
+    assert engines_among(started)
     status, output = finished(process)
     assert status == 0, output[-5000:]
-    assert processes_of(run_dir) == []
+    assert still_running(started) == []
     assert shared_memory() <= before
     return run_dir, output
 
@@ -153,27 +167,19 @@ def test_a_policy_that_diverges_is_stopped(run, tmp_path):
     assert summary["status"].startswith("failed: NotFiniteError")
 
 
-def wait_for_step(run_dir, step, process, timeout=120):
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and process.poll() is None:
-        if any(row["step"] >= step for row in rows_of(run_dir)):
-            return
-        time.sleep(0.2)
-    pytest.fail(f"step {step} was not reached:\n{finished(process, 1)[1][-5000:]}")
-
-
 def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
     run_dir = tmp_path / "run"
     before = shared_memory()
     process = start_script(run_dir, *SMALL, "--num-rollout", "500", "--eval-num-prompts", "0")
     wait_for_step(run_dir, 1, process)
+    started = started_by(process)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     status, output = finished(process, 60)
     assert status == 130, output[-5000:]
     taken = rows_of(run_dir)[-1]["step"]
     assert (run_dir / f"checkpoints/step_{taken:06d}").is_dir()
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
-    assert processes_of(run_dir) == []
+    assert still_running(started) == []
     assert shared_memory() <= before
 
 
@@ -181,10 +187,7 @@ def test_an_engine_that_dies_is_restarted_once(tmp_path):
     run_dir = tmp_path / "run"
     process = start_script(run_dir, *SMALL, "--num-rollout", "6", "--eval-num-prompts", "0", "--no-save")
     wait_for_step(run_dir, 1, process)
-    engines = subprocess.run(
-        ["pgrep", "-f", f"engine_process.*{run_dir}"], capture_output=True, text=True, check=True
-    )
-    os.kill(int(engines.stdout.split()[0]), signal.SIGKILL)
+    engines_among(started_by(process))[0].kill()
     status, output = finished(process)
     assert status == 0, output[-5000:]
     assert rows_of(run_dir)[-1]["engine_restarts"] == 1
