@@ -3,10 +3,14 @@
 transformers takes each sequence on its own, Megatron all of them packed: equality also shows that packed
 sequences do not see each other. Bounds on logits: 1e-5 dense, 5e-5 Qwen3-Next, whose delta rule
 transformers itself computes with an error of about 4e-5 in float32.
+
+IBPO_PARITY_DEVICE=cuda (`tests/gpu_parity.sh`) runs the same with Transformer Engine's layers in bfloat16 on
+GPUs, with bounds for bfloat16. That side has not been run: no GPU was at hand.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,9 @@ from ranks import run_ranks
 from tiny_models import VOCAB_SIZE, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+
+DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
+BF16 = DEVICE == "cuda"
 
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 """Below, at and across the delta rule's chunks; the last is padding of weight 0."""
@@ -136,7 +143,8 @@ def megatron_result(world, path, parallel_config):
 
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(path)
-    chunks = build_model(shape, Config(parallel=parallel_config))
+    config = Config(model=ModelConfig(bf16=BF16), parallel=parallel_config)
+    chunks = build_model(shape, config, device=DEVICE)
     load_hf(chunks, shape, path)
     core = get_model_config(chunks[0])
     model = DistributedDataParallel(core, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunks[0])
@@ -160,7 +168,8 @@ def megatron_result(world, path, parallel_config):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)
-    gradients = {name: None if grad is None else grad.clone() for name, grad in HFExport([model], shape)}
+    exported = HFExport([model], shape)
+    gradients = {name: None if grad is None else grad.float().cpu().clone() for name, grad in exported}
     is_speaker = (
         parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
     )
@@ -176,21 +185,21 @@ def packed_inputs():
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     packed = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
+        cu_seqlens_q=boundaries.to(DEVICE),
+        cu_seqlens_kv=boundaries.to(DEVICE),
         max_seqlen_q=max(LENGTHS),
         max_seqlen_kv=max(LENGTHS),
     )
-    return ids[None], positions[None], packed
+    return ids[None].to(DEVICE), positions[None].to(DEVICE), packed
 
 
 def loss_of(logits_1NV, seen):
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     _, targets, weights = draw_batch()
-    logits = gather_from_tensor_model_parallel_region(logits_1NV)[0]
-    loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
-    seen.update(logits=logits.detach(), loss=loss.item())
+    logits = gather_from_tensor_model_parallel_region(logits_1NV)[0].float()
+    loss = (F.cross_entropy(logits, targets.to(DEVICE), reduction="none") * weights.to(DEVICE)).sum()
+    seen.update(logits=logits.detach().cpu(), loss=loss.item())
     return loss, {}
 
 
@@ -199,24 +208,37 @@ def loss_of(logits_1NV, seen):
 
 @pytest.mark.parametrize("size", CASES)
 def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expected, size):
+    if DEVICE == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
     cases = [(checkpoints[name], parallel) for name, parallel in CASES[size]]
     by_rank = run_ranks(megatron_results, size, cases, timeout=240)
     for number, (name, parallel) in enumerate(CASES[size]):
-        logits, loss, gradients = expected[name]
-        found = next(results[number][0] for results in by_rank if results[number][0])
-        assert (found["logits"] - logits).abs().max() < BOUND[name], (name, parallel)
-        assert found["loss"] == pytest.approx(loss, abs=1e-5), (name, parallel)
-        check_gradients(by_rank[0][number][1], gradients, GRADIENT_BOUND[name], (name, parallel))
+        seen = next(results[number][0] for results in by_rank if results[number][0])
+        found = seen["logits"], seen["loss"], by_rank[0][number][1]
+        check = close_in_bfloat16 if BF16 else close_in_float32
+        check(found, expected[name], name, f"{name} {parallel}")
 
 
-def check_gradients(found, expected, bound, case):
-    assert found.keys() == expected.keys(), case
-    for name, gradient in expected.items():
-        assert gradient.abs().max() > 0, (name, "would not be tested")
-        error = (found[name] - gradient).abs().max() / gradient.abs().max()
-        assert error < bound, (case, name, float(error))
-    norms = [sum(g.square().sum().item() for g in grads.values()) ** 0.5 for grads in (found, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5), case
+def close_in_float32(found, expected, name, case):
+    assert (found[0] - expected[0]).abs().max() < BOUND[name], case
+    assert found[1] == pytest.approx(expected[1], abs=1e-5), case
+    assert found[2].keys() == expected[2].keys(), case
+    for tensor, gradient in expected[2].items():
+        assert gradient.abs().max() > 0, (case, tensor, "would not be tested")
+        error = (found[2][tensor] - gradient).abs().max() / gradient.abs().max()
+        assert error < GRADIENT_BOUND[name], (case, tensor, float(error))
+    assert norm(found[2]) == pytest.approx(norm(expected[2]), rel=1e-5), case
+
+
+def close_in_bfloat16(found, expected, name, case):
+    """On average: single tokens differ more where rounding sends them to another expert."""
+    assert (found[0] - expected[0]).abs().mean() < 0.03 * expected[0].std(), case
+    assert found[1] == pytest.approx(expected[1], rel=0.01), case
+    assert norm(found[2]) == pytest.approx(norm(expected[2]), rel=0.05), case
+
+
+def norm(tensors):
+    return sum(tensor.square().sum().item() for tensor in tensors.values()) ** 0.5
 
 
 def with_recomputation(world, path):
@@ -232,7 +254,7 @@ def gradients_with(world, path, model_config):
 
     parallel.initialize(layout(), world, seed=0)
     shape = read_hf_config(path)
-    (chunk,) = build_model(shape, Config(model=model_config))
+    (chunk,) = build_model(shape, Config(model=model_config), device=DEVICE)
     load_hf([chunk], shape, path)
     ids, positions, packed = packed_inputs()
     chunk(ids, positions, None, packed_seq_params=packed).square().sum().backward()
@@ -240,6 +262,7 @@ def gradients_with(world, path, model_config):
     return {name: parameter.grad for name, parameter in chunk.named_parameters()}
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels may add in another order")
 def test_recomputed_activations_give_the_same_gradients(checkpoints):
     ((stored, selective, full),) = run_ranks(with_recomputation, 1, checkpoints["next"])
     for name, gradient in stored.items():

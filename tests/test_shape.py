@@ -1,0 +1,172 @@
+"""config.json is read in old and new spelling; every layout that cannot work is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from ranks import run_ranks
+from tiny_models import make_qwen3, make_qwen3_next
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.policy.shape import ModelConfigError, check_layout, read_hf_config
+
+NEXT_80B = {  # as published, before transformers 5
+    "model_type": "qwen3_next",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+
+
+def write(directory, config):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def next_80b(tmp_path):
+    return read_hf_config(write(tmp_path / "80b", NEXT_80B))
+
+
+def test_the_published_80b_config_is_read(next_80b):
+    assert next_80b.family == "qwen3_next"
+    assert [layer for layer in range(48) if next_80b.full_attention[layer]] == list(range(3, 48, 4))
+    assert (next_80b.head_dim, next_80b.rotary_dim, next_80b.rope_theta) == (256, 64, 1e7)
+    assert (next_80b.num_experts, next_80b.experts_per_token, next_80b.expert_hidden_size) == (512, 10, 512)
+    assert (next_80b.gdn_key_heads, next_80b.gdn_value_heads) == (16, 32)
+
+
+def test_transformers_5_spelling_means_the_same(tmp_path, next_80b):
+    new = {key: value for key, value in NEXT_80B.items() if not key.startswith(("rope", "partial"))}
+    new.pop("full_attention_interval")
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+    new["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * 12
+    assert read_hf_config(write(tmp_path / "new", new)) == next_80b
+
+
+def test_what_transformers_writes_is_read(tmp_path):
+    assert read_hf_config(make_qwen3(tmp_path / "dense", 0, tie=True)).tie_word_embeddings
+    hybrid = read_hf_config(make_qwen3_next(tmp_path / "next", 0))
+    assert hybrid.full_attention == (False, False, False, True)
+    assert hybrid.rotary_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ({**NEXT_80B, "model_type": "llama"}, "model_type 'llama' is unknown; one of qwen3, qwen3_moe"),
+        ({}, "model_type None is unknown"),
+        ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
+        ({key: value for key, value in NEXT_80B.items() if key != "num_experts"}, "num_experts must be"),
+        ({**NEXT_80B, "attention_bias": True}, "attention_bias=True is not supported"),
+        ({**NEXT_80B, "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ({**NEXT_80B, "rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({**NEXT_80B, "layer_types": ["full_attention"]}, "layer_types must name 48 layers"),
+        ({**NEXT_80B, "tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_refused(tmp_path, config, words):
+    with pytest.raises(ModelConfigError, match=words):
+        read_hf_config(write(tmp_path / "bad", config))
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ModelConfigError, match="no checkpoint directory"):
+        read_hf_config(tmp_path / "nowhere")
+    with pytest.raises(ModelConfigError, match=r"holds no config\.json"):
+        read_hf_config(tmp_path)
+
+
+GOOD = ParallelConfig(
+    tensor_model_parallel_size=2, pipeline_model_parallel_size=4, expert_model_parallel_size=8
+)
+
+
+def test_layouts_that_divide_have_no_problems(next_80b):
+    assert check_layout(next_80b, GOOD, 32) == []
+    assert check_layout(next_80b, ParallelConfig(), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "words"),
+    [
+        ({"tensor_model_parallel_size": 4}, 32, "does not divide the key/value heads (2)"),
+        ({"tensor_model_parallel_size": 3}, 12, "does not divide the vocabulary (151936)"),
+        ({"pipeline_model_parallel_size": 5}, 40, "does not divide the layers (48)"),
+        ({"expert_model_parallel_size": 3}, 24, "does not divide the experts (512)"),
+        ({"expert_tensor_parallel_size": 3}, 96, "does not divide an expert's hidden size (512)"),
+        ({"context_parallel_size": 2}, 32, "context parallelism is not supported yet"),
+        ({"sequence_parallel": False}, 32, "needs --sequence-parallel"),
+        ({"expert_model_parallel_size": 64}, 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
+        ({}, 12, "TP x PP = 8 does not divide the world size (12)"),
+        ({"tensor_model_parallel_size": 0}, 32, "must be at least 1"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(next_80b, changes, world_size, words):
+    problems = check_layout(next_80b, replace(GOOD, **changes), world_size)
+    assert any(words in problem for problem in problems), problems
+
+
+def test_the_delta_nets_heads_must_divide(next_80b):
+    few = replace(next_80b, num_key_value_heads=16, gdn_key_heads=2)
+    problems = check_layout(few, ParallelConfig(tensor_model_parallel_size=4), 4)
+    assert problems == ["--tensor-model-parallel-size=4 does not divide the delta net's key heads (2)"]
+
+
+def test_a_dense_model_has_no_experts_to_divide(tmp_path):
+    dense = read_hf_config(make_qwen3(tmp_path / "dense", 0))
+    (problem,) = check_layout(dense, ParallelConfig(expert_model_parallel_size=2), 2)
+    assert problem.startswith("qwen3 has no experts")
+
+
+def initialize(world, parallel_config):
+    from megatron_ibpo.policy import parallel
+
+    try:
+        parallel.initialize(parallel_config, world, seed=0)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (ParallelConfig(context_parallel_size=2), "context parallelism is not supported yet"),
+        (ParallelConfig(tensor_model_parallel_size=3), "TP x PP = 3 does not divide the world size (2)"),
+        (ParallelConfig(expert_model_parallel_size=4), "ETP x EP x PP = 4 does not divide the world size"),
+    ],
+)
+def test_groups_that_do_not_fit_the_world_are_refused_on_every_rank(parallel, words):
+    said = run_ranks(initialize, 2, parallel)
+    assert all(words in message for message in said)
