@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -280,6 +281,22 @@ def test_what_the_package_depends_on_is_pinned_and_tested():
     needed = {canonical(re.match(r"[\w-]+", dependency)[0]) for dependency in project["dependencies"]}
     assert needed <= pins("cpu.txt").keys() & pins("cuda.txt").keys()
     assert needed <= {canonical(name) for name in versions.TESTED}
+
+
+def test_what_the_package_imports_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    modules = {"math-verify": "math_verify", "PyYAML": "yaml", "reasoning-gym": "reasoning_gym"}
+    names = [re.match(r"[\w-]+", dependency)[0] for dependency in project["dependencies"]]
+    declared = {modules.get(name, name) for name in names}
+    asked_for_where_used = {"megatron", "vllm", "transformer_engine", "apex", "fla", "wandb", "megatron_ibpo"}
+    imported = set()
+    for file in (ROOT / "megatron_ibpo").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names - asked_for_where_used <= declared
 
 
 def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
