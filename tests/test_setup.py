@@ -193,7 +193,10 @@ def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
     nvidia_smi.chmod(0o755)
     path = f"{nvidia_smi.parent}:{os.environ['PATH']}"
     assert bootstrap(checkout, IBPO_DEVICE="", PATH=path).returncode == 0
-    assert pip_calls(checkout)[:2] == ["--no-deps torch==2.13.0", "--no-deps -r requirements/cuda.txt"]
+    assert pip_calls(checkout)[:2] == [
+        "--no-deps torch==2.13.0,!=2.13.0+cpu",
+        "--no-deps -r requirements/cuda.txt",
+    ]
 
     without_gpu = bootstrap(checkout, IBPO_DEVICE="")  # such as a login node
     assert (without_gpu.returncode, pip_calls(checkout)) == (0, [])
@@ -251,7 +254,11 @@ def test_an_environment_that_does_not_exist_or_is_old_is_refused(checkout, tmp_p
 
 def pins(file: str) -> dict[str, str]:
     lines = (ROOT / "requirements" / file).read_text().splitlines()
-    pairs = [re.fullmatch(r"([\w.-]+)==(\S+)", line) for line in lines if line and not line.startswith("#")]
+    pairs = [
+        re.fullmatch(r"([\w.-]+)==([^\s,]+)(,!=\S+)?", line)
+        for line in lines
+        if line and not line.startswith("#")
+    ]
     assert all(pairs), f"{file}: a line is no pin"
     return {canonical(pair[1]): pair[2] for pair in pairs}
 
