@@ -57,9 +57,7 @@ def find_checkpoint(path: Path) -> Path:
     found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
     whole = sorted((p for p in found if (p / _STATE_FILE).is_file()), key=lambda p: p.name)
     if not whole:
-        raise CheckpointError(
-            f"--load {path}: there is no step_N with a {_STATE_FILE} in it"
-        )
+        raise CheckpointError(f"--load {path}: there is no step_N with a {_STATE_FILE} in it")
     return whole[-1]
 
 
