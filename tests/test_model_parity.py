@@ -22,7 +22,6 @@ from tiny_models import VOCAB_SIZE, make_qwen3, make_qwen3_next
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 
 DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
-BF16 = DEVICE == "cuda"
 
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 """Below, at and across the delta rule's chunks; the last is padding of weight 0."""
@@ -122,12 +121,12 @@ def one_tensor_per_expert(tensors):
 # ---------------------------------------------------------------------------------------------- Megatron
 
 
-def megatron_results(world, cases):
+def megatron_results(world, cases, bf16):
     """For each case: logits and loss on the first TP rank of the last stage, gradients on rank 0."""
-    return [megatron_result(world, Path(path), parallel) for path, parallel in cases]
+    return [megatron_result(world, Path(path), parallel, bf16) for path, parallel in cases]
 
 
-def megatron_result(world, path, parallel_config):
+def megatron_result(world, path, parallel_config, bf16):
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -143,7 +142,7 @@ def megatron_result(world, path, parallel_config):
 
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(path)
-    config = Config(model=ModelConfig(bf16=BF16), parallel=parallel_config)
+    config = Config(model=ModelConfig(bf16=bf16), parallel=parallel_config)
     chunks = build_model(shape, config, device=DEVICE)
     load_hf(chunks, shape, path)
     core = get_model_config(chunks[0])
@@ -206,16 +205,25 @@ def loss_of(logits_1NV, seen):
 # ------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="Transformer Engine's attention takes no packed float32")
 @pytest.mark.parametrize("size", CASES)
 def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expected, size):
+    compare(checkpoints, expected, size, close_in_float32)
+
+
+@pytest.mark.parametrize("size", CASES if DEVICE == "cuda" else [1])
+def test_they_are_close_in_bfloat16(checkpoints, expected, size):
     if DEVICE == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
+    compare(checkpoints, expected, size, close_in_bfloat16)
+
+
+def compare(checkpoints, expected, size, check):
     cases = [(checkpoints[name], parallel) for name, parallel in CASES[size]]
-    by_rank = run_ranks(megatron_results, size, cases, timeout=240)
+    by_rank = run_ranks(megatron_results, size, cases, check is close_in_bfloat16, timeout=240)
     for number, (name, parallel) in enumerate(CASES[size]):
         seen = next(results[number][0] for results in by_rank if results[number][0])
         found = seen["logits"], seen["loss"], by_rank[0][number][1]
-        check = close_in_bfloat16 if BF16 else close_in_float32
         check(found, expected[name], name, f"{name} {parallel}")
 
 
@@ -232,7 +240,7 @@ def close_in_float32(found, expected, name, case):
 
 def close_in_bfloat16(found, expected, name, case):
     """On average: single tokens differ more where rounding sends them to another expert."""
-    assert (found[0] - expected[0]).abs().mean() < 0.03 * expected[0].std(), case
+    assert (found[0] - expected[0]).abs().mean() < 0.1 * expected[0].std(), case
     assert found[1] == pytest.approx(expected[1], rel=0.01), case
     assert norm(found[2]) == pytest.approx(norm(expected[2]), rel=0.05), case
 
