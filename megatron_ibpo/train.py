@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from megatron_ibpo.cli import ConfigError, check_config, parse_config
 from megatron_ibpo.config import Config
 from megatron_ibpo.quiet import hush_megatron
+from megatron_ibpo.versions import missing
 
 __all__ = ["main", "train"]
 
@@ -37,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: Config) -> int:
     """The whole run, on this rank."""
+    if lacks := missing():
+        return _refuse(
+            ImportError(
+                f"not installed: {', '.join(lacks)}; `bash tools/bootstrap.sh` installs what a run needs"
+            )
+        )
     hush_megatron()
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.assembly import START_ERRORS, assemble
