@@ -16,8 +16,6 @@ but nothing of it needs a GPU: gloo serves all its collectives. `activate()` put
 7. The random state that activation recomputation saves and restores: the CPU generator's.
 8. torch.compile (Megatron's `jit_fuser`): off. Compiling took 27 s for a step that runs in 0.1 s.
 
-And one thing for speed: the C library keeps freed memory (`_keep_freed_memory`).
-
 Call it in trainer processes only; the vLLM process must not see it. It does nothing where CUDA is
 available. `tests/test_cpu.py` pins the sites to the Megatron version, so that an upgrade is noticed.
 """
@@ -25,7 +23,6 @@ available. `tests/test_cpu.py` pins the sites to the Megatron version, so that a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import sys
@@ -149,23 +146,10 @@ def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next step. By default it gives activations back to the
-    system and gets them again page by page. No-op on other C libraries."""
-    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8  # names of mallopt(3)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(top_pad, 64 * 1024**2)
-        mallopt(mmap_threshold, 32 * 1024**2)
-        mallopt(arena_max, 1)
-
-
 def activate() -> None:
     """Put the CPU stand-ins in place, once. Does nothing where CUDA is available."""
     if torch.cuda.is_available() or torch.cuda.Stream is NullStream:
         return
-    _keep_freed_memory()
     if "megatron.core" in sys.modules:
         torch.compiler.set_stance("force_eager")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -32,6 +32,7 @@ __all__ = [
     "GatedNorm",
     "GroupedColumnLinear",
     "GroupedRowLinear",
+    "NoCoreAttention",
     "NormColumnParallelLinear",
     "PackedSelfAttention",
     "RMSNorm",
