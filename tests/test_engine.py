@@ -21,12 +21,18 @@ from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.records import Response, SampleRequest
-from megatron_ibpo.rollout import Engine, EngineError, EnginePool, EngineStartError
+from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EnginePool, EngineStartError
 from megatron_ibpo.rollout.placement import EnginePlace, place_engines
 from megatron_ibpo.rollout.pool import _shares
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids
 from megatron_ibpo.weights.source import TensorMeta
-from megatron_ibpo.weights.transfer import WeightMismatchError, choose_transport, gloo
+from megatron_ibpo.weights.transfer import (
+    WeightMismatchError,
+    choose_transport,
+    gloo,
+    open_transport,
+    update_engines,
+)
 from megatron_ibpo.weights.transfer.buckets import pack, plan_buckets, unpack
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.world import World
@@ -458,3 +464,32 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(
     assert not runs(int(pid))
     assert not Path(scratch).exists()
     assert not any(Path(path).exists() for path in shared)
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "float32").rollout
+    rollout.rollout_num_gpus_per_engine = 2
+    settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    requests = make_requests(20)
+    there_before = set(os.listdir("/dev/shm"))
+    engine = Engine(settings, tmp_path / "engine.log")
+    try:
+        engine.wait_ready(200)
+        transport = open_transport("gloo", world, num_engines=1, workers_per_engine=2, bucket_bytes=10_000)
+        assert transport.connect({0: engine}, [0]) == {}
+        source = CheckpointSource(checkpoints["dense 1"])
+        assert update_engines(transport, world, source, 1, {0: engine}, [0], sleeping=False, check=True) == {}
+        responses = engine.generate(requests, version=1, timeout=100)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDiedError):
+            engine.generate(requests, version=1, timeout=100)
+    finally:
+        engine.close()
+    reference = reference_logprobs(checkpoints["dense 1"], requests, responses)
+    assert difference([r.logprobs for r in responses], reference).max() < 2e-5
+    left = set(os.listdir("/dev/shm")) - there_before
+    assert not {name for name in left if name.startswith(("psm_", "sem.mp-", "vllm"))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import megatron_ibpo
 from megatron_ibpo.records import Response, SampleRequest
+from megatron_ibpo.rollout.process_group import end_group, shared_memory
 from megatron_ibpo.rollout.settings import EngineSettings
 
 __all__ = ["Engine", "EngineDiedError", "EngineError", "EngineStartError"]
@@ -71,6 +71,7 @@ class Engine:
         self._channel = Connection(here.detach())
         self._busy = True
         """It owes an answer; the first is that it is ready."""
+        self._shared_memory: set[int] = set()
         with suppress(ConnectionError):  # it has died already: `wait_ready` says so
             self._channel.send((os.getpid(), self._scratch, settings))
 
@@ -84,6 +85,7 @@ class Engine:
             self._receive(timeout)
         except EngineDiedError as error:
             raise EngineStartError(f"vLLM did not start: {error}") from None
+        self._shared_memory = shared_memory(self._process.pid)
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Response]:
         """Sample one response for each request with the weights of policy `version`.
@@ -142,8 +144,7 @@ class Engine:
         """End the engine and everything it started at once."""
         if self._channel.closed:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # also what vLLM left of its own processes
+        end_group(self._process.pid, self._shared_memory)
         self._process.wait()
         self._channel.close()
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.rollout.settings import EngineSettings
 
 __all__ = ["main"]
@@ -62,15 +63,16 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
 
 
 def _end_with_owner(owner: int, scratch: Path) -> None:
-    """Kill this process and all that vLLM started once the owner has died, however busy vLLM is."""
+    """End this process and all that vLLM started once the owner has died, however busy vLLM is."""
     while os.getppid() == owner:
         time.sleep(OWNER_CHECK_S)
     _end(scratch)
 
 
 def _end(scratch: Path) -> None:
+    end_group(os.getpgrp())
     shutil.rmtree(scratch, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SamplingEngine:
@@ -172,6 +174,8 @@ class SamplingEngine:
         self._llm.wake_up([part])
 
     def close(self) -> None:
+        if self._settings.device == "cpu" and self._settings.tensor_parallel_size == 1:
+            return  # all of vLLM is in this process and ends with it; its own way takes a second longer
         self._llm.engine_core.shutdown()
 
 

@@ -1,0 +1,60 @@
+"""Ending a process group by force, with the shared memory that its members cannot clear any more (Linux)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["end_group", "shared_memory"]
+
+SHARED_MEMORY = "/dev/shm/"
+
+
+def end_group(group: int, known: Iterable[int] = ()) -> None:
+    """Kill all processes of `group` but the caller, and remove the shared memory that only they used.
+
+    Args:
+        known: `shared_memory` of the group earlier, for members that have ended already.
+    """
+    inodes = shared_memory(group) | set(known)
+    for pid in _members(group):
+        if pid != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    if inodes:
+        inodes -= {inode for pid in _processes() if _group(pid) != group for inode in _mapped(pid)}
+        for entry in os.scandir(SHARED_MEMORY):
+            if entry.inode() in inodes:
+                Path(entry).unlink(missing_ok=True)
+
+
+def shared_memory(group: int) -> set[int]:
+    """Inodes of the shared memory that processes of `group` have mapped. (Semaphores are mapped under a
+    name that exists no more.)"""
+    return {inode for pid in _members(group) for inode in _mapped(pid)}
+
+
+def _members(group: int) -> list[int]:
+    return [pid for pid in _processes() if _group(pid) == group]
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _group(pid: int) -> int | None:
+    """Process group of `pid`; None when it has ended, as a zombie too."""
+    with suppress(OSError):
+        state, _parent, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+        return int(group) if state != "Z" else None
+    return None
+
+
+def _mapped(pid: int) -> set[int]:
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {int(line.split(maxsplit=5)[4]) for line in lines if SHARED_MEMORY in line}
+    return set()
