@@ -21,7 +21,6 @@ from megatron_ibpo.policy.checkpoint import (
     save_checkpoint,
 )
 from megatron_ibpo.policy.model import build_model
-from megatron_ibpo.policy.shape import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
 from megatron_ibpo.report import (
@@ -37,6 +36,7 @@ from megatron_ibpo.report import (
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout import EngineError, EnginePool
 from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.shape import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.weights import HFExport, load_hf, save_hf
 from megatron_ibpo.world import RemoteError, World, start_world
 

@@ -21,9 +21,9 @@ from tiny_models import make_qwen3_next
 
 from megatron_ibpo.cli import check_config, parse_config
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.memory import _layer_elements
-from megatron_ibpo.policy.plan import FITS, REFUSED, Plan, make_plan, plan_run
-from megatron_ibpo.policy.shape import read_hf_config
+from megatron_ibpo.dry_run.memory import _layer_elements
+from megatron_ibpo.dry_run.plan import FITS, REFUSED, Plan, make_plan, plan_run
+from megatron_ibpo.shape import read_hf_config
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"

@@ -86,8 +86,8 @@ def one_update(world, hf_dir, config, rows, updates=1):
 def open_trainer(world, hf_dir, config):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.policy.shape import read_hf_config
     from megatron_ibpo.policy.trainer import Trainer
+    from megatron_ibpo.shape import read_hf_config
     from megatron_ibpo.weights.export import HFExport
     from megatron_ibpo.weights.load import load_hf
 

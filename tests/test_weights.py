@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.policy.shape import read_hf_config
+from megatron_ibpo.shape import read_hf_config
 from megatron_ibpo.weights import save as save_module
 from megatron_ibpo.weights.maps import global_name, weight_map
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.policy.shape import ModelShape, read_hf_config
+from megatron_ibpo.shape import ModelShape, read_hf_config
 
 __all__ = ["build_model", "read_hf_config", "transformer_config"]
 

@@ -42,7 +42,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_ibpo.policy import local_modules
 from megatron_ibpo.policy.gated_delta_net import PackedGatedDeltaNet
-from megatron_ibpo.policy.shape import ModelShape
+from megatron_ibpo.shape import ModelShape
 
 __all__ = ["Backend", "block_spec", "local_backend", "transformer_engine_backend"]
 

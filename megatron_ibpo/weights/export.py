@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.policy.shape import ModelShape
+from megatron_ibpo.shape import ModelShape
 from megatron_ibpo.weights.maps import Entry, weight_map
 from megatron_ibpo.weights.place import Place, my_place, parameters_by_global_name
 from megatron_ibpo.weights.source import TensorMeta

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_ibpo.policy.shape import ModelShape
+from megatron_ibpo.shape import ModelShape
 from megatron_ibpo.weights.maps import Entry, Piece, is_ignored, weight_map
 from megatron_ibpo.weights.place import my_place, parameters_by_global_name
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ibpo.policy.shape import ModelShape
+from megatron_ibpo.shape import ModelShape
 
 __all__ = ["Cut", "Entry", "Fused", "Piece", "global_name", "is_ignored", "weight_map"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from megatron_ibpo.policy.shape import ModelShape
+from megatron_ibpo.shape import ModelShape
 from megatron_ibpo.weights.maps import Entry, global_name
 
 __all__ = ["Place", "my_place", "parameters_by_global_name"]

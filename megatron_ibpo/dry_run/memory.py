@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.census import Census, RankPart
-from megatron_ibpo.policy.shape import ModelShape
+from megatron_ibpo.dry_run.census import Census, RankPart
+from megatron_ibpo.shape import ModelShape
 
 __all__ = [
     "CONTEXT_BYTES",

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.config import Config, RolloutConfig
-from megatron_ibpo.policy.census import Census, RankPart, take_census
-from megatron_ibpo.policy.memory import (
+from megatron_ibpo.dry_run.census import Census, RankPart, take_census
+from megatron_ibpo.dry_run.memory import (
     CONTEXT_BYTES,
     EXPERT_IMBALANCE,
     EngineMemory,
@@ -26,11 +26,11 @@ from megatron_ibpo.policy.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
-from megatron_ibpo.policy.shape import ModelConfigError, ModelShape, check_layout, read_hf_config
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.rollout.placement import EnginePlace, place_engines
+from megatron_ibpo.shape import ModelConfigError, ModelShape, check_layout, read_hf_config
 
 __all__ = ["FITS", "REFUSED", "Plan", "make_plan", "plan_run"]
 

@@ -1,0 +1,1 @@
+"""What a run would do, without running it: the plan that `--dry-run` prints."""

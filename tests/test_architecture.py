@@ -1,0 +1,70 @@
+"""The house: arrows between rooms run one way, and heavy libraries stay in their own rooms."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import megatron_ibpo
+
+PACKAGE = Path(megatron_ibpo.__file__).parent
+
+ROOMS = [
+    "train", "launch", "assembly", "dry_run", "report", "cli", "rollout", "evaluate", "rewards", "credit",
+    "data", "policy", "loss", "edit_distance", "weights", "shape", "world", "config", "records", "seeds",
+    "versions", "quiet", "interrupts",
+]  # fmt: skip
+"""From the loop down: a room may import only from rooms after it."""
+
+LIBRARIES = {
+    "megatron": {"policy", "weights"},
+    "vllm": {"rollout", "weights"},
+    "transformers": {"data"},
+}
+"""Who may import what, anywhere in its code."""
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """Dotted names that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "megatron_ibpo":
+                yield from (f"megatron_ibpo.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE]
+
+
+def test_every_room_has_its_place():
+    assert {room_of(path) for path in FILES} == set(ROOMS)
+
+
+def test_arrows_run_one_way():
+    upward = []
+    for path in FILES:
+        for name in imports(path):
+            if not name.startswith("megatron_ibpo."):
+                continue
+            target = name.split(".")[1]
+            here = room_of(path)
+            if target in ROOMS and target != here and ROOMS.index(target) <= ROOMS.index(here):
+                upward.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert upward == []
+
+
+def test_heavy_libraries_stay_in_their_rooms():
+    strays = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in FILES
+        for name in imports(path)
+        if (owners := LIBRARIES.get(name.split(".")[0])) is not None and room_of(path) not in owners
+    ]
+    assert strays == []
