@@ -17,7 +17,7 @@ ROOMS = [
 """From the loop down: a room may import only from rooms after it."""
 
 LIBRARIES = {
-    "megatron": {"policy", "weights"},
+    "megatron": {"policy", "weights", "dry_run"},
     "vllm": {"rollout", "weights"},
     "transformers": {"data"},
 }
