@@ -214,6 +214,8 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
             "OMP_NUM_THREADS": str(settings.num_threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",
+            # vLLM compiles a few small functions even when told not to: seconds, and a C++ compiler needed.
+            "TORCH_COMPILE_DISABLE": "1",
             # vLLM compiles a few of its sampler's functions even when told to be eager: half a minute of C++
             # at every start, for a tenth of the sampling time.
             "TORCHDYNAMO_DISABLE": "1",
