@@ -6,11 +6,11 @@ may lack the rest: `python megatron_ibpo/versions.py` says what differs and what
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import subprocess
 import sys
+import sysconfig
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
@@ -72,8 +72,8 @@ def warn_on_differences(versions: Mapping[str, str]) -> None:
 
 
 def missing() -> list[str]:
-    """Packages of a run that are not installed, this one included."""
-    return [name for name in TESTED if not _version(name)] + ([] if _is_built() else ["megatron_ibpo"])
+    """Packages of a run that are not installed, and this one where its C++ extension is not built."""
+    return _not_installed() + ([] if _is_built() else ["megatron_ibpo"])
 
 
 def main(requirements: list[str]) -> int:
@@ -84,7 +84,7 @@ def main(requirements: list[str]) -> int:
     """
     for name, (here, tested) in differences(installed_versions()).items():
         print(f"warning: {name} {here} is installed, {tested} was tested", file=sys.stderr)
-    lacks = missing()
+    lacks = _not_installed()
     commands = _install_arguments(lacks)
     for file in requirements:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -104,16 +104,18 @@ def main(requirements: list[str]) -> int:
 def _install_arguments(lacks: list[str]) -> list[str]:
     """Of pip, one command each."""
     commands = []
-    others = [name for name in lacks if name not in ("megatron-core", "megatron_ibpo")]
+    others = [name for name in lacks if name != "megatron-core"]
     if {"torch", "vllm"} & set(others):
         commands.append("--no-deps -r requirements/cpu.txt   # on GPUs: requirements/cuda.txt")
     elif others:
         commands.append(" ".join(f"{name}=={TESTED[name]}" for name in others))
     if "megatron-core" in lacks:
         commands.append("--ignore-requires-python --no-deps -r requirements/megatron-core.txt")
-    if "megatron_ibpo" in lacks:
-        commands.append("--no-deps -e .")
     return commands
+
+
+def _not_installed() -> list[str]:
+    return [name for name in TESTED if not _version(name)]
 
 
 def _version(name: str) -> str:
@@ -127,11 +129,9 @@ def _version(name: str) -> str:
 
 
 def _is_built() -> bool:
-    """Whether megatron_ibpo and its C++ extension are installed; nothing heavy is imported."""
-    try:
-        return importlib.util.find_spec("megatron_ibpo._edit_distance") is not None
-    except ModuleNotFoundError:
-        return False
+    """Whether the C++ extension for this Python lies beside this file; another checkout's does not count."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return Path(__file__).with_name(f"_edit_distance{suffix}").exists()
 
 
 def _cpu_name() -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from setuptools import find_namespace_packages
 from megatron_ibpo import versions
 
 ROOT = Path(__file__).resolve().parent.parent
+EXTENSION_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 FAKE_PYTHON = """#!/bin/bash
 # Stands in for .venv/bin/python: notes what pip is asked for and fails where the test says so.
@@ -215,12 +219,31 @@ def test_two_at_once_do_the_work_once(checkout):
     assert any("waiting for another bootstrap" in text for text in output)
 
 
-def test_an_environment_of_ones_own_is_used_as_it_is(checkout):
-    used = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable)
+def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_here(checkout):
+    """This Python has the extension of another checkout installed, which is neither used nor changed."""
+    for file in ("README.md", "LICENSE", "megatron_ibpo/__init__.py"):
+        shutil.copy(ROOT / file, checkout / file)
+    of_root = ROOT / "megatron_ibpo" / f"_edit_distance{EXTENSION_SUFFIX}"
+    before = of_root.stat()
+    used = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX="g++")
     assert used.returncode == 0, used.stderr
     assert used.stdout == f"{sys.executable}\n"
     assert not (checkout / ".venv/.steps").exists()
     assert pip_calls(checkout) == []
+    code = "from megatron_ibpo import _edit_distance; print(_edit_distance.__file__)"
+    built = checkout / "megatron_ibpo" / f"_edit_distance{EXTENSION_SUFFIX}"
+    assert run_python(["-c", code], cwd=checkout).stdout == f"{built}\n"
+    assert of_root.stat() == before
+
+    second = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX="no-such-compiler")
+    assert (second.stdout, "C++" in second.stderr) == (used.stdout, False)  # nothing is built again
+
+    os.utime(checkout / "csrc/levenshtein.hpp")  # edited
+    failed = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX="no-such-compiler")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "error: could not set up: C++ extension" in failed.stderr
+    assert "no-such-compiler" in failed.stderr
+    assert "install pybind11, setuptools and a C++17 compiler" in failed.stderr
 
 
 def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_path):
@@ -230,12 +253,11 @@ def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_
     failed = bootstrap(checkout, "dev", IBPO_PYTHON=str(bare))
     assert failed.returncode == 1
     assert failed.stdout == ""
-    assert re.search(r"lacks torch, megatron-core, vllm, .*, megatron_ibpo, .*hypothesis", failed.stderr)
+    assert re.search(r"lacks torch, megatron-core, vllm, .*, hypothesis", failed.stderr)
     commands = re.findall(r"-m pip install (.*)", failed.stderr)
     assert [command.partition("   #")[0] for command in commands] == [
         "--no-deps -r requirements/cpu.txt",
         "--ignore-requires-python --no-deps -r requirements/megatron-core.txt",
-        "--no-deps -e .",
         "--no-deps -r requirements/dev.txt",
     ]
 
@@ -290,12 +312,27 @@ def test_what_the_package_depends_on_is_pinned_and_tested():
     assert needed <= {canonical(name) for name in versions.TESTED}
 
 
+def test_installing_the_package_alone_never_brings_torch():
+    """Where pip finds no CPU wheel of it, that would be the CUDA build."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not [dependency for dependency in project["dependencies"] if dependency.startswith("torch")]
+
+
 def test_what_the_package_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     modules = {"math-verify": "math_verify", "PyYAML": "yaml", "reasoning-gym": "reasoning_gym"}
     names = [re.match(r"[\w-]+", dependency)[0] for dependency in project["dependencies"]]
     declared = {modules.get(name, name) for name in names}
-    asked_for_where_used = {"megatron", "vllm", "transformer_engine", "apex", "fla", "wandb", "megatron_ibpo"}
+    asked_for_where_used = {
+        "torch",
+        "megatron",
+        "vllm",
+        "transformer_engine",
+        "apex",
+        "fla",
+        "wandb",
+        "megatron_ibpo",
+    }
     imported = set()
     for file in (ROOT / "megatron_ibpo").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -330,22 +367,35 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("vllm", "megatron", "transformer_engine", "apex", "fla"):
+        if name.partition(".")[0] in ("vllm", "megatron", "transformer_engine", "apex", "fla", *sys.argv[1:]):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
 import megatron_ibpo, megatron_ibpo.kernels
 from megatron_ibpo import (
-    cli, config, credit, data, edit_distance, evaluate, loss, records, report, rewards, versions, world
+    cli, config, credit, data, edit_distance, evaluate, records, report, rewards, shape, versions
 )
+if "torch" not in sys.argv:
+    from megatron_ibpo import loss, world
 print(edit_distance.distance([1, 2], [1, 3]))
 """
 
 
-def test_the_package_imports_and_works_without_vllm_and_megatron(tmp_path):
+@pytest.mark.parametrize("also_absent", [[], ["torch"]], ids=["with torch", "without torch"])
+def test_the_package_imports_and_works_without_vllm_and_megatron(tmp_path, also_absent):
     """From a directory that is not the root, as an installed package."""
-    done = run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path)
+    if not is_installed_from(ROOT):
+        pytest.skip("this Python has no editable install of this checkout")
+    done = run_python(["-c", WITHOUT_ENGINES, *also_absent], cwd=tmp_path)
     assert done.stdout == "0.5\n"
+
+
+def is_installed_from(checkout: Path) -> bool:
+    try:
+        installed = metadata.distribution("megatron_ibpo").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return False
+    return installed is not None and json.loads(installed)["url"] == checkout.as_uri()
 
 
 def run_python(arguments, *, cwd, stdin="", python_path=""):

@@ -8,7 +8,8 @@
 # Each step leaves a stamp of its inputs in .venv/.steps and is skipped while they stay as they are: a second run
 # takes a moment, a run after a failure goes on where that one stopped, a change of csrc/ is rebuilt.
 #
-#   IBPO_PYTHON       use this Python instead and install nothing; its versions are checked
+#   IBPO_PYTHON       use this Python instead and install nothing in it; its versions are checked, and the extension
+#                     is built for it in this directory
 #   IBPO_DEVICE       cpu or cuda; empty: what .venv was made for, else cuda where nvidia-smi finds a GPU, else cpu
 #   IBPO_TORCH_INDEX  package index or folder of wheels that offers torch, beside those that pip is configured with
 set -euo pipefail
@@ -22,11 +23,7 @@ main() {
     fi
     local device group
     device=$(choose_device)
-    exec 9>>.bootstrap.lock
-    if ! flock --nonblock 9; then
-        say "waiting for another bootstrap of this directory"
-        flock --timeout 3600 9 || fail "another bootstrap has held .bootstrap.lock for an hour; does it hang?"
-    fi
+    take_turns
     mkdir -p "$steps"
     step venv "virtual environment" "" make_venv
     echo "$device" >"$steps/device"
@@ -51,6 +48,15 @@ say() { echo "bootstrap: $*" >&2; }
 fail() {
     printf 'error: %s\n' "$*" >&2
     exit 1
+}
+
+# take_turns: one bootstrap of this directory at a time, until this one exits.
+take_turns() {
+    exec 9>>.bootstrap.lock
+    if ! flock --nonblock 9; then
+        say "waiting for another bootstrap of this directory"
+        flock --timeout 3600 9 || fail "another bootstrap has held .bootstrap.lock for an hour; does it hang?"
+    fi
 }
 
 # step NAME WHAT INPUTS COMMAND…: run the command, unless it has succeeded with these inputs before.
@@ -94,6 +100,7 @@ advice() {
                 echo "see that pip reaches its package index (\`pip config list\`), then run again"
             fi
             ;;
+        extension) echo "install pybind11, setuptools and a C++17 compiler for this Python; the first error is in that log" ;;
         project) echo "the compiler's first error is in that log; if it is about this repository, please report it" ;;
         *) echo "see that pip reaches its package index (\`pip config list\`), then run again" ;;
     esac
@@ -151,7 +158,7 @@ install_torch() {
     pip_install --no-deps "${offered[@]}" "$(grep '^torch==' "$1")"
 }
 
-# use_python PYTHON GROUP…: print its path, if it has what a run and the groups need.
+# use_python PYTHON GROUP…: print its path, if it has what a run and the groups need, and build the extension for it.
 use_python() {
     local python
     python=$(command -v -- "$1") || fail "IBPO_PYTHON=$1: there is no such program"
@@ -161,7 +168,23 @@ use_python() {
     groups=("${groups[@]/%/.txt}")
     "$python" -P megatron_ibpo/versions.py "${groups[@]}" >&2 || exit 1
     [[ $python == /* ]] || python=$PWD/$python
+    build_in_place "$python"
     echo "$python"
+}
+
+# build_in_place PYTHON: the extension beside the package, unless it is there and newer than its sources. Only this
+# directory is written to: the environment may serve other checkouts, which keep their own.
+build_in_place() {
+    local built
+    take_turns
+    built=megatron_ibpo/_edit_distance$("$1" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+    if [[ -f $built && -z $(find setup.py csrc -type f -newer "$built") ]]; then
+        return
+    fi
+    steps=build/.steps
+    mkdir -p "$steps"
+    rm -f "$steps/extension" # what decides is the file
+    step extension "C++ extension for $1" "" "$1" setup.py --quiet build_ext --inplace --force
 }
 
 main "$@"
