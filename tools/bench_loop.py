@@ -54,7 +54,7 @@ class Arguments:
     """How often the two sides take turns."""
     ranks: int = 2
     """Our trainer processes."""
-    tensor_parallel: int = 2
+    tensor_parallel: int = 1
     """Their TP (and EP for mixtures of experts); the rest is data parallel."""
     peer: Literal["trl", "none"] = "trl"
     work: tyro.conf.OmitArgPrefixes[Workload] = field(default_factory=Workload)
@@ -105,6 +105,7 @@ def run_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
 def train_with_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
     import torch
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -118,7 +119,9 @@ def train_with_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
     total = WARM_UP_STEPS + steps
     prompts = source.batch(0, work.prompts * total)
     by_index = {prompt.index: prompt for prompt in prompts}
-    rows = Dataset.from_list([{"prompt": p.text + "\n", "index": p.index} for p in prompts])
+    # with a fingerprint of its own: datasets' pickling of recent pyarrow types fails
+    columns = {"prompt": [p.text + "\n" for p in prompts], "index": [p.index for p in prompts]}
+    rows = Dataset(InMemoryTable.from_pydict(columns), fingerprint="prompts")
     ends: list[float] = []
 
     class Clock(TrainerCallback):

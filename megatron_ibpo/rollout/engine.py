@@ -216,9 +216,6 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
             "KMP_BLOCKTIME": "0",
             # vLLM compiles a few small functions even when told not to: seconds, and a C++ compiler needed.
             "TORCH_COMPILE_DISABLE": "1",
-            # vLLM compiles a few of its sampler's functions even when told to be eager: half a minute of C++
-            # at every start, for a tenth of the sampling time.
-            "TORCHDYNAMO_DISABLE": "1",
         }
     else:
         visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
