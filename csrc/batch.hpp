@@ -31,6 +31,7 @@ void for_each_index(std::size_t count, std::size_t num_threads, Work work) {
         }
     };
     std::vector<std::thread> others;
+    others.reserve(num_threads);
     try {
         for (std::size_t i = 1; i < num_threads; ++i) others.emplace_back(run);
     } catch (const std::system_error&) {

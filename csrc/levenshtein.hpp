@@ -1,8 +1,9 @@
 // Levenshtein distance of token-id sequences, bit-parallel: G. Myers 1999 in the form of H. Hyyrö 2003.
 //
-// Rows are the shorter sequence in blocks of 64, columns the longer one. A block is carried over all columns
-// before the next one starts: between blocks only the horizontal differences of one row are kept, so memory
-// stays linear in the lengths, and 64 rows have at most 64 match masks. O(n * ceil(m / 64)) word operations.
+// Rows are the shorter sequence in words of 64, columns the longer one. A stripe of two words is carried over all
+// columns before the next one starts: between stripes only the horizontal differences of one row are kept, so memory
+// stays linear in the lengths. O(n * ceil(m / 64)) word operations. A word waits for its own last column and for the
+// carry of the word above; with two the processor overlaps these waits, and more have measured no better.
 #pragma once
 
 #include <algorithm>
@@ -55,9 +56,43 @@ struct LevenshteinScratch {
     LocalIds local_ids;
     std::vector<std::uint32_t> rows;     // local ids of the shorter sequence
     std::vector<std::uint32_t> columns;  // local ids of the longer sequence
-    std::vector<std::uint64_t> matches;  // by local id: the rows of this block that hold it
-    std::vector<std::uint8_t> carry;     // by column, below the last block: bit 0 D rises, bit 1 D falls
+    std::vector<std::uint64_t> matches;  // by local id and word: the rows of this stripe that hold it
+    std::vector<std::uint8_t> carry;     // by column, below the last stripe: bit 0 D rises, bit 1 D falls
 };
+
+// Carries the next `height` rows, the last of them in word kWords - 1, over all columns.
+template <std::size_t kWords>
+void advance_stripe(const std::uint32_t* rows, std::size_t height, LevenshteinScratch& scratch) {
+    std::uint64_t* matches = scratch.matches.data();
+    for (std::size_t i = 0; i < height; ++i) matches[rows[i] * kWords + i / 64] |= 1ull << i % 64;
+    const std::size_t last_row = (height - 1) % 64;
+    std::uint64_t rises[kWords], falls[kWords];  // vertical differences: VP and VN of the literature
+    std::fill(rises, rises + kWords, ~0ull);
+    std::fill(falls, falls + kWords, 0);
+    const std::uint32_t* columns = scratch.columns.data();
+    std::uint8_t* carry = scratch.carry.data();
+    for (std::size_t j = 0, size = scratch.columns.size(); j < size; ++j) {
+        const std::uint64_t* column_matches = matches + columns[j] * kWords;
+        std::uint64_t in_rises = carry[j] & 1, in_falls = carry[j] >> 1;
+        for (std::size_t word = 0; word < kWords; ++word) {
+            const std::uint64_t rise = rises[word], fall = falls[word];
+            const std::uint64_t equal = column_matches[word] | in_falls;
+            const std::uint64_t diagonal = (((equal & rise) + rise) ^ rise) | equal | fall;  // D0
+            std::uint64_t right_rises = fall | ~(diagonal | rise);                           // HP
+            std::uint64_t right_falls = diagonal & rise;                                     // HN
+            const std::size_t bottom = word + 1 < kWords ? 63 : last_row;
+            const std::uint64_t out_rises = right_rises >> bottom & 1, out_falls = right_falls >> bottom & 1;
+            right_rises = right_rises << 1 | in_rises;
+            right_falls = right_falls << 1 | in_falls;
+            rises[word] = right_falls | ~(diagonal | right_rises);
+            falls[word] = right_rises & diagonal;
+            in_rises = out_rises;
+            in_falls = out_falls;
+        }
+        carry[j] = static_cast<std::uint8_t>(in_rises | in_falls << 1);
+    }
+    for (std::size_t i = 0; i < height; ++i) matches[rows[i] * kWords + i / 64] = 0;
+}
 
 // Insertions, deletions and substitutions that turn a into b. Ids compare as their type does.
 template <typename Id>
@@ -79,31 +114,16 @@ std::size_t levenshtein(const Id* a, std::size_t size_a, const Id* b, std::size_
     columns.resize(size_b);
     std::transform(a, a + size_a, rows.begin(), [&](Id id) { return local_ids[id]; });
     std::transform(b, b + size_b, columns.begin(), [&](Id id) { return local_ids[id]; });
-    auto& matches = scratch.matches;
-    matches.assign(local_ids.count() + 1, 0);
+    scratch.matches.assign(2 * (local_ids.count() + 1), 0);
     auto& carry = scratch.carry;
     carry.assign(size_b, 1);  // above the first row, D(0, j) = j
 
+    std::size_t top = 0;
+    for (; size_a - top > 64; top += std::min<std::size_t>(128, size_a - top))
+        advance_stripe<2>(rows.data() + top, std::min<std::size_t>(128, size_a - top), scratch);
+    if (top < size_a) advance_stripe<1>(rows.data() + top, size_a - top, scratch);
+
     std::size_t distance = size_a;
-    for (std::size_t top = 0; top < size_a; top += 64) {
-        const std::size_t height = std::min<std::size_t>(64, size_a - top);
-        for (std::size_t i = 0; i < height; ++i) matches[rows[top + i]] |= 1ull << i;
-        std::uint64_t rises = ~0ull, falls = 0;  // vertical differences: VP and VN of the literature
-        for (std::size_t j = 0; j < size_b; ++j) {
-            const std::uint64_t in_rises = carry[j] & 1, in_falls = carry[j] >> 1;
-            const std::uint64_t equal = matches[columns[j]] | in_falls;
-            const std::uint64_t diagonal = (((equal & rises) + rises) ^ rises) | equal | falls;  // D0
-            std::uint64_t right_rises = falls | ~(diagonal | rises);                             // HP
-            std::uint64_t right_falls = diagonal & rises;                                        // HN
-            carry[j] = static_cast<std::uint8_t>((right_rises >> (height - 1) & 1) |
-                                                 (right_falls >> (height - 1) & 1) << 1);
-            right_rises = right_rises << 1 | in_rises;
-            right_falls = right_falls << 1 | in_falls;
-            rises = right_falls | ~(diagonal | right_rises);
-            falls = right_rises & diagonal;
-        }
-        for (std::size_t i = 0; i < height; ++i) matches[rows[top + i]] = 0;
-    }
     for (const std::uint8_t step : carry) distance += (step & 1), distance -= step >> 1;
     return distance;
 }

@@ -28,9 +28,8 @@ def distance(a: Any, b: Any, *, normalized: bool = True) -> float:
         TypeError: an argument holds something other than int32 or int64 ids; ValueError: it is not 1-D.
     """
     ids_a, ids_b = _same_dtype(_ids("a", a), _ids("b", b))
-    ends_a, ends_b = (np.array([0, ids.size]) for ids in (ids_a, ids_b))
-    count = _edit_distance.batch_distance(ids_a, ends_a, ids_b, ends_b, num_threads=1)[0]
-    return float(count) / max(ids_a.size, ids_b.size, 1) if normalized else float(count)
+    count = _edit_distance.distance(ids_a, ids_b)
+    return count / max(ids_a.size, ids_b.size, 1) if normalized else float(count)
 
 
 def batch_distance(
@@ -56,9 +55,11 @@ def batch_distance(
         float64 [n].
 
     Raises:
-        TypeError: values or offsets are not int32 or int64; ValueError: not 1-D, offsets as above not met, or
-            a and b of different n.
+        TypeError: values or offsets are not int32 or int64, num_threads is no integer; ValueError: not 1-D,
+            offsets as above not met, a and b of different n, or num_threads below 0.
     """
+    if not isinstance(num_threads, int | np.integer):
+        raise TypeError(f"num_threads: must be an integer, not {num_threads!r}")
     if num_threads < 0:
         raise ValueError(f"num_threads: must be 0 or more, not {num_threads}")
     ids_a, ids_b = _same_dtype(_ids("a_values", a_values), _ids("b_values", b_values))
@@ -76,21 +77,25 @@ def batch_distance(
 
 
 def _ids(name: str, values: Any) -> npt.NDArray[Any]:
-    """`values` as a contiguous array of int32 or int64, a view wherever one is possible."""
+    """`values` as a contiguous, aligned array of int32 or int64, a view wherever one is possible."""
+    if type(values) is list and (ints := _edit_distance.read_ints(values)) is not None:
+        return ints
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{name}: cannot be read as an array of token ids: {error}") from error
     if array.ndim != 1:
         raise ValueError(f"{name}: must be 1-D, not of shape {array.shape}")
-    if array.size == 0 and not hasattr(values, "dtype"):  # numpy takes an empty list for floats
+    if array.size == 0 and not hasattr(values, "dtype"):  # numpy takes an empty tuple for floats
         array = array.astype(np.int64)
     if array.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name}: must hold int32 or int64 ids, not {array.dtype}")
-    return np.ascontiguousarray(array)
+    return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
 
 
 def _same_dtype(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    if a.dtype == b.dtype:
+        return a, b
     common = np.promote_types(a.dtype, b.dtype)
     return a.astype(common, copy=False), b.astype(common, copy=False)
 
