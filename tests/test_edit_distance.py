@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -77,7 +78,9 @@ def edited_pairs(seed: int, count: int, longest: int):
     """Random sequences and noisy copies, lengths around and far from multiples of 64, all rates of edits."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
-        length = int(rng.choice([0, 1, 63, 64, 65, 127, 128, 129, int(rng.integers(0, longest))]))
+        length = int(
+            rng.choice([0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000, int(rng.integers(0, longest))])
+        )
         a = rng.integers(0, int(rng.choice([2, 50, 150_000])), length)
         kept = rng.random(length) > rng.choice([0.0, 0.02, 0.3, 0.9])
         b = np.insert(a[kept], np.flatnonzero(rng.random(int(kept.sum())) < 0.1), 7)
@@ -105,6 +108,28 @@ def test_takes_arrays_and_tensors_of_both_widths(values_dtype, offsets_dtype):
     tensors = [torch.from_numpy(array) for array in (values_a, offsets_a, values_b, offsets_b)]
     assert batch_distance(*tensors, normalized=False).tolist() == expected
     assert distance(values_a[::2], values_b[:2]) == 1 / 3
+
+
+@pytest.mark.parametrize("ids", [[3, -1, 2**40], []])
+def test_takes_what_holds_ids_in_any_layout(ids):
+    array = np.array(ids, np.int64)
+    off_by_a_byte = np.frombuffer(b"\0" + array.tobytes(), np.int64, offset=1) if ids else array
+    every_other = np.repeat(array, 2)[::2]
+    for same in (ids, tuple(ids), list(array), array, off_by_a_byte, every_other, torch.from_numpy(array)):
+        assert distance(same, ids) == 0.0
+        assert distance(same, [*ids, 4], normalized=False) == 1.0
+
+
+def test_other_threads_run_meanwhile():
+    rng = np.random.default_rng(2)
+    a, b = rng.integers(0, 150_000, 65_536), rng.integers(0, 150_000, 65_536)
+    worker = threading.Thread(target=distance, args=(a, b))
+    worker.start()
+    ticks = 0
+    while worker.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 10, "the GIL was held"
 
 
 def test_no_sequences_give_no_distances():
@@ -140,6 +165,11 @@ def test_two_full_contexts_take_a_moment():
         ({"b_offsets": [0, 1]}, ValueError, "b_offsets: must end with the number of values, 2, not 1"),
         ({"b_offsets": [0, 3, 2]}, ValueError, "b_offsets: must not fall, but entry 2 is 2 after 3"),
         ({"b_offsets": [0, 1, 2]}, ValueError, "b_offsets: 2 sequences, but a_offsets has 1"),
+        ({"a_values": [1, None]}, TypeError, "a_values: .* not object"),
+        ({"a_values": [2**63, 2**63]}, TypeError, "a_values: .* not uint64"),
+        ({"a_values": np.array([1, 2], ">i8")}, TypeError, "a_values: .* not >i8"),
+        ({"a_offsets": [0.0, 2.0]}, TypeError, "a_offsets: .* not float64"),
+        ({"num_threads": None}, TypeError, "num_threads: must be an integer, not None"),
         ({"num_threads": -1}, ValueError, "num_threads: must be 0 or more, not -1"),
     ],
 )
