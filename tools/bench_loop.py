@@ -60,8 +60,8 @@ class Arguments:
     work: tyro.conf.OmitArgPrefixes[Workload] = field(default_factory=Workload)
 
 
-def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Path) -> list[float]:
-    """Seconds of each step after the warm-up."""
+def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Path) -> list[dict[str, float]]:
+    """Seconds by stage of each step after the warm-up."""
     is_moe = "num_experts" in json.loads((checkpoint / "config.json").read_text())
     command = [
         sys.executable, "-m", "megatron_ibpo.launch",
@@ -86,7 +86,7 @@ def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Pa
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=1200, env=environment, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [sum(row["seconds"].values()) for row in rows if row["kind"] == "step"][WARM_UP_STEPS:]
+    return [row["seconds"] for row in rows if row["kind"] == "step"][WARM_UP_STEPS:]
 
 
 def run_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
@@ -172,18 +172,23 @@ def train_with_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
 def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
     """Both sides in turns, on one checkpoint."""
     work = arguments.work
-    ours: list[float] = []
+    stages: list[dict[str, float]] = []
     theirs: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         for turn in range(arguments.turns):
-            ours += run_ours(checkpoint, work, arguments, Path(scratch) / str(turn))
+            stages += run_ours(checkpoint, work, arguments, Path(scratch) / str(turn))
             if arguments.peer == "trl":
                 theirs += run_trl(checkpoint, work, arguments.steps)
     per_step = work.prompts * work.samples
+    ours = [sum(step.values()) for step in stages]
     result: dict[str, Any] = {
         "checkpoint": checkpoint.name,
         "ours_seconds_a_step": round(statistics.median(ours), 3),
         "ours_samples_a_second": round(per_step / statistics.median(ours), 1),
+        "ours_seconds_by_stage": {
+            name: round(statistics.median(step.get(name, 0.0) for step in stages), 3)
+            for name in ("sample", "score", "credit", "train", "sync", "report")
+        },
         "ours_all_seconds": [round(s, 3) for s in ours],
     }
     if theirs:
