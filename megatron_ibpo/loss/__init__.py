@@ -1,7 +1,16 @@
-"""The policy-gradient loss over packed sequences: the torch reference that defines it, behind one door."""
+"""The policy-gradient loss over packed sequences: torch defines it, Triton kernels do the same on GPUs."""
 
+from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.sequence_loss import LossStats, packed_sequence_loss
 from megatron_ibpo.loss.variants import VARIANTS, Variant
 
-__all__ = ["VARIANTS", "LossStats", "Variant", "packed_logprobs", "packed_sequence_loss"]
+__all__ = [
+    "VARIANTS",
+    "LossBackend",
+    "LossStats",
+    "Variant",
+    "choose_backend",
+    "packed_logprobs",
+    "packed_sequence_loss",
+]
