@@ -136,8 +136,7 @@ def _check(
     if objective.variant.sequence_ratio:
         raise ValueError(
             f"loss variant {variant!r} cannot be fused with the LM head: its token term needs a mean that "
-            "only later chunks complete. Use packed_sequence_loss, or gspo, the same loss for one advantage a "
-            "sequence"
+            "only later chunks complete. Use packed_sequence_loss, or gspo, the same for advantages [S]"
         )
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, must be at least 1")

@@ -28,9 +28,10 @@ def packed_logprobs(
     temperature_N: Tensor | float = 1.0,
     tp_group: Any = None,
     vocab_range: tuple[int, int] | None = None,
+    entropy: bool = True,
     inplace: bool = False,
     backend: LossBackend = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each row's target, and entropy of each row's distribution, at its temperature.
 
     Args:
@@ -41,11 +42,12 @@ def packed_logprobs(
         tp_group: process group over which the vocabulary is sharded; one all-gather of row statistics.
         vocab_range: (start, stop) of the global ids in this rank's columns; columns from stop - start on are
             padding and take no part. Equal contiguous shards when None.
+        entropy: False leaves it out, which is a little faster.
         inplace: let the backward pass write the gradient over the logits, which must not be used after.
         backend: what computes it, see `choose_backend`.
 
     Returns:
-        (logprobs_N, entropy_N), fp32 (fp64 for fp64 logits). Only the first carries a gradient.
+        (logprobs_N, entropy_N or None), fp32 (fp64 for fp64 logits). Only the first carries a gradient.
 
     Raises:
         ValueError: shapes that do not fit, a target outside the whole vocabulary (an assertion of the
@@ -59,7 +61,7 @@ def packed_logprobs(
         from megatron_ibpo.kernels.row_logprobs import RowLogprobs
 
         return RowLogprobs.apply(
-            logits_NV, targets_N, response_mask_N, temperature_N, tp_group, vocab_range, inplace
+            logits_NV, targets_N, response_mask_N, temperature_N, tp_group, vocab_range, entropy, inplace
         )
     rows = (
         torch.arange(num_rows, device=logits_NV.device)
@@ -67,7 +69,9 @@ def packed_logprobs(
         else response_mask_N.nonzero().squeeze(1)
     )
     temperature = torch.as_tensor(temperature_N, device=logits_NV.device).expand(num_rows)
-    return _RowLogprobs.apply(logits_NV, targets_N, rows, temperature, tp_group, vocab_range, inplace)
+    return _RowLogprobs.apply(
+        logits_NV, targets_N, rows, temperature, tp_group, vocab_range, entropy, inplace
+    )
 
 
 def own_vocab_range(vocab_range: tuple[int, int] | None, num_columns: int, tp_group: Any) -> tuple[int, int]:
@@ -88,17 +92,17 @@ class _RowLogprobs(torch.autograd.Function):
     """Keeps the logits and one statistic a row; the softmax is recomputed chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, inplace):
+    def forward(ctx, logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, entropy, inplace):
         log_sum_exp_R, logprobs_R, entropy_R = row_statistics(
-            logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range
+            logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, entropy=entropy
         )
-        logprobs_N = torch.zeros(len(logits_NV), dtype=logprobs_R.dtype, device=logits_NV.device)
-        entropy_N = torch.zeros_like(logprobs_N)
-        logprobs_N[rows] = logprobs_R
-        entropy_N[rows] = entropy_R
+        zeros_N = torch.zeros(len(logits_NV), dtype=logprobs_R.dtype, device=logits_NV.device)
+        logprobs_N = zeros_N.index_copy(0, rows, logprobs_R)
+        entropy_N = None if entropy_R is None else zeros_N.index_copy(0, rows, entropy_R)
         ctx.save_for_backward(logits_NV, targets_N, rows, temperature_N, log_sum_exp_R)
         ctx.vocab_range, ctx.inplace = vocab_range, inplace
-        ctx.mark_non_differentiable(entropy_N)
+        if entropy_N is not None:
+            ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -108,7 +112,7 @@ class _RowLogprobs(torch.autograd.Function):
         write_gradient(
             out_NV, logits_NV, targets_N, rows, temperature_N, log_sum_exp_R, grads[0][rows], ctx.vocab_range
         )
-        return out_NV, None, None, None, None, None, None
+        return out_NV, *(None,) * 7
 
 
 def row_statistics(
@@ -118,8 +122,10 @@ def row_statistics(
     temperature_N: Tensor,
     tp_group: Any,
     vocab_range: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-sum-exp, log-prob of the target, entropy) [R] of the rows named by rows_R, over all shards.
+    *,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-sum-exp, log-prob of the target, entropy or None) [R] of the rows rows_R, over all shards.
 
     Raises:
         ValueError: a target outside the vocabulary of all shards.
@@ -128,12 +134,12 @@ def row_statistics(
     local_4R = torch.empty(4, len(rows_R), dtype=dtype, device=logits_NV.device)
     for part in _chunks(rows_R, logits_NV.shape[1]):
         x_RV = _scaled(logits_NV, rows_R[part], temperature_N, vocab_range, dtype)
-        local_4R[:, part] = _shard_statistics(x_RV, targets_N[rows_R[part]], vocab_range)
+        local_4R[:, part] = _shard_statistics(x_RV, targets_N[rows_R[part]], vocab_range, entropy)
     log_sum_exp, target_logit, mean_logit = _combine(local_4R, tp_group)
     if not bool(target_logit.isfinite().all()) and bool(log_sum_exp.isfinite().all()):
         bad = targets_N[rows_R][~target_logit.isfinite()][0].item()
         raise ValueError(f"target id {bad} is outside the vocabulary of the logits")
-    return log_sum_exp, target_logit - log_sum_exp, log_sum_exp - mean_logit
+    return log_sum_exp, target_logit - log_sum_exp, log_sum_exp - mean_logit if entropy else None
 
 
 def write_gradient(
@@ -187,13 +193,15 @@ def _own_targets(targets_R: Tensor, start: int, stop: int) -> tuple[Tensor, Tens
     return own, torch.where(own, targets_R - start, 0)
 
 
-def _shard_statistics(x_RV: Tensor, targets_R: Tensor, vocab_range: tuple[int, int]) -> Tensor:
-    """[4, R]: max, sum of exp(x - max), sum of x·exp(x - max), target logit (-inf where not here)."""
+def _shard_statistics(x_RV: Tensor, targets_R: Tensor, vocab_range: tuple[int, int], entropy: bool) -> Tensor:
+    """[4, R]: max, Σ exp(x - max), Σ x·exp(x - max) for the entropy, target logit (-inf where not here)."""
     own, column = _own_targets(targets_R, *vocab_range)
     target = x_RV.gather(1, column[:, None]).squeeze(1).masked_fill(~own, -torch.inf)
     largest = x_RV.amax(1)
     weights_RV = (x_RV - largest[:, None]).exp_()
-    return torch.stack([largest, weights_RV.sum(1), (weights_RV * x_RV).sum(1), target])
+    total = weights_RV.sum(1)
+    moment = weights_RV.mul_(x_RV).sum(1) if entropy else torch.zeros_like(total)
+    return torch.stack([largest, total, moment, target])
 
 
 def _combine(local_4R: Tensor, tp_group: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -130,6 +130,7 @@ def packed_sequence_loss(
         inplace=inplace,
         backend=name,
     )
+    assert entropy_N is not None
     loss, seen = _segment_step(name, logprobs_N, segments, objective, variant)
     stats = LossStats(logprobs_N.detach(), entropy_N, seen.mean_log_ratio_S, seen.clipped, seen.kl_N)
     return loss, stats
@@ -192,7 +193,7 @@ def _segment_step(
         return segment_loss(logprobs_N, segments, objective)
     from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 
-    loss, *seen = triton_segment_loss(
+    loss, mean_log_ratio_S, clipped, kl_N = triton_segment_loss(
         logprobs_N,
         cu_seqlens=segments.cu_seqlens,
         mask_N=segments.mask_N,
@@ -209,4 +210,4 @@ def _segment_step(
         kl_coef=objective.kl_coef,
         cp_group=segments.cp_group,
     )
-    return loss, SegmentStats(*seen)
+    return loss, SegmentStats(mean_log_ratio_S, clipped, kl_N)
