@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ibpo.kernels.logits_gradient import write_gradient
 from megatron_ibpo.kernels.row_statistics import row_statistics
 
-__all__ = ["RowLogprobs", "as_temperature"]
+__all__ = ["RowLogprobs", "as_temperature", "check_targets"]
 
 
 class RowLogprobs(torch.autograd.Function):
@@ -27,7 +27,7 @@ class RowLogprobs(torch.autograd.Function):
         found = row_statistics(
             logits_NV, targets_N, mask_N, temperature, tp_group, vocab_range, entropy=entropy
         )
-        _check_targets(found.logprobs, targets_N)
+        check_targets(found.logprobs, targets_N)
         ctx.save_for_backward(logits_NV, targets_N, temperature, found.shift, found.total)
         ctx.vocab_range, ctx.inplace, ctx.written = vocab_range, inplace, False
         ctx.mark_non_differentiable(found.entropy)
@@ -58,8 +58,12 @@ def with_contiguous_columns(logits_NV: Tensor) -> Tensor:
     return logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
 
 
-def _check_targets(logprobs_N: Tensor, targets_N: Tensor) -> None:
-    """A target on no shard has log-prob -inf. On a GPU the device asserts, without waiting for it."""
+def check_targets(logprobs_N: Tensor, targets_N: Tensor) -> None:
+    """Refuse a target that no shard has: its log-prob is -inf. On a GPU the device asserts, without waiting.
+
+    Raises:
+        ValueError: on a CPU, with the id.
+    """
     inside = logprobs_N != -torch.inf
     if logprobs_N.is_cuda:
         torch._assert_async(inside.all(), "a target id is outside the vocabulary of the logits")

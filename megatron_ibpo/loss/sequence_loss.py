@@ -103,10 +103,65 @@ def packed_sequence_loss(
         ValueError: shapes that do not fit, cut sequences, an unknown variant, parameter, aggregation or
             estimator, a backend that cannot be used.
     """
+    segments, objective = describe(
+        len(logits_NV),
+        old_logprobs_N,
+        response_mask_N,
+        cu_seqlens,
+        advantages,
+        token_weights_N=token_weights_N,
+        sequence_weights_S=sequence_weights_S,
+        variant=variant,
+        params=params,
+        aggregation=aggregation,
+        ref_logprobs_N=ref_logprobs_N,
+        kl=kl,
+        kl_coef=kl_coef,
+        cp_group=cp_group,
+    )
+    name = choose_backend(backend, logits_NV.device, logits_NV.dtype, variant).name
+    logprobs_N, entropy_N = packed_logprobs(
+        logits_NV,
+        targets_N,
+        response_mask_N=segments.mask_N,
+        temperature_N=spread_temperature(temperature, segments.sequence_of_row, segments.num_sequences),
+        tp_group=tp_group,
+        vocab_range=vocab_range,
+        inplace=inplace,
+        backend=name,
+    )
+    assert entropy_N is not None
+    loss, seen = _segment_step(name, logprobs_N, segments, objective, variant)
+    stats = LossStats(logprobs_N.detach(), entropy_N, seen.mean_log_ratio_S, seen.clipped, seen.kl_N)
+    return loss, stats
+
+
+def describe(
+    num_rows: int,
+    old_logprobs_N: Tensor | None,
+    response_mask_N: Tensor,
+    cu_seqlens: Tensor,
+    advantages: Tensor,
+    *,
+    token_weights_N: Tensor | None,
+    sequence_weights_S: Tensor | None,
+    variant: str,
+    params: Mapping[str, float] | None,
+    aggregation: str | float | None,
+    ref_logprobs_N: Tensor | None,
+    kl: KLEstimator,
+    kl_coef: float,
+    cp_group: Any,
+) -> tuple[Segments, Objective]:
+    """The arguments of a door, checked, as the segment step takes them.
+
+    Raises:
+        ValueError: as `packed_sequence_loss` says.
+    """
     chosen, resolved = resolve_variant(variant, params)
     check_penalty(kl, kl_coef, ref_logprobs_N)
     objective = Objective(chosen, resolved, resolve_aggregation(aggregation, chosen), kl, kl_coef)
-    num_rows, num_sequences = len(logits_NV), len(cu_seqlens) - 1
+    num_sequences = len(cu_seqlens) - 1
     bounds = check_boundaries(cu_seqlens, num_rows, cp_group)
     rows = {
         "response_mask_N": response_mask_N,
@@ -116,8 +171,8 @@ def packed_sequence_loss(
     }
     check_sizes(rows, num_rows, advantages, sequence_weights_S, num_sequences, chosen)
     if sequence_weights_S is None:
-        sequence_weights_S = torch.full((num_sequences,), 1.0 / num_sequences, device=logits_NV.device)
-        sequence_weights_S = sequence_weights_S.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        equal, device = 1.0 / num_sequences, response_mask_N.device
+        sequence_weights_S = torch.full((num_sequences,), equal, dtype=torch.float64, device=device)
     segments = Segments(
         bounds,
         response_mask_N.to(torch.bool),
@@ -128,21 +183,7 @@ def packed_sequence_loss(
         ref_logprobs_N,
         cp_group,
     )
-    name = choose_backend(backend, logits_NV.device, logits_NV.dtype, variant).name
-    logprobs_N, entropy_N = packed_logprobs(
-        logits_NV,
-        targets_N,
-        response_mask_N=segments.mask_N,
-        temperature_N=spread_temperature(temperature, segments.sequence_of_row, num_sequences),
-        tp_group=tp_group,
-        vocab_range=vocab_range,
-        inplace=inplace,
-        backend=name,
-    )
-    assert entropy_N is not None
-    loss, seen = _segment_step(name, logprobs_N, segments, objective, variant)
-    stats = LossStats(logprobs_N.detach(), entropy_N, seen.mean_log_ratio_S, seen.clipped, seen.kl_N)
-    return loss, stats
+    return segments, objective
 
 
 def _segment_step(
