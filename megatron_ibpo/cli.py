@@ -255,7 +255,7 @@ _RANGES: dict[str, _Rule] = {
     "adam_eps": _POSITIVE,
     "weight_decay": _NOT_NEGATIVE,
     "clip_grad": _POSITIVE,
-    "eps_clip": (lambda value: 0 < value < 1, "above 0 and below 1"),
+    "eps_clip": _SHARE,
     "eps_clip_high": _POSITIVE,
     "tis_clip": _POSITIVE,
     "num_steps_per_rollout": _AT_LEAST_1,

@@ -94,13 +94,20 @@ class LossConfig:
     """The policy-gradient loss."""
 
     loss_variant: str = "gspo"
-    """Name in `megatron_ibpo.loss.VARIANTS`."""
-    eps_clip: float = 3e-4
-    """Lower clip range; 3e-4 as the field uses with GSPO's length-normalised ratio."""
-    eps_clip_high: float | None = 4e-4
-    """Upper clip range; equal to --eps-clip when None."""
-    loss_backend: Literal["auto", "torch"] = "auto"
-    """What computes the loss; "auto" takes the fastest that is available and prints it."""
+    """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
+    dapo, dr-grpo, cispo, sapo, gmpo."""
+    eps_clip: float | None = None
+    """Lower clip range. The variant's own when None: 3e-4 for gspo, as the field uses with its
+    length-normalised ratio, .2 for grpo."""
+    eps_clip_high: float | None = None
+    """Upper clip range. When None equal to --eps-clip, or where that is None too the variant's own: 4e-4 for
+    gspo, .2 for grpo, .28 for dapo."""
+    loss_aggregation: Literal["variant", "sequence-mean", "token-mean", "constant"] = "variant"
+    """What a sequence's sum over tokens is divided by: its own length, the mean length of the mini-batch
+    (every token counts the same), or --rollout-max-response-len. "variant" is as it was published."""
+    loss_backend: Literal["auto", "triton", "torch"] = "auto"
+    """What computes the loss. "auto" takes the Triton kernels on GPUs wherever they can be used, else plain
+    torch; the one in use is printed at start."""
     use_tis: bool = False
     """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
     tis_clip: float = 2.0

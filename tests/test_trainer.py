@@ -158,7 +158,7 @@ def golden_loss(world, hf_dir, rows):
     now = trainer.logprobs(rows)
     for row, logprobs in zip(rows, now, strict=True):
         row.old_logprobs = tuple(value - 0.01 * k for k, value in enumerate(logprobs))
-    stepped = trainer._optimizer_step([r for r in rows if r.advantage], own_old_logprobs=False).metrics()
+    stepped = trainer._optimizer_step([r for r in rows if r.advantage], False, "sequence-mean").metrics()
     close_trainer()
     total = 0.0
     for row, logprobs in zip(rows, now, strict=True):

@@ -24,8 +24,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.loss import LossStats, packed_logprobs, packed_sequence_loss
-from megatron_ibpo.loss.variants import VARIANTS
+from megatron_ibpo.loss import LossStats, packed_logprobs, packed_sequence_loss, resolve_variant
+from megatron_ibpo.policy.objective import aggregation, backend_in_use, clip_params
 from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches, split_minibatches
 from megatron_ibpo.records import TrainSequence
 from megatron_ibpo.world import World
@@ -42,8 +42,13 @@ class Trainer:
             chunks: what `build_model` made for this rank.
             vocab_size: true vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+
+        Raises:
+            ValueError: a loss that is unknown, or that its flags do not fit.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
+        self.clip_params = clip_params(config.loss)
+        self.loss_backend = backend_in_use(config, world.device)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
@@ -70,6 +75,7 @@ class Trainer:
         started = time.perf_counter()
         loss_config = self.config.loss
         minibatches = split_minibatches(sequences, loss_config.num_steps_per_rollout)
+        divisors = [aggregation(self.config, part) for part in minibatches]
         live = [[s for s in part if s.advantage != 0] for part in minibatches]
         # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
         for part in live if loss_config.use_tis else live[1:]:
@@ -79,7 +85,7 @@ class Trainer:
         totals = _Totals()
         for number, part in enumerate(live):
             own_old = number == 0 and not loss_config.use_tis
-            totals.merge(self._optimizer_step(part, own_old))
+            totals.merge(self._optimizer_step(part, own_old, divisors[number]))
         metrics = totals.metrics()
         metrics["loss"] /= len(live)
         metrics["sequences_trained"] = sum(len(part) for part in live)
@@ -117,7 +123,8 @@ class Trainer:
         """Truncated importance weights of trainer over rollout (ibpo step 14): on the sequence's weight for
         sequence-level variants, on each token's weight for token-level ones. Returns the weights."""
         cap = self.config.loss.tis_clip
-        token_level = VARIANTS[self.config.loss.loss_variant].token_term is not None
+        variant, _ = resolve_variant(self.config.loss.loss_variant, None)
+        token_level = variant.sequence_term is None and not variant.sequence_ratio
         weights: list[float] = []
         for s in sequences:
             if s.rollout_logprobs is None or s.old_logprobs is None:
@@ -133,7 +140,9 @@ class Trainer:
                 s.weight *= weights[-1]
         return weights
 
-    def _optimizer_step(self, sequences: list[TrainSequence], own_old_logprobs: bool) -> _Totals:
+    def _optimizer_step(
+        self, sequences: list[TrainSequence], own_old_logprobs: bool, divisor: str | float
+    ) -> _Totals:
         totals = _Totals()
         self.scheduler.step(1)
         if not sequences:
@@ -145,7 +154,7 @@ class Trainer:
         self.optimizer.zero_grad()
         # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
         scale = len(batches) * parallel_state.get_data_parallel_world_size()
-        stored = self._run(batches, partial(self._loss_output, scale), forward_only=False)
+        stored = self._run(batches, partial(self._loss_output, scale, divisor), forward_only=False)
         for part in self.world.all_gather(stored if _is_reporting_rank() else []):
             for piece in part:
                 totals.merge(piece)
@@ -200,9 +209,9 @@ class Trainer:
             forward_only=forward_only,
         )
 
-    def _loss_output(self, scale: float, batch: PackedBatch, logits: Tensor) -> tuple[Tensor, _Totals]:
-        loss_config = self.config.loss
-        high = loss_config.eps_clip if loss_config.eps_clip_high is None else loss_config.eps_clip_high
+    def _loss_output(
+        self, scale: float, divisor: str | float, batch: PackedBatch, logits: Tensor
+    ) -> tuple[Tensor, _Totals]:
         loss, stats = packed_sequence_loss(
             logits[0],
             batch.targets_N,
@@ -212,11 +221,12 @@ class Trainer:
             batch.advantages_S,
             token_weights_N=batch.token_weights_N,
             sequence_weights_S=batch.weights_S,
-            variant=loss_config.loss_variant,
-            params={"eps_low": loss_config.eps_clip, "eps_high": high},
+            variant=self.config.loss.loss_variant,
+            params=self.clip_params,
+            aggregation=divisor,
             temperature=batch.temperature_S,
             inplace=True,
-            backend=loss_config.loss_backend,
+            backend=self.loss_backend.name,
             **self._vocabulary(logits),
         )
         return loss * scale, _observed(batch, loss, stats)
@@ -228,6 +238,8 @@ class Trainer:
             batch.targets_N,
             response_mask_N=batch.response_mask_N.bool(),
             temperature_N=batch.temperature_S.repeat_interleave(lengths),
+            entropy=False,
+            backend=self.loss_backend.name,
             **self._vocabulary(logits),
         )
         bounds = batch.cu_seqlens.tolist()

@@ -9,9 +9,17 @@ __all__ = ["run_sizes"]
 
 
 def run_sizes(
-    config: Config, world_size: int, *, parameters: int | None = None, engines: int | None = None
+    config: Config,
+    world_size: int,
+    *,
+    parameters: int | None = None,
+    engines: int | None = None,
+    loss_backend: str | None = None,
 ) -> list[Size]:
-    """What happens how often in one step, and on how many ranks; of the model and engines what is known."""
+    """What happens how often in one step, and on how many ranks; of the model and engines what is known.
+
+    loss_backend: what computes the loss and why, once that is known.
+    """
     rollout, algorithm, loss, parallel = config.rollout, config.algorithm, config.loss, config.parallel
     prompts, samples, corrections = (
         rollout.rollout_batch_size,
@@ -40,8 +48,9 @@ def run_sizes(
         Size(
             "layout",
             f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
-            f"of {world_size} ranks; loss by {loss.loss_backend}",
+            f"of {world_size} ranks",
         ),
+        Size("loss", loss.loss_variant, f"computed by {loss_backend or loss.loss_backend}, --loss-backend"),
     ]
     if parameters is not None:
         sizes.append(Size("parameters", parameters, "of the whole model"))
