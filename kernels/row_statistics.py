@@ -108,11 +108,7 @@ def row_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row
     if mask_ptr is not None and tl.load(mask_ptr + row) == 0:
-        tl.store(out_ptr, 0.0)
-        tl.store(out_ptr + num_rows, 1.0)
-        tl.store(out_ptr + 2 * num_rows, 0.0)
-        tl.store(out_ptr + 3 * num_rows, 0.0)
-        return
+        return  # what is out there stays undefined; combine_kernel does not look
     k = LOG2E / tl.load(temperature_ptr + (row if TEMPERATURE_PER_ROW else 0)).to(tl.float32)
     logits_ptr += row * row_stride
     column = tl.load(targets_ptr + row) - vocab_start
@@ -131,12 +127,15 @@ def row_statistics_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_shards"])
 def combine_kernel(
-    shards_ptr, shift_ptr, total_ptr, logprobs_ptr, entropy_ptr,
+    shards_ptr, mask_ptr, shift_ptr, total_ptr, logprobs_ptr, entropy_ptr,
     num_rows, num_shards, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """shards [R, 4, N] → the statistics of the whole vocabulary, BLOCK rows a program."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = row < num_rows
+    inside = row < num_rows
+    real = inside
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + row, mask=inside, other=0) != 0
     shift = tl.full((BLOCK,), float("-inf"), tl.float32)
     for shard in range(num_shards):
         shift = tl.maximum(shift, tl.load(shards_ptr + shard * 4 * num_rows + row, mask=real, other=0.0))
@@ -151,10 +150,11 @@ def combine_kernel(
         total += scale * part
         target = tl.maximum(target, tl.load(shard_ptr + 2 * num_rows, mask=real, other=0.0) + lower)
         moment += scale * (tl.load(shard_ptr + 3 * num_rows, mask=real, other=0.0) + lower * part)
-    tl.store(shift_ptr + row, shift, mask=real)
-    tl.store(total_ptr + row, total, mask=real)
-    tl.store(logprobs_ptr + row, (target - tl.log2(total)) * LN2, mask=real)
-    tl.store(entropy_ptr + row, (tl.log2(total) - moment / total) * LN2, mask=real)
+    log_total = tl.log2(total)
+    tl.store(shift_ptr + row, shift, mask=inside)
+    tl.store(total_ptr + row, total, mask=inside)
+    tl.store(logprobs_ptr + row, tl.where(real, (target - log_total) * LN2, 0.0), mask=inside)
+    tl.store(entropy_ptr + row, tl.where(real, (log_total - moment / total) * LN2, 0.0), mask=inside)
 
 
 def row_statistics(
@@ -202,6 +202,6 @@ def row_statistics(
     )
     if num_rows:
         combine_kernel[(triton.cdiv(num_rows, BLOCK_N),)](
-            shards, *found, num_rows, len(shards), BLOCK=BLOCK_N, num_warps=4
+            shards, mask_N, *found, num_rows, len(shards), BLOCK=BLOCK_N, num_warps=4
         )
     return found

@@ -112,7 +112,8 @@ def cases() -> Iterator[tuple[str, Any, int, dict[str, Any], dict[str, str], int
         kernel, warps = logits_gradient.logits_gradient_kernel, logits_gradient.NUM_WARPS
         plain["BLOCK"] = logits_gradient.BLOCK_V
         yield f"logits_gradient {dtype}", kernel, warps, plain, {**logits, "out_ptr": f"*{dtype}"}, 0
-    yield "combine", row_statistics.combine_kernel, 4, {"BLOCK": row_statistics.BLOCK_N}, {}, 0
+    combine = {"BLOCK": row_statistics.BLOCK_N}
+    yield "combine", row_statistics.combine_kernel, 4, combine, {}, 0
     for variant in VARIANTS:
         yield from segment_cases(variant, None)
     for kl in KL_TERMS:

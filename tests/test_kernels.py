@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("suite", ["test_kernels.py", "test_layouts.py"])
+@pytest.mark.parametrize("suite", ["test_kernels.py", "test_layouts.py", "test_readme.py"])
 def test_the_suite_passes_under_the_interpreter(suite):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])

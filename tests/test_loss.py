@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.loss import VARIANTS, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs, packed_sequence_loss
 from megatron_ibpo.loss import logprobs as logprobs_module
 
 
@@ -391,3 +393,41 @@ def test_bf16_logits_get_fp32_statistics():
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         packed_sequence_loss(**{**random_batch(), **change})
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import torch
+from megatron_ibpo.loss import choose_backend, packed_sequence_loss
+logits = torch.zeros(3, 2, requires_grad=True)
+cu, ones = torch.tensor([0, 2, 3]), torch.ones(3)
+loss, _ = packed_sequence_loss(logits, torch.tensor([0, 1, 0]), None, ones, cu, torch.ones(2))
+loss.backward()
+print(loss.item(), choose_backend("auto", torch.device("cpu"), torch.float32))
+print(choose_backend("auto", torch.device("cuda"), torch.float32))
+"""
+
+
+def test_on_a_cpu_triton_is_neither_needed_nor_imported():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "-1.0 torch (no CUDA device)",
+        "torch (the package triton is not installed)",
+    ], done.stderr
+
+
+def test_the_backend_is_chosen_by_what_can_be_used(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cuda, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
+    assert str(choose_backend("auto", cpu, bf16)) == "torch (no CUDA device)"
+    assert str(choose_backend("torch", cuda, bf16)) == "torch (as asked)"
+    with pytest.raises(
+        ValueError, match="--loss-backend triton: the kernels run on CUDA devices, not on cpu"
+    ):
+        choose_backend("triton", cpu, bf16)
+    pytest.importorskip("triton")
+    assert str(choose_backend("auto", cuda, bf16, "gspo")) == "triton (CUDA device)"
+    assert "not torch.float64" in choose_backend("auto", cuda, torch.float64).reason
+    monkeypatch.setitem(VARIANTS, "new", VARIANTS["grpo"])
+    assert "'new' has no terms in kernels/variants.py" in choose_backend("auto", cuda, bf16, "new").reason
