@@ -28,7 +28,8 @@ def distance(a: Any, b: Any, *, normalized: bool = True) -> float:
         TypeError: an argument holds something other than int32 or int64 ids; ValueError: it is not 1-D.
     """
     ids_a, ids_b = _same_dtype(_ids("a", a), _ids("b", b))
-    count = _edit_distance.distance(ids_a, ids_b)
+    ends_a, ends_b = np.array([0, ids_a.size]), np.array([0, ids_b.size])
+    count = int(_edit_distance.batch_distance(ids_a, ends_a, ids_b, ends_b, None, 1)[0])
     return count / max(ids_a.size, ids_b.size, 1) if normalized else float(count)
 
 
@@ -69,7 +70,7 @@ def batch_distance(
         raise ValueError(
             f"b_offsets: {ends_b.size - 1} sequences, but a_offsets has {ends_a.size - 1}; they go in pairs"
         )
-    counts = _edit_distance.batch_distance(ids_a, ends_a, ids_b, ends_b, num_threads=num_threads)
+    counts = _edit_distance.batch_distance(ids_a, ends_a, ids_b, ends_b, None, num_threads)
     distances = counts.astype(np.float64)
     if normalized:
         distances /= np.maximum(np.maximum(np.diff(ends_a), np.diff(ends_b)), 1)

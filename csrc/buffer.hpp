@@ -1,0 +1,50 @@
+// Working memory that keeps its size from call to call and is aligned for vectors.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <type_traits>
+
+namespace ibpo {
+
+template <typename T>
+class Buffer {
+    static_assert(std::is_trivially_copyable_v<T>);
+
+public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { std::free(data_); }
+
+    // Room for `size` entries; what was there is lost when it must grow.
+    T* reserve(std::size_t size) {
+        if (size > capacity_) {
+            std::free(data_);
+            data_ = nullptr;
+            capacity_ = 0;
+            data_ = static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64));
+            if (data_ == nullptr) throw std::bad_alloc();
+            capacity_ = size;
+        }
+        return data_;
+    }
+    T* zeros(std::size_t size) {
+        reserve(size);
+        std::memset(data_, 0, size * sizeof(T));
+        return data_;
+    }
+    T* data() { return data_; }
+    const T* data() const { return data_; }
+    T& operator[](std::size_t i) { return data_[i]; }
+    const T& operator[](std::size_t i) const { return data_[i]; }
+    std::size_t bytes() const { return capacity_ * sizeof(T); }
+
+private:
+    T* data_ = nullptr;
+    std::size_t capacity_ = 0;
+};
+
+}  // namespace ibpo
