@@ -52,11 +52,11 @@ public:
     Grid read(const Core<Id>& core, LocalIds& local_ids) {
         reserve(core);
         if (!LocalIds::indexes(core.rows, static_cast<std::size_t>(core.num_rows))) return number(core, local_ids);
-        for (Position i = 0; i < core.num_rows; ++i) rows_[at(i)] = static_cast<std::uint32_t>(core.rows[i]);
-        for (Position j = 0; j < core.num_columns; ++j) {
-            const auto id = static_cast<std::uint64_t>(core.columns[j]);
-            columns_[at(j)] = static_cast<std::uint32_t>(std::min<std::uint64_t>(id, LocalIds::kIndexed));
-        }
+        narrow(core.rows, core.num_rows, rows_.data());
+        narrow(core.columns, core.num_columns, columns_.data());
+        if (!LocalIds::indexes(core.columns, at(core.num_columns)))
+            for (Position j = 0; j < core.num_columns; ++j)
+                if (static_cast<std::uint64_t>(core.columns[j]) >= LocalIds::kIndexed) columns_[at(j)] = LocalIds::kIndexed;
         return {rows_.data(), core.num_rows, columns_.data(), core.num_columns, LocalIds::kIndexed};
     }
     // By numbers 1, 2, … in the order of the rows.
@@ -70,6 +70,10 @@ public:
     }
 
 private:
+    template <typename Id>
+    static void narrow(const Id* ids, Position size, std::uint32_t* out) {
+        for (Position i = 0; i < size; ++i) out[i] = static_cast<std::uint32_t>(ids[i]);
+    }
     static std::size_t at(Position position) { return static_cast<std::size_t>(position); }
     template <typename Id>
     void reserve(const Core<Id>& core) {

@@ -20,13 +20,11 @@ public:
         kernels_ = &kernels;
         words_ = static_cast<int>((most_rows + 63) / 64);
         count_ = 0;
-        used_ = 0;
         num_columns_ = most_columns;
         const auto lanes = static_cast<std::size_t>(kernels.lanes), words = static_cast<std::size_t>(words_);
-        matches_.reserve((static_cast<std::size_t>(most_rows) + 1) * lanes * words);
+        matches_.zeros((static_cast<std::size_t>(most_rows) * lanes + 1) * words);
         columns_.zeros(static_cast<std::size_t>(most_columns) * lanes);
-        std::memset(matches_.data(), 0, words * sizeof(std::uint64_t));  // the row of columns that match nothing
-        used_ = 1;
+        last_used_ = 0;  // row 0 is for columns that match nothing
         std::fill(first_rises_, first_rises_ + words * lanes, 0);
         std::fill(num_own_, num_own_ + lanes, 0);
         std::fill(distances_, distances_ + lanes, 0);
@@ -47,14 +45,14 @@ public:
         num_own_[lane] = static_cast<std::uint64_t>(grid.num_columns);
         distances_[lane] = grid.num_rows;
         std::uint16_t* by_id = by_id_.data();
-        for (Position i = 0; i < grid.num_rows; ++i) {
-            std::uint16_t& own = by_id[grid.rows[i]];
-            if (own == 0) {
-                own = static_cast<std::uint16_t>(used_++);
-                std::memset(matches_.data() + own * words, 0, words * sizeof(std::uint64_t));
-            }
-            const Position at = skipped + i;
-            matches_[own * words + static_cast<std::size_t>(at / 64)] |= std::uint64_t{1} << at % 64;
+        std::uint64_t* matches = matches_.data();
+        for (Position i = 0, at = skipped; i < grid.num_rows; ++i, ++at) {  // no branch: see StripeTable::build
+            std::uint16_t& entry = by_id[grid.rows[i]];
+            const std::uint32_t known = entry, is_new = known == 0;
+            last_used_ += is_new;
+            const std::uint32_t own = known | (last_used_ & (0 - is_new));
+            entry = static_cast<std::uint16_t>(own);
+            matches[own * words + static_cast<std::size_t>(at / 64)] |= std::uint64_t{1} << at % 64;
         }
         std::uint32_t* out = columns_.data() + lane;
         for (Position j = 0; j < grid.num_columns; ++j, out += lanes)
@@ -71,7 +69,8 @@ public:
 private:
     const Kernels* kernels_ = nullptr;
     int words_ = 0, count_ = 0;
-    std::size_t used_ = 0, num_ids_ = 0;
+    std::uint32_t last_used_ = 0;  // row of `matches`
+    std::size_t num_ids_ = 0;
     Position num_columns_ = 0;
     Buffer<std::uint64_t> matches_;
     Buffer<std::uint32_t> columns_;
