@@ -36,14 +36,17 @@ public:
                std::uint8_t* matched_rows, std::uint8_t* matched_columns) {
         kernels_ = &kernels;
         grid_ = grid;
-        rank_[kDiagonal] = 0;
-        rank_[kRow] = rows_are_a ? 1 : 2;
-        rank_[kColumn] = rows_are_a ? 2 : 1;
+        row_step_ = rows_are_a ? 2 : 1;
+        column_step_ = rows_are_a ? 1 : 2;
         if (!forward(seeds, limit)) return false;
         num_steps_ = 0;
-        frontier_.assign(1, Vertex{static_cast<std::uint32_t>(grid.num_columns), 0, kDiagonal});
+        frontier_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
+        above_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
+        row_steps_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
+        frontier_[0] = vertex(static_cast<std::uint64_t>(grid.num_columns), 0, kDiagonal);
+        num_frontier_ = 1;
         for (std::size_t s = stripes_.size(); s-- > 0;) {
-            stripes_[s].below = frontier_;
+            stripes_[s].below.assign(frontier_.data(), frontier_.data() + num_frontier_);
             sweep(stripes_[s]);
             num_steps_ += stripes_[s].steps.size();
             if (num_steps_ > kMostSteps) forget(stripes_[s]);
@@ -56,16 +59,24 @@ public:
 
 private:
     static constexpr Position kTile = 512;                         // columns
+    static constexpr std::uint64_t kTop = std::uint64_t{1} << 63;
     static constexpr std::size_t kMostSteps = std::size_t{1} << 23;  // kept at once, four bytes each
 
-    enum Step : std::uint8_t { kDiagonal, kRow, kColumn };  // on from a vertex, towards the end
+    // A corner of cells: so many columns, and as many rows as the list it is in says, lie before it. In one word, so that
+    // of two ways on from one corner the greater is the better: the column, the most matches that can follow on an
+    // optimal path, and the step that leads to them.
+    using Vertex = std::uint64_t;
+    static constexpr std::uint64_t kDiagonal = 3;  // steps: leaving out a token of a is 2, one of b is 1
+    static constexpr int kMatchesShift = 2, kColumnShift = 33;
 
-    // A corner of cells: `column` columns, and as many rows as the list it is in says, lie before it.
-    struct Vertex {
-        std::uint32_t column;
-        std::uint32_t matches;  // that can follow at most, on an optimal path
-        Step step;              // by which
-    };
+    static Vertex vertex(std::uint64_t column, std::uint64_t matches, std::uint64_t step) {
+        return column << kColumnShift | matches << kMatchesShift | step;
+    }
+    static std::uint64_t column_of(Vertex vertex) { return vertex >> kColumnShift; }
+    static std::uint64_t matches_of(Vertex vertex) {
+        return vertex << (64 - kColumnShift) >> (64 - kColumnShift + kMatchesShift);
+    }
+    static std::uint64_t step_of(Vertex vertex) { return vertex & 3; }
 
     struct TracedStripe {
         StripeRange range;
@@ -73,7 +84,7 @@ private:
         std::vector<std::uint64_t> above;    // bits of the row above: rises, then falls
         std::vector<std::uint64_t> corners;  // vertical state left of each tile: rises, then falls
         std::vector<Vertex> below;           // vertices of the row below that paths come through
-        std::vector<std::uint32_t> steps;    // row by row from below, from the right: column · 4 + step
+        std::vector<std::uint32_t> steps;    // row by row from below, from the right: column << 2 | step
         std::vector<std::size_t> row_ends;   // in `steps`, from the last row to the first
     };
 
@@ -81,7 +92,7 @@ private:
 
     bool forward(const Seeds* seeds, Position limit) {
         stripes_.clear();
-        band_.start(*kernels_, grid_, seeds, limit);
+        band_.start(*kernels_, grid_, seeds, limit, BandUse::traced);
         while (band_.prepare()) {
             stripes_.emplace_back();
             TracedStripe& stripe = stripes_.back();
@@ -98,11 +109,17 @@ private:
     void keep_above(TracedStripe& stripe) {
         const Position count = stripe.range.last_column - stripe.range.first_column;
         const auto words = static_cast<std::size_t>((count + 63) / 64);
-        stripe.above.assign(2 * words, 0);
-        const std::uint64_t *rises = band_.args().rises, *falls = band_.args().falls;
-        for (Position j = 0; j < count; ++j) {
-            stripe.above[static_cast<std::size_t>(j / 64)] |= (rises[j] >> 63) << j % 64;
-            stripe.above[words + static_cast<std::size_t>(j / 64)] |= (falls[j] >> 63) << j % 64;
+        stripe.above.resize(2 * words);
+        for (std::size_t word = 0; word < words; ++word) {
+            const std::size_t from = 64 * word;
+            const std::uint64_t *rises = band_.args().rises + from, *falls = band_.args().falls + from;
+            std::uint64_t rises_bits = 0, falls_bits = 0;
+            for (int j = 0; j < 64; ++j) {  // the last word takes in some of the frontier's padding, which no one reads
+                rises_bits = rises_bits >> 1 | (rises[j] & kTop);
+                falls_bits = falls_bits >> 1 | (falls[j] & kTop);
+            }
+            stripe.above[word] = rises_bits;
+            stripe.above[words + word] = falls_bits;
         }
     }
 
@@ -136,24 +153,30 @@ private:
             const Position count = range.last_column - range.first_column;
             planes_of_.assign(static_cast<std::size_t>((count + kTile - 1) / kTile), nullptr);
             num_used_ = 0;
+            tile_column_ = range.last_column;  // none is at hand yet
+            plane_stride_ = static_cast<std::size_t>(stripe.kernel->words);
         }
         void set_row(Position row) {
             const int word = static_cast<int>((row - stripe_->range.first_row) / 64);
-            const auto words = static_cast<std::size_t>(stripe_->kernel->words);
             bit_ = static_cast<int>((row - stripe_->range.first_row) % 64);
-            offset_ = static_cast<std::size_t>(word) * kPlanes * words + static_cast<std::size_t>(kernels_->position(word));
+            offset_ = static_cast<std::size_t>(word) * kPlanes * plane_stride_ + static_cast<std::size_t>(kernels_->position(word));
         }
         // The words of the planes, one after another at a distance of plane_stride(), for the row set and this column.
         const std::uint64_t* at(Position column) {
-            const Position from_first = column - stripe_->range.first_column;
-            const auto tile = static_cast<std::size_t>(from_first / kTile);
-            if (planes_of_[tile] == nullptr) run(tile);
-            return planes_of_[tile] + static_cast<std::size_t>(from_first % kTile) * kPlanes * plane_stride() + offset_;
+            if (static_cast<std::size_t>(column - tile_column_) >= kTile) fetch(column);
+            return tile_planes_ + static_cast<std::size_t>(column - tile_column_) * kPlanes * plane_stride_ + offset_;
         }
-        std::size_t plane_stride() const { return static_cast<std::size_t>(stripe_->kernel->words); }
+        std::size_t plane_stride() const { return plane_stride_; }
         int bit() const { return bit_; }
 
     private:
+        void fetch(Position column) {
+            const auto tile = static_cast<std::size_t>((column - stripe_->range.first_column) / kTile);
+            if (planes_of_[tile] == nullptr) run(tile);
+            tile_planes_ = planes_of_[tile];
+            tile_column_ = stripe_->range.first_column + static_cast<Position>(tile) * kTile;
+        }
+
         void run(std::size_t tile) {
             const auto words = static_cast<std::size_t>(stripe_->kernel->words);
             const Position from = static_cast<Position>(tile) * kTile;
@@ -166,8 +189,8 @@ private:
             const std::size_t above_words = stripe_->above.size() / 2;
             for (Position j = 0; j < count; ++j) {
                 const auto at = static_cast<std::size_t>((from + j) / 64);
-                rises[j] = stripe_->above[at] >> (from + j) % 64 << 63;
-                falls[j] = stripe_->above[above_words + at] >> (from + j) % 64 << 63;
+                rises[j] = stripe_->above[at] << (63 - (from + j) % 64);
+                falls[j] = stripe_->above[above_words + at] << (63 - (from + j) % 64);
             }
             std::fill(rises + count, rises + count + kColumnPad, 0);
             std::fill(falls + count, falls + count + kColumnPad, 0);
@@ -184,7 +207,9 @@ private:
         const std::uint64_t* matches_ = nullptr;
         std::vector<const std::uint64_t*> planes_of_;  // by tile; null: not run yet
         std::vector<std::unique_ptr<Buffer<std::uint64_t>>> planes_;
-        std::size_t num_used_ = 0, offset_ = 0;
+        const std::uint64_t* tile_planes_ = nullptr;  // of the tile that begins at tile_column_
+        Position tile_column_ = 0;
+        std::size_t num_used_ = 0, plane_stride_ = 0, offset_ = 0;
         int bit_ = 0;
         Buffer<std::uint64_t> rises_, falls_;
         VerticalState state_;
@@ -193,64 +218,73 @@ private:
     // From stripe.below to frontier_, the vertices of the row above the stripe; keeps the steps on the way.
     void sweep(TracedStripe& stripe) {
         tiles_.start(*kernels_, grid_, stripe, table_);
-        frontier_ = stripe.below;
+        num_frontier_ = stripe.below.size();
+        std::copy(stripe.below.begin(), stripe.below.end(), frontier_.data());
         stripe.steps.clear();
         stripe.row_ends.clear();
         for (Position row = stripe.range.last_row; row-- > stripe.range.first_row;) {
-            tiles_.set_row(row);
-            sweep_row(stripe, row);
+            if (!match_one(stripe, row)) sweep_row(stripe, row);
             stripe.row_ends.push_back(stripe.steps.size());
         }
         table_.clear(grid_, stripe.range.first_row, stripe.range.last_row);
     }
 
-    // frontier_ holds vertices below `row`, from the right; puts those above it in their place.
+    // What sweep_row() does, if all paths come through one vertex and its two tokens match: no tile is looked at.
+    bool match_one(TracedStripe& stripe, Position row) {
+        const Vertex only = frontier_[0];
+        const std::uint64_t column = column_of(only);
+        if (num_frontier_ != 1 || column == 0 || grid_.columns[column - 1] != grid_.rows[row]) return false;
+        stripe.steps.push_back(static_cast<std::uint32_t>(column << 2 | step_of(only)));
+        frontier_[0] = vertex(column - 1, matches_of(only) + 1, kDiagonal);
+        return true;
+    }
+
+    // frontier_ holds vertices below `row`, from the right; puts those above it in their place. Whether a cell can be
+    // entered by this step or that is hardly foreseeable, so what it offers is written in any case and counted or not.
     void sweep_row(TracedStripe& stripe, Position row) {
-        above_.clear();
-        const std::uint32_t token = grid_.rows[row];
-        const std::size_t stride = tiles_.plane_stride();
-        Vertex left{};  // offered by the vertex to the right
-        bool has_left = false;
-        for (std::size_t next = 0; next < frontier_.size() || has_left;) {
-            Vertex vertex;
-            if (next < frontier_.size() && (!has_left || frontier_[next].column >= left.column)) {
-                vertex = frontier_[next++];
-                if (has_left && left.column == vertex.column) improve(vertex, left);
-            } else {
-                vertex = left;
+        tiles_.set_row(row);
+        const std::uint32_t token = grid_.rows[row], *columns = grid_.columns;
+        const int bit = tiles_.bit();
+        std::uint32_t* steps = row_steps_.data();
+        const std::size_t stride = tiles_.plane_stride(), num_below = num_frontier_;
+        const auto first_column = static_cast<std::uint64_t>(stripe.range.first_column);
+        const Vertex* below = frontier_.data();
+        Vertex* above = above_.data();
+        std::size_t num_above = 0;
+        const std::uint64_t row_step = row_step_, column_step = column_step_;
+        Vertex left = 0;  // offered by the vertex to the right; 0: nothing is
+        for (std::size_t next = 0; next < num_below || left != 0;) {
+            Vertex best = left;
+            if (next < num_below && column_of(below[next]) >= column_of(left)) best = std::max(left, below[next++]);
+            const std::uint64_t column = column_of(best), matches = matches_of(best);
+            *steps++ = static_cast<std::uint32_t>(column << 2 | step_of(best));
+            if (column <= first_column) {  // the band's edge: no way but up
+                offer(above, num_above, vertex(column, matches, row_step), true);
+                left = 0;
+                continue;
             }
-            has_left = false;
-            stripe.steps.push_back(vertex.column << 2 | vertex.step);
-            const Position column = static_cast<Position>(vertex.column) - 1;
-            if (column < stripe.range.first_column) {  // the band's edge: no way but up
-                offer_above({vertex.column, vertex.matches, kRow});
-            } else if (grid_.columns[column] == token) {
-                offer_above({vertex.column - 1, vertex.matches + 1, kDiagonal});
-            } else {
-                const std::uint64_t* planes = tiles_.at(column);
-                const int bit = tiles_.bit();
-                if (planes[kUp * stride] >> bit & 1) offer_above({vertex.column, vertex.matches, kRow});
-                if (!(planes[kZeroDiagonal * stride] >> bit & 1))
-                    offer_above({vertex.column - 1, vertex.matches, kDiagonal});
-                if (planes[kLeft * stride] >> bit & 1) {
-                    left = {vertex.column - 1, vertex.matches, kColumn};
-                    has_left = true;
-                }
-            }
+            const std::uint64_t* planes = tiles_.at(static_cast<Position>(column - 1));
+            const std::uint64_t equal = columns[column - 1] == token;
+            const std::uint64_t up = ~equal & planes[kUp * stride] >> bit & 1;
+            const std::uint64_t sideways = ~equal & planes[kLeft * stride] >> bit & 1;
+            const std::uint64_t diagonal = (equal | ~(planes[kZeroDiagonal * stride] >> bit)) & 1;
+            offer(above, num_above, vertex(column, matches, row_step), up != 0);
+            above[num_above] = vertex(column - 1, matches + equal, kDiagonal);
+            num_above += diagonal;
+            left = vertex(column - 1, matches, column_step) & (0 - sideways);
         }
+        stripe.steps.insert(stripe.steps.end(), row_steps_.data(), steps);
+        num_frontier_ = num_above;
         frontier_.swap(above_);
     }
 
-    void offer_above(const Vertex& offered) {
-        if (!above_.empty() && above_.back().column == offered.column)
-            improve(above_.back(), offered);
-        else
-            above_.push_back(offered);
-    }
-    void improve(Vertex& vertex, const Vertex& offered) const {
-        if (offered.matches > vertex.matches ||
-            (offered.matches == vertex.matches && rank_[offered.step] < rank_[vertex.step]))
-            vertex = offered;
+    // The last one offered may be at the same column: the better counts.
+    static void offer(Vertex* above, std::size_t& count, Vertex offered, bool counts) {
+        const bool same = count > 0 && column_of(above[count - (count > 0)]) == column_of(offered);
+        const std::size_t at = count - same;
+        const Vertex kept = same ? above[at] : 0;
+        above[at] = counts ? std::max(kept, offered) : kept;
+        count = counts ? at + 1 : count;
     }
 
     static void forget(TracedStripe& stripe) {
@@ -261,17 +295,18 @@ private:
     // ---- the walk, from the start ----
 
     void walk(std::uint8_t* matched_rows, std::uint8_t* matched_columns) {
-        const Vertex& start = leave_first_row();
-        Position row = 0, column = start.column;
-        Step step = start.step;
+        const Vertex start = leave_first_row();
+        auto column = static_cast<Position>(column_of(start));
+        Position row = 0;
+        std::uint64_t step = step_of(start);
         for (TracedStripe& stripe : stripes_) {
             const bool forgotten = stripe.row_ends.empty();
             if (forgotten) sweep(stripe);
-            while (row < stripe.range.last_row || step == kColumn) {
+            while (row < stripe.range.last_row || step == column_step_) {
                 if (step == kDiagonal && grid_.rows[row] == grid_.columns[column])
                     matched_rows[row] = matched_columns[column] = 1;
-                row += step != kColumn;
-                column += step != kRow;
+                row += step != column_step_;
+                column += step != row_step_;
                 if (row == grid_.num_rows && column == grid_.num_columns) return;
                 step = step_at(stripe, row, column);
             }
@@ -280,34 +315,39 @@ private:
     }
 
     // Where the path goes down: along the first row, columns are left out one by one while that is preferred.
-    const Vertex& leave_first_row() const {
-        const Vertex* best = &frontier_.front();  // of those to the right
-        for (const Vertex& vertex : frontier_)
-            if (vertex.matches > best->matches || (vertex.matches == best->matches && rank_[vertex.step] < rank_[kColumn]))
-                best = &vertex;
-        return *best;
+    Vertex leave_first_row() const {
+        Vertex best = frontier_[0];  // of those to the right
+        for (std::size_t i = 1; i < num_frontier_; ++i)
+            if (vertex(0, matches_of(frontier_[i]), step_of(frontier_[i])) > vertex(0, matches_of(best), column_step_))
+                best = frontier_[i];
+        return best;
     }
 
-    static Step step_at(const TracedStripe& stripe, Position row, Position column) {
+    static std::uint64_t step_at(const TracedStripe& stripe, Position row, Position column) {
         const auto from_below = static_cast<std::size_t>(stripe.range.last_row - row);
         const std::size_t first = from_below == 0 ? 0 : stripe.row_ends[from_below - 1];
-        const std::uint32_t *begin = stripe.steps.data() + first, *end = stripe.steps.data() + stripe.row_ends[from_below];
-        const std::uint32_t* found = std::lower_bound(begin, end, static_cast<std::uint32_t>(column), [](std::uint32_t step, std::uint32_t value) {
-            return step >> 2 > value;
-        });
-        return static_cast<Step>(*found & 3);
+        const std::uint32_t* found = stripe.steps.data() + first;
+        const std::uint32_t* end = stripe.steps.data() + stripe.row_ends[from_below];
+        const auto wanted = static_cast<std::uint32_t>(column);
+        if (end - found > kFewSteps)
+            found = std::lower_bound(found, end, wanted, [](std::uint32_t step, std::uint32_t value) { return step >> 2 > value; });
+        while (*found >> 2 != wanted) ++found;
+        return *found & 3;
     }
+    static constexpr std::ptrdiff_t kFewSteps = 16;
 
     const Kernels* kernels_ = nullptr;
     Grid grid_{};
-    int rank_[3] = {};
+    std::uint64_t row_step_ = 0, column_step_ = 0;
     Position distance_ = 0;
     std::size_t num_steps_ = 0;
     Band band_;
     StripeTable table_;
     Tiles tiles_;
     std::vector<TracedStripe> stripes_;
-    std::vector<Vertex> frontier_, above_;
+    Buffer<Vertex> frontier_, above_;  // of the row that sweep() is at, from the right
+    std::size_t num_frontier_ = 0;
+    Buffer<std::uint32_t> row_steps_;
 };
 
 }  // namespace ibpo

@@ -34,23 +34,17 @@ public:
             by_id_.zeros(grid.num_ids);
             num_ids_ = grid.num_ids;
         }
-        std::uint16_t *by_id = by_id_.data(), *row_of = row_of_.reserve(height);
-        std::uint32_t count = 0;
+        // A token's row in the table is its last place in the stripe: neither counting nor branches, which would be as
+        // unforeseeable as the text.
+        std::uint16_t* by_id = by_id_.data();
         const std::uint32_t* rows = grid.rows + first_row;
         const Position num_rows = last_row - first_row;
-        for (Position i = 0; i < num_rows; ++i) {  // without a branch: which tokens are new is anyone's guess
-            std::uint16_t& entry = by_id[rows[i]];
-            const std::uint32_t known = entry, is_new = known == 0;
-            count += is_new;
-            const auto own = static_cast<std::uint16_t>(known | (count & (0 - is_new)));
-            entry = own;
-            row_of[i] = own;
-        }
-        std::memset(matches_.data(), 0, (count + std::size_t{1}) * height / 8);
+        for (Position i = 0; i < num_rows; ++i) by_id[rows[i]] = static_cast<std::uint16_t>(i + 1);
+        std::memset(matches_.data(), 0, (static_cast<std::size_t>(num_rows) + 1) * height / 8);
         for (Position top = 0; top < num_rows; top += 64) {
             std::uint64_t* word = matches_.data() + kernels.position(static_cast<int>(top / 64));
             const Position last = std::min<Position>(64, num_rows - top);
-            for (Position i = 0; i < last; ++i) word[row_of[top + i] * words] |= std::uint64_t{1} << i;
+            for (Position i = 0; i < last; ++i) word[by_id[rows[top + i]] * words] |= std::uint64_t{1} << i;
         }
     }
     // To be called before the next build(), with the same rows.
@@ -78,7 +72,7 @@ private:
     int words_ = 0;
     std::size_t num_ids_ = 0;
     Buffer<std::uint64_t> matches_;
-    Buffer<std::uint16_t> by_id_, row_of_, columns_;
+    Buffer<std::uint16_t> by_id_, columns_;
 };
 
 // Horizontal differences below the last stripe, for a window of columns that slides to the right.
@@ -133,11 +127,18 @@ struct VerticalState {
     }
 };
 
+enum class BandUse {
+    alone,
+    paired,  // most stripes will be advanced together with another band's
+    traced,  // an alignment is wanted
+};
+
 // The distance of one pair, stripe by stripe: prepare() says what a kernel must do next, complete() takes note of it.
 class Band {
 public:
     // `grid` and `seeds` must outlive the run; seeds may be null.
-    void start(const Kernels& kernels, const Grid& grid, const Seeds* seeds, Position limit) {
+    void start(const Kernels& kernels, const Grid& grid, const Seeds* seeds, Position limit, BandUse use) {
+        use_ = use;
         kernels_ = &kernels;
         grid_ = grid;
         seeds_ = seeds;
@@ -198,7 +199,9 @@ private:
         for (const StripeKernel& kernel : kernels_->stripes) {
             const Position bottom = std::min(grid_.num_rows, top_ + 64 * kernel.words);
             const Position steps = last_column(bottom) - first_ + kernel.words;
-            const double cost = double(kernel.cost) * double(steps) / double(bottom - top_);
+            const int column_cost = use_ == BandUse::paired ? kernel.paired_column_cost : kernel.column_cost;
+            const int row_cost = kernel.row_cost + (use_ == BandUse::traced ? kernel.traced_row_cost : 0);
+            const double cost = row_cost + double(column_cost) * double(steps) / double(bottom - top_);
             if (best == nullptr || cost < least) best = &kernel, least = cost;
         }
         return *best;
@@ -230,6 +233,7 @@ private:
     Grid grid_{};
     const Seeds* seeds_ = nullptr;
     Position limit_ = 0, result_ = 0;
+    BandUse use_ = BandUse::alone;
     bool finished_ = true;
     Position top_ = 0, bottom_ = 0;    // rows of the stripe
     Position first_ = 0, last_ = 0;    // columns of the band, in row top_

@@ -67,7 +67,6 @@ private:
         Tools tools;
         Job<Id> jobs[2];
         PackedPairs packed;
-        GridIds ids;
     };
     static constexpr std::size_t kChunk = 64;         // pairs that a thread takes at once to prepare
     static constexpr Position kMostColumns = 1 << 12;  // of a pair in a group: longer ones leave lanes idle
@@ -101,7 +100,7 @@ private:
                     out_[i] = core.num_columns;
                     core.num_columns = 0;
                 } else if (engine_ == Engine::automatic && is_short(core)) {
-                    const Position few = core.num_rows / 16 + 2;
+                    const Position few = core.num_rows / 32 + 2;
                     const Position found = scratch.tools.wavefront.distance(core.rows, core.num_rows, core.columns,
                                                                             core.num_columns, core.num_columns, few);
                     if (found == Wavefront::kGaveUp) continue;
@@ -135,6 +134,7 @@ private:
 
     void solve_long(Scratch& scratch) {
         constexpr std::size_t kNone = ~std::size_t{0};
+        const BandUse use = long_.size() > 1 ? BandUse::paired : BandUse::alone;
         std::size_t at[2] = {kNone, kNone};
         while (true) {
             for (int slot = 0; slot < 2; ++slot) {
@@ -145,7 +145,7 @@ private:
                     const std::size_t next = next_.fetch_add(1);
                     if (next >= long_.size()) break;
                     at[slot] = long_[next];
-                    job.begin(kernels_, engine_, cores_[at[slot]], limit(at[slot]), scratch.tools);
+                    job.begin(kernels_, engine_, cores_[at[slot]], limit(at[slot]), use, scratch.tools);
                 }
             }
             if (at[0] == kNone && at[1] == kNone) return;
@@ -167,8 +167,10 @@ private:
                 most_columns = std::max(most_columns, cores_[short_[i]].num_columns);
             }
             scratch.packed.start(kernels_, most_rows, most_columns);
-            for (std::size_t i = first; i < last; ++i)
-                scratch.packed.add(scratch.ids.read(cores_[short_[i]], scratch.tools.local_ids));
+            for (std::size_t i = first; i < last; ++i) {
+                const Core<Id>& core = cores_[short_[i]];
+                scratch.packed.add(core.rows, core.num_rows, core.columns, core.num_columns);
+            }
             const std::int64_t* distances = scratch.packed.distances();
             for (std::size_t i = first; i < last; ++i) report(short_[i], distances[i - first]);
         }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 namespace ibpo {
 
@@ -35,6 +36,10 @@ public:
         reserve(size);
         std::memset(data_, 0, size * sizeof(T));
         return data_;
+    }
+    void swap(Buffer& other) {
+        std::swap(data_, other.data_);
+        std::swap(capacity_, other.capacity_);
     }
     T* data() { return data_; }
     const T* data() const { return data_; }

@@ -43,7 +43,11 @@ struct PackedArgs {
 
 struct StripeKernel {
     int words;
-    int cost;  // of a column, in hundredths of a nanosecond on a Zen 5 core: to choose between heights
+    // To choose between heights, in hundredths of a nanosecond on a Zen 5 core:
+    int column_cost;         // of a column
+    int paired_column_cost;  // of a column when two stripes are advanced at once
+    int row_cost;            // of the table, by row
+    int traced_row_cost;     // of running once more, and looking at, what an alignment needs, by row
     void (*advance)(const StripeArgs&);
     void (*record)(const StripeArgs&);
     // Two stripes of as many columns, in little more than the time of one. Null: that is not so for this height.

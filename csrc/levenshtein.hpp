@@ -94,20 +94,24 @@ struct Tools {
 // Edits up to which the wavefront is the faster engine; measured.
 inline Position wavefront_edits(Position num_rows) {
     Position edits = 4;
-    while (edits * edits < 6 * num_rows) edits += edits / 2;
+    while (edits * edits < 3 * num_rows) edits += edits / 2;
     return edits;
 }
 
-// Whether so many edits, at least, are few, and how many they probably are: about half as many again.
+// Whether so many edits, at least, are few, and how many there probably are: scattered ones are half as many again, or
+// a little more.
 inline bool is_few(Position least, const Grid& grid) { return least * 5 < grid.num_rows; }
-inline Position guess(Position least) { return least + least / 2 + 16; }
+inline Position guess(Position least) { return least + least * 5 / 8 + 16; }
+
+constexpr Position kManyRows = 8192;  // from here on a bound by anchors is worth its time
 
 // The distance of one pair in the making: begin(), then advance(band()) while it is not done().
 template <typename Id>
 class Job {
 public:
     // `limit`: of a larger distance only that it is larger is asked.
-    void begin(const Kernels& kernels, Engine engine, const Core<Id>& core, Position limit, Tools& tools) {
+    void begin(const Kernels& kernels, Engine engine, const Core<Id>& core, Position limit, BandUse use, Tools& tools) {
+        use_ = use;
         kernels_ = &kernels;
         core_ = core;
         limit_ = std::min(limit, core.num_columns);
@@ -153,7 +157,7 @@ private:
 
     void start_band(Position limit, Tools& tools) {
         band_limit_ = limit;
-        band_.start(*kernels_, grid_, use_seeds_ ? &seeds_ : nullptr, limit);
+        band_.start(*kernels_, grid_, use_seeds_ ? &seeds_ : nullptr, limit, use_);
         proceed(tools);
     }
 
@@ -162,12 +166,11 @@ private:
         done_ = true;
     }
 
-    static constexpr Position kManyRows = 8192;  // from here on a bound by anchors is worth its time
-
     const Kernels* kernels_ = nullptr;
     Core<Id> core_{};
     Position limit_ = 0, band_limit_ = 0, distance_ = 0;
     bool done_ = true, use_seeds_ = false;
+    BandUse use_ = BandUse::alone;
     GridIds ids_;
     Grid grid_{};
     Seeds seeds_;
@@ -192,9 +195,8 @@ public:
         };
         grid_ = ids_.read(core, tools.local_ids);
         seeds_.count(grid_);
-        const Position likely = likely_distance(engine, core, tools);
-        if (likely < core.num_columns && trace(likely)) return alignment_.distance();
-        trace(std::min(core.num_columns, tools.anchors.upper_bound(tools.numbered.number(core, tools.local_ids))));
+        if (!trace(likely_distance(engine, core, tools)))
+            trace(std::min(core.num_columns, tools.anchors.upper_bound(tools.numbered.number(core, tools.local_ids))));
         return alignment_.distance();
     }
 
@@ -215,7 +217,9 @@ private:
             if (found != Wavefront::kGaveUp) return found;
         }
         const Position least = std::max(seeds_.from(0), grid_.surplus());
-        return is_few(least, grid_) ? guess(least) : core.num_columns;
+        if (is_few(least, grid_)) return std::min(core.num_columns, guess(least));
+        if (grid_.num_rows < kManyRows) return core.num_columns;
+        return std::min(core.num_columns, tools.anchors.upper_bound(tools.numbered.number(core, tools.local_ids)));
     }
 
     GridIds ids_;

@@ -84,9 +84,9 @@ struct Avx2 {
 const Kernels kAvx2Kernels = {
     "avx2",
     Avx2::kLanes,
-    {{4, 600, advance_stripe<Avx2, 1, false>, advance_stripe<Avx2, 1, true>, nullptr},
-     {8, 940, advance_stripe<Avx2, 2, false>, advance_stripe<Avx2, 2, true>, nullptr},
-     {16, 1360, advance_stripe<Avx2, 4, false>, advance_stripe<Avx2, 4, true>, nullptr}},
+    {{4, 720, 720, 150, 2700, advance_stripe<Avx2, 1, false>, advance_stripe<Avx2, 1, true>, nullptr},
+     {8, 731, 731, 180, 1800, advance_stripe<Avx2, 2, false>, advance_stripe<Avx2, 2, true>, nullptr},
+     {16, 1115, 1115, 220, 3000, advance_stripe<Avx2, 4, false>, advance_stripe<Avx2, 4, true>, nullptr}},
     {distance_packed<Avx2, 1>, distance_packed<Avx2, 2>, distance_packed<Avx2, 3>, distance_packed<Avx2, 4>},
 };
 

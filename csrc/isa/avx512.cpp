@@ -96,9 +96,9 @@ struct Avx512 {
 const Kernels kAvx512Kernels = {
     "avx512",
     Avx512::kLanes,
-    {{8, 505, advance_stripe<Avx512, 1, false>, advance_stripe<Avx512, 1, true>, advance_two_stripes<Avx512, 1>},
-     {16, 512, advance_stripe<Avx512, 2, false>, advance_stripe<Avx512, 2, true>, advance_two_stripes<Avx512, 2>},
-     {32, 750, advance_stripe<Avx512, 4, false>, advance_stripe<Avx512, 4, true>, nullptr}},
+    {{8, 490, 262, 180, 1100, advance_stripe<Avx512, 1, false>, advance_stripe<Avx512, 1, true>, advance_two_stripes<Avx512, 1>},
+     {16, 510, 383, 220, 1100, advance_stripe<Avx512, 2, false>, advance_stripe<Avx512, 2, true>, advance_two_stripes<Avx512, 2>},
+     {32, 750, 750, 400, 2800, advance_stripe<Avx512, 4, false>, advance_stripe<Avx512, 4, true>, nullptr}},
     {distance_packed<Avx512, 1>, distance_packed<Avx512, 2>, distance_packed<Avx512, 3>, distance_packed<Avx512, 4>},
 };
 

@@ -51,9 +51,9 @@ struct Word {
 const Kernels kPortableKernels = {
     "portable",
     Word::kLanes,
-    {{1, 290, advance_stripe<Word, 1, false>, advance_stripe<Word, 1, true>, nullptr},
-     {2, 410, advance_stripe<Word, 2, false>, advance_stripe<Word, 2, true>, nullptr},
-     {4, 720, advance_stripe<Word, 4, false>, advance_stripe<Word, 4, true>, nullptr}},
+    {{1, 360, 360, 150, 4200, advance_stripe<Word, 1, false>, advance_stripe<Word, 1, true>, nullptr},
+     {2, 456, 456, 150, 3600, advance_stripe<Word, 2, false>, advance_stripe<Word, 2, true>, nullptr},
+     {4, 888, 888, 160, 3300, advance_stripe<Word, 4, false>, advance_stripe<Word, 4, true>, nullptr}},
     {distance_packed<Word, 1>, distance_packed<Word, 2>, distance_packed<Word, 3>, distance_packed<Word, 4>},
 };
 
