@@ -30,8 +30,7 @@ namespace ibpo {
 
 class Alignment {
 public:
-    // Marks the rows and columns that are matched, all others are left as they are. False: the distance is above
-    // `limit`, and nothing is marked.
+    // Sets a flag for every row and column: it is matched. False: the distance is above `limit`, and none is set.
     bool trace(const Kernels& kernels, const Grid& grid, const Seeds* seeds, Position limit, bool rows_are_a,
                std::uint8_t* matched_rows, std::uint8_t* matched_columns) {
         kernels_ = &kernels;
@@ -42,7 +41,6 @@ public:
         num_steps_ = 0;
         frontier_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
         above_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
-        row_steps_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
         frontier_[0] = vertex(static_cast<std::uint64_t>(grid.num_columns), 0, kDiagonal);
         num_frontier_ = 1;
         for (std::size_t s = stripes_.size(); s-- > 0;) {
@@ -67,16 +65,22 @@ private:
     // optimal path, and the step that leads to them.
     using Vertex = std::uint64_t;
     static constexpr std::uint64_t kDiagonal = 3;  // steps: leaving out a token of a is 2, one of b is 1
-    static constexpr int kMatchesShift = 2, kColumnShift = 33;
+    static constexpr std::uint64_t kMatch = 0;     // among the steps kept: a diagonal that matches
+    static constexpr int kMatchedShift = 2, kMatchesShift = 3, kColumnShift = 34;
 
-    static Vertex vertex(std::uint64_t column, std::uint64_t matches, std::uint64_t step) {
-        return column << kColumnShift | matches << kMatchesShift | step;
+    static Vertex vertex(std::uint64_t column, std::uint64_t matches, std::uint64_t step, std::uint64_t matched = 0) {
+        return column << kColumnShift | matches << kMatchesShift | matched << kMatchedShift | step;
     }
     static std::uint64_t column_of(Vertex vertex) { return vertex >> kColumnShift; }
     static std::uint64_t matches_of(Vertex vertex) {
         return vertex << (64 - kColumnShift) >> (64 - kColumnShift + kMatchesShift);
     }
     static std::uint64_t step_of(Vertex vertex) { return vertex & 3; }
+    // Of a vertex, what the walk needs.
+    static std::uint32_t kept_step(Vertex vertex) {
+        const std::uint64_t matched = vertex >> kMatchedShift & 1;
+        return static_cast<std::uint32_t>(column_of(vertex) << 2 | (step_of(vertex) & (matched - 1)));
+    }
 
     struct TracedStripe {
         StripeRange range;
@@ -84,8 +88,8 @@ private:
         std::vector<std::uint64_t> above;    // bits of the row above: rises, then falls
         std::vector<std::uint64_t> corners;  // vertical state left of each tile: rises, then falls
         std::vector<Vertex> below;           // vertices of the row below that paths come through
-        std::vector<std::uint32_t> steps;    // row by row from below, from the right: column << 2 | step
-        std::vector<std::size_t> row_ends;   // in `steps`, from the last row to the first
+        Growing<std::uint32_t> steps;        // row by row from below, from the right: column << 2 | step
+        Growing<std::size_t> row_ends;       // in `steps`, from the last row to the first
     };
 
     // ---- forward: the band, keeping the corners of tiles ----
@@ -222,10 +226,14 @@ private:
         std::copy(stripe.below.begin(), stripe.below.end(), frontier_.data());
         stripe.steps.clear();
         stripe.row_ends.clear();
+        const auto height = static_cast<std::size_t>(stripe.range.last_row - stripe.range.first_row);
+        std::size_t* row_end = stripe.row_ends.room(height);
+        stripe.row_ends.took(height);
         for (Position row = stripe.range.last_row; row-- > stripe.range.first_row;) {
             if (!match_one(stripe, row)) sweep_row(stripe, row);
-            stripe.row_ends.push_back(stripe.steps.size());
+            *row_end++ = stripe.steps.size();
         }
+        stripe.steps.fit();
         table_.clear(grid_, stripe.range.first_row, stripe.range.last_row);
     }
 
@@ -234,8 +242,9 @@ private:
         const Vertex only = frontier_[0];
         const std::uint64_t column = column_of(only);
         if (num_frontier_ != 1 || column == 0 || grid_.columns[column - 1] != grid_.rows[row]) return false;
-        stripe.steps.push_back(static_cast<std::uint32_t>(column << 2 | step_of(only)));
-        frontier_[0] = vertex(column - 1, matches_of(only) + 1, kDiagonal);
+        *stripe.steps.room(1) = kept_step(only);
+        stripe.steps.took(1);
+        frontier_[0] = vertex(column - 1, matches_of(only) + 1, kDiagonal, 1);
         return true;
     }
 
@@ -245,7 +254,9 @@ private:
         tiles_.set_row(row);
         const std::uint32_t token = grid_.rows[row], *columns = grid_.columns;
         const int bit = tiles_.bit();
-        std::uint32_t* steps = row_steps_.data();
+        const std::uint64_t window = column_of(frontier_[0]) - static_cast<std::uint64_t>(stripe.range.first_column);
+        std::uint32_t* const first_step = stripe.steps.room(window + 1);
+        std::uint32_t* steps = first_step;
         const std::size_t stride = tiles_.plane_stride(), num_below = num_frontier_;
         const auto first_column = static_cast<std::uint64_t>(stripe.range.first_column);
         const Vertex* below = frontier_.data();
@@ -257,7 +268,7 @@ private:
             Vertex best = left;
             if (next < num_below && column_of(below[next]) >= column_of(left)) best = std::max(left, below[next++]);
             const std::uint64_t column = column_of(best), matches = matches_of(best);
-            *steps++ = static_cast<std::uint32_t>(column << 2 | step_of(best));
+            *steps++ = kept_step(best);
             if (column <= first_column) {  // the band's edge: no way but up
                 offer(above, num_above, vertex(column, matches, row_step), true);
                 left = 0;
@@ -269,11 +280,11 @@ private:
             const std::uint64_t sideways = ~equal & planes[kLeft * stride] >> bit & 1;
             const std::uint64_t diagonal = (equal | ~(planes[kZeroDiagonal * stride] >> bit)) & 1;
             offer(above, num_above, vertex(column, matches, row_step), up != 0);
-            above[num_above] = vertex(column - 1, matches + equal, kDiagonal);
+            above[num_above] = vertex(column - 1, matches + equal, kDiagonal, equal);
             num_above += diagonal;
             left = vertex(column - 1, matches, column_step) & (0 - sideways);
         }
-        stripe.steps.insert(stripe.steps.end(), row_steps_.data(), steps);
+        stripe.steps.took(static_cast<std::size_t>(steps - first_step));
         num_frontier_ = num_above;
         frontier_.swap(above_);
     }
@@ -288,30 +299,35 @@ private:
     }
 
     static void forget(TracedStripe& stripe) {
-        std::vector<std::uint32_t>().swap(stripe.steps);
-        std::vector<std::size_t>().swap(stripe.row_ends);
+        stripe.steps.release();
+        stripe.row_ends.release();
     }
 
     // ---- the walk, from the start ----
 
     void walk(std::uint8_t* matched_rows, std::uint8_t* matched_columns) {
+        // one place more than there are tokens: every step writes to where it stands, whether it consumes that or not
+        std::uint8_t* rows = kept_rows_.reserve(static_cast<std::size_t>(grid_.num_rows) + 1);
+        std::uint8_t* columns = kept_columns_.zeros(static_cast<std::size_t>(grid_.num_columns) + 1);
         const Vertex start = leave_first_row();
         auto column = static_cast<Position>(column_of(start));
         Position row = 0;
-        std::uint64_t step = step_of(start);
+        std::uint64_t step = kept_step(start) & 3;
         for (TracedStripe& stripe : stripes_) {
-            const bool forgotten = stripe.row_ends.empty();
+            const bool forgotten = stripe.row_ends.size() == 0;
             if (forgotten) sweep(stripe);
+            const bool is_last = stripe.range.last_row == grid_.num_rows;
             while (row < stripe.range.last_row || step == column_step_) {
-                if (step == kDiagonal && grid_.rows[row] == grid_.columns[column])
-                    matched_rows[row] = matched_columns[column] = 1;
+                rows[row] = columns[column] = step == kMatch;
                 row += step != column_step_;
                 column += step != row_step_;
-                if (row == grid_.num_rows && column == grid_.num_columns) return;
+                if (is_last && row == grid_.num_rows && column == grid_.num_columns) break;
                 step = step_at(stripe, row, column);
             }
             if (forgotten) forget(stripe);
         }
+        std::copy(rows, rows + grid_.num_rows, matched_rows);
+        std::copy(columns, columns + grid_.num_columns, matched_columns);
     }
 
     // Where the path goes down: along the first row, columns are left out one by one while that is preferred.
@@ -347,7 +363,7 @@ private:
     std::vector<TracedStripe> stripes_;
     Buffer<Vertex> frontier_, above_;  // of the row that sweep() is at, from the right
     std::size_t num_frontier_ = 0;
-    Buffer<std::uint32_t> row_steps_;
+    Buffer<std::uint8_t> kept_rows_, kept_columns_;
 };
 
 }  // namespace ibpo

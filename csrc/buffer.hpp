@@ -52,4 +52,53 @@ private:
     std::size_t capacity_ = 0;
 };
 
+// A list that grows: room for some more is made before they are written, and only then are they counted.
+template <typename T>
+class Growing {
+    static_assert(std::is_trivially_copyable_v<T>);
+
+public:
+    Growing() = default;
+    Growing(Growing&& other) noexcept : data_(other.data_), size_(other.size_), capacity_(other.capacity_) {
+        other.data_ = nullptr;
+        other.size_ = other.capacity_ = 0;
+    }
+    Growing(const Growing&) = delete;
+    Growing& operator=(const Growing&) = delete;
+    ~Growing() { std::free(data_); }
+
+    // Where up to `count` more may be written.
+    T* room(std::size_t count) {
+        if (size_ + count > capacity_) {
+            const std::size_t capacity = size_ + size_ / 2 + count;
+            void* data = std::realloc(data_, capacity * sizeof(T));
+            if (data == nullptr) throw std::bad_alloc();
+            data_ = static_cast<T*>(data);
+            capacity_ = capacity;
+        }
+        return data_ + size_;
+    }
+    void took(std::size_t count) { size_ += count; }
+    // Gives back what is not used.
+    void fit() {
+        void* data = size_ > 0 ? std::realloc(data_, size_ * sizeof(T)) : nullptr;
+        if (data == nullptr) return;
+        data_ = static_cast<T*>(data);
+        capacity_ = size_;
+    }
+    void clear() { size_ = 0; }
+    void release() {
+        std::free(data_);
+        data_ = nullptr;
+        size_ = capacity_ = 0;
+    }
+    std::size_t size() const { return size_; }
+    const T* data() const { return data_; }
+    const T& operator[](std::size_t i) const { return data_[i]; }
+
+private:
+    T* data_ = nullptr;
+    std::size_t size_ = 0, capacity_ = 0;
+};
+
 }  // namespace ibpo

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "bounds.hpp"
 #include "buffer.hpp"
@@ -22,7 +23,7 @@ public:
         slots_.reserve(mask_ + 1);
     }
     void start() {
-        std::fill(slots_.data(), slots_.data() + mask_ + 1, std::uint16_t{0});
+        std::memset(slots_.data(), 0, (mask_ + 1) * sizeof(std::uint16_t));
     }
     // 1 + the first place of ids[at], which becomes known by this.
     template <typename Id>

@@ -44,7 +44,7 @@ public:
             next[low - 1] = next[high + 1] = kNowhere;
             std::swap(reach, next);
             if (surplus >= low && surplus <= high && reach[surplus] >= num_rows) return edits;
-            if (edits % kPaceInterval == 0 && edits < most) {
+            if (edits % (kPaceInterval / 2) == 0 && edits < most) {
                 const Position farthest = std::max<std::int32_t>(1, *std::max_element(reach + low, reach + high + 1));
                 // the fewer the edits, the less their pace tells
                 if (edits * num_rows > (worthwhile + worthwhile * kPaceInterval / edits) * farthest) return kGaveUp;
