@@ -67,6 +67,7 @@ private:
         Tools tools;
         Job<Id> jobs[2];
         PackedPairs packed;
+        GridIds ids;
     };
     static constexpr std::size_t kChunk = 64;         // pairs that a thread takes at once to prepare
     static constexpr Position kMostColumns = 1 << 12;  // of a pair in a group: longer ones leave lanes idle
@@ -167,10 +168,8 @@ private:
                 most_columns = std::max(most_columns, cores_[short_[i]].num_columns);
             }
             scratch.packed.start(kernels_, most_rows, most_columns);
-            for (std::size_t i = first; i < last; ++i) {
-                const Core<Id>& core = cores_[short_[i]];
-                scratch.packed.add(core.rows, core.num_rows, core.columns, core.num_columns);
-            }
+            for (std::size_t i = first; i < last; ++i)
+                scratch.packed.add(scratch.ids.read(cores_[short_[i]], scratch.tools.local_ids));
             const std::int64_t* distances = scratch.packed.distances();
             for (std::size_t i = first; i < last; ++i) report(short_[i], distances[i - first]);
         }

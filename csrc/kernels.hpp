@@ -33,8 +33,7 @@ struct StripeArgs {
 
 // Short pairs, one in each lane of a vector. Rows are aligned to the end of the last word, columns to the start.
 struct PackedArgs {
-    const std::uint64_t* matches;      // of all pairs
-    const std::uint32_t* columns;      // [num_columns][lanes]: index into `matches` of the first word of a column's row
+    const std::uint64_t* equal;        // [num_columns][words][lanes] a bit for each row that has the column's token
     std::ptrdiff_t num_columns;        // of the longest
     const std::uint64_t* num_own;      // [lanes] columns of each pair
     const std::uint64_t* first_rises;  // [words][lanes] a bit for each row that is in use
@@ -59,6 +58,9 @@ struct Kernels {
     int lanes;
     StripeKernel stripes[kHeights];  // by height: the higher ones are faster where the band is wide
     void (*packed[kMaxPackedWords])(const PackedArgs&);  // by words - 1
+    // Fills one lane of PackedArgs::equal by comparing every column with all 64·words rows. Null: a table is faster.
+    void (*match)(const std::uint32_t* rows, int words, const std::uint32_t* columns, std::ptrdiff_t num_columns,
+                  std::uint64_t* equal);
 
     // Where word w of a stripe lies in a row of `matches` and in the state: lanes run backwards within a vector.
     int position(int word) const { return word / lanes * lanes + lanes - 1 - word % lanes; }

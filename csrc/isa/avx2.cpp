@@ -40,9 +40,16 @@ struct Avx2 {
                                    _mm256_cmpgt_epi64(_mm256_set1_epi64x(num_columns), columns));
     }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return _mm256_blendv_epi8(no, yes, mask); }
-    static IBPO_INLINE V gather(const std::uint64_t* from, const std::uint32_t* index) {
-        return _mm256_i32gather_epi64(reinterpret_cast<const long long*>(from),
-                                      _mm_load_si128(reinterpret_cast<const __m128i*>(index)), 8);
+    // a bit for each of 64 ids that is this one
+    static IBPO_INLINE std::uint64_t equal_rows(const std::uint32_t* ids, std::uint32_t id) {
+        const V wanted = _mm256_set1_epi32(static_cast<int>(id));
+        std::uint64_t bits = 0;
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const V same = _mm256_cmpeq_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(ids + 8 * i)), wanted);
+            bits |= static_cast<std::uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(same))) << 8 * i;
+        }
+        return bits;
     }
 
     static IBPO_INLINE void column(V equal, V in_rises, V in_falls, V& rises, V& falls, V& right_rises, V& right_falls,
@@ -88,6 +95,7 @@ const Kernels kAvx2Kernels = {
      {8, 731, 731, 180, 1800, advance_stripe<Avx2, 2, false>, advance_stripe<Avx2, 2, true>, nullptr},
      {16, 1115, 1115, 220, 3000, advance_stripe<Avx2, 4, false>, advance_stripe<Avx2, 4, true>, nullptr}},
     {distance_packed<Avx2, 1>, distance_packed<Avx2, 2>, distance_packed<Avx2, 3>, distance_packed<Avx2, 4>},
+    match_rows<Avx2>,
 };
 
 }  // namespace ibpo

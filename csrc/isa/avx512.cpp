@@ -37,8 +37,14 @@ struct Avx512 {
         return _mm512_cmplt_epu64_mask(columns, _mm512_set1_epi64(num_columns));  // a negative one is a huge one
     }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return _mm512_mask_mov_epi64(no, mask, yes); }
-    static IBPO_INLINE V gather(const std::uint64_t* from, const std::uint32_t* index) {
-        return _mm512_i32gather_epi64(_mm256_load_si256(reinterpret_cast<const __m256i*>(index)), from, 8);
+    // a bit for each of 64 ids that is this one
+    static IBPO_INLINE std::uint64_t equal_rows(const std::uint32_t* ids, std::uint32_t id) {
+        const V wanted = _mm512_set1_epi32(static_cast<int>(id));
+        std::uint64_t bits = 0;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+            bits |= std::uint64_t{_mm512_cmpeq_epi32_mask(_mm512_load_si512(ids + 16 * i), wanted)} << 16 * i;
+        return bits;
     }
 
     static IBPO_INLINE void column(V equal, V in_rises, V in_falls, V& rises, V& falls, V& right_rises, V& right_falls,
@@ -100,6 +106,7 @@ const Kernels kAvx512Kernels = {
      {16, 510, 383, 220, 1100, advance_stripe<Avx512, 2, false>, advance_stripe<Avx512, 2, true>, advance_two_stripes<Avx512, 2>},
      {32, 750, 750, 400, 2800, advance_stripe<Avx512, 4, false>, advance_stripe<Avx512, 4, true>, nullptr}},
     {distance_packed<Avx512, 1>, distance_packed<Avx512, 2>, distance_packed<Avx512, 3>, distance_packed<Avx512, 4>},
+    match_rows<Avx512>,
 };
 
 }  // namespace ibpo

@@ -22,14 +22,22 @@ void distance_packed(const PackedArgs& args) {
 #pragma GCC unroll 4
         for (int word = 0; word < kWords; ++word) {
             V right_rises, right_falls, zero_diagonal;
-            Vector::column(Vector::gather(args.matches + word, args.columns + j * kLanes), in_rises, in_falls,
-                           rises[word], falls[word], right_rises, right_falls, zero_diagonal);
+            Vector::column(Vector::load(args.equal + (j * kWords + word) * kLanes), in_rises, in_falls, rises[word],
+                           falls[word], right_rises, right_falls, zero_diagonal);
             in_rises = right_rises;
             in_falls = right_falls;
         }
         distance = Vector::follow(distance, in_rises, in_falls, num_own, static_cast<std::uint64_t>(j));
     }
     Vector::store(reinterpret_cast<std::uint64_t*>(args.distances), distance);
+}
+
+template <typename Vector>
+void match_rows(const std::uint32_t* rows, int words, const std::uint32_t* columns, std::ptrdiff_t num_columns,
+                std::uint64_t* equal) {
+    for (std::ptrdiff_t j = 0; j < num_columns; ++j)
+        for (int word = 0; word < words; ++word)
+            equal[(j * words + word) * Vector::kLanes] = Vector::equal_rows(rows + 64 * word, columns[j]);
 }
 
 }  // namespace ibpo

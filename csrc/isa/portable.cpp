@@ -20,7 +20,6 @@ struct Word {
         return column >= 0 && column < num_columns;
     }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return mask ? yes : no; }
-    static IBPO_INLINE V gather(const std::uint64_t* from, const std::uint32_t* index) { return from[*index]; }
 
     static IBPO_INLINE void column(V equal, V in_rises, V in_falls, V& rises, V& falls, V& right_rises, V& right_falls,
                                    V& zero_diagonal) {
@@ -55,6 +54,7 @@ const Kernels kPortableKernels = {
      {2, 456, 456, 150, 3600, advance_stripe<Word, 2, false>, advance_stripe<Word, 2, true>, nullptr},
      {4, 888, 888, 160, 3300, advance_stripe<Word, 4, false>, advance_stripe<Word, 4, true>, nullptr}},
     {distance_packed<Word, 1>, distance_packed<Word, 2>, distance_packed<Word, 3>, distance_packed<Word, 4>},
+    nullptr,
 };
 
 }  // namespace ibpo
