@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -168,9 +170,12 @@ def test_cutoffs_are_in_the_unit_asked_for():
     assert distance(a, b, normalized=False, cutoff=2.9) == np.inf
     assert batch_distance([a], None, [b], None, normalized=False, cutoff=2).tolist() == [SATURATED]
     assert batch_distance([a, []], None, [b, []], None, cutoff=0).tolist() == [np.inf, 0.0]
+    assert distance(a, b, cutoff=10**400) == 0.3
+    assert distance(a, b, normalized=False, cutoff=10**400) == 3
 
 
 @given(st.integers(1, 2000), st.integers(0, 2000), st.floats(0, 1.2))
+@settings(deadline=None)
 def test_a_cutoff_decides_as_comparing_the_distance_itself_would(length, count, cutoff):
     count = min(count, length)
     a = np.arange(length)
@@ -222,7 +227,7 @@ def test_alignments_are_bit_equal_on_all_instruction_sets_and_threads():
     masks = [
         b"".join(part.tobytes() for part in _edit_distance.batch_align(*arguments, threads, isa, engine))
         for isa in ISAS
-        for engine in ("", "stripes")
+        for engine in ("", "stripes", "wavefront")
         for threads in (1, 3)
     ]
     assert len(set(masks)) == 1
@@ -305,6 +310,37 @@ def test_ranks_that_share_moments_agree_on_the_adaptive_threshold():
     tests = [rewrite_test(y[p], y_hat[p], refs[p], threshold="adaptive", moments=everywhere) for p in parts]
     assert [t.threshold for t in tests] == [alone.threshold] * 2
     assert np.concatenate([t.rewritten for t in tests]).tolist() == alone.rewritten.tolist()
+    reduced = rewrite_test(y, y_hat, refs, threshold="adaptive", moments=torch.tensor([6.0, 1.0, 1.0]))
+    assert reduced.threshold == alone.threshold
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.integers(1, 3))
+@settings(deadline=None)
+def test_a_distance_equal_to_the_adaptive_threshold_is_no_rewrite(common, other, equal, times):
+    """Of equal distances none is above their mean. One in five that is greater than the others, all equal,
+    lies on mean + 2 deviations; one in seven lies above."""
+
+    def rewrites(edits):
+        y = [[0] * 40] * len(edits)
+        y_hat = [[1] * edited + [0] * (40 - edited) for edited in edits]
+        return rewrite_test(y, y_hat, [[]] * len(edits), threshold="adaptive").rewritten.sum()
+
+    assert rewrites([common] * equal) == 0
+    assert rewrites([common] * 4 * times + [other] * times) == 0
+    assert rewrites([common] * 6 + [40]) == (common < 40)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_the_adaptive_threshold_is_the_double_below_the_exact_one(distances):
+    exact = [Fraction(value) for value in distances]
+    mean = sum(exact) / len(exact)
+    variance = sum((value - mean) ** 2 for value in exact) / len(exact)
+    threshold = rewrite_test([], [], [], threshold="adaptive", moments=distance_moments(distances)).threshold
+    above = Fraction(math.nextafter(threshold, 2))
+    assert threshold <= mean or (Fraction(threshold) - mean) ** 2 <= 4 * variance
+    assert above > mean
+    assert (above - mean) ** 2 > 4 * variance
 
 
 def test_no_corrections_have_no_adaptive_threshold():
@@ -427,6 +463,8 @@ def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
         ({"b_values": np.array([1, 2], np.int16)}, TypeError, "b_values: .* not int16"),
         ({"a_values": np.array([True, False])}, TypeError, "a_values: .* not bool"),
         ({"a_values": [1, True]}, TypeError, "a_values: holds a bool"),
+        ({"a_values": (np.True_, 1)}, TypeError, "a_values: holds a bool"),
+        ({"a_values": [torch.tensor(True), 1]}, TypeError, "a_values: holds a bool"),
         ({"a_values": np.ma.array([1, 2], mask=[0, 1])}, TypeError, "a_values: a masked array"),
         ({"a_values": [2**64, 1]}, TypeError, "a_values: .* not object"),
         ({"a_values": ["1", "2"]}, TypeError, "a_values: "),
@@ -476,6 +514,11 @@ def test_bad_input_is_refused_by_name(bad, error, message):
             "moments: of 0 corrections, but there are 1",
         ),
         ({"threshold": "adaptive", "moments": (1, 2)}, ValueError, "moments: must be"),
+        (
+            {"threshold": "adaptive", "moments": (1, math.nan, 0)},
+            ValueError,
+            "moments: must be finite and 0 or more",
+        ),
         ({"refs": []}, ValueError, "refs: of 0 pairs, but y has 1"),
         ({"refs": ([1], [0, 1])}, ValueError, r"refs: a tuple must be \(values, offsets, pair_offsets\)"),
         ({"y_hat": [[1], [2]]}, ValueError, "y_hat: 2 sequences, but y has 1"),

@@ -100,17 +100,20 @@ def _longer(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
 
 
 def _limits(cutoff: float, longer: npt.NDArray[np.int64], normalized: bool) -> npt.NDArray[np.int64]:
-    """The most edits that are not above the cutoff: for fractions the largest K with K / longer <= cutoff in
-    double
-    precision, so that the answer is the one that comparing the distance itself would give."""
+    """The most edits that are not above the cutoff.
+
+    For fractions the largest K with K / longer <= cutoff in double precision, so that the answer is the one
+    that comparing the distance itself would give.
+    """
     if isinstance(cutoff, bool) or not isinstance(cutoff, int | float | np.integer | np.floating):
         raise TypeError(f"cutoff: must be a number, not {cutoff!r}")
-    if math.isnan(cutoff) or cutoff < 0:
+    if not cutoff >= 0:  # nor is NaN
         raise ValueError(f"cutoff: must be 0 or more, not {cutoff}")
     if not normalized:
         return np.minimum(np.floor(min(cutoff, 2.0**62)), longer).astype(np.int64)
     of_one = np.maximum(longer, 1)
-    edits = np.floor(min(float(cutoff), 1.0) * longer).astype(np.int64)
-    edits += (edits + 1) / of_one <= cutoff
-    edits -= edits / of_one > cutoff
+    fraction = float(min(cutoff, 1.0))
+    edits = np.floor(fraction * longer).astype(np.int64)
+    edits += (edits + 1) / of_one <= fraction
+    edits -= edits / of_one > fraction
     return np.minimum(edits, longer)

@@ -52,12 +52,13 @@ def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
         return ints
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{name}: a masked array; take the ids that count out of it first")
-    if isinstance(values, list | tuple) and any(isinstance(value, bool | np.bool_) for value in values):
-        raise TypeError(f"{name}: holds a bool, which is no token id")
     try:
+        holds_bool = isinstance(values, list | tuple) and bool in map(_kind, values)
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{name}: cannot be read as an array of token ids: {error}") from error
+    if holds_bool:
+        raise TypeError(f"{name}: holds a bool, which is no token id")
     if array.ndim != 1:
         raise ValueError(f"{name}: must be 1-D, not of shape {array.shape}")
     if array.size == 0 and not hasattr(values, "dtype"):  # numpy takes an empty tuple for floats
@@ -65,6 +66,11 @@ def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
     if array.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name}: must hold int32 or int64 ids, not {array.dtype}")
     return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
+
+
+def _kind(value: Any) -> type:
+    """bool of anything that numpy would count as one: Python's, numpy's, or a tensor of it."""
+    return bool if isinstance(value, bool) or np.asarray(value).dtype == np.bool_ else type(value)
 
 
 def read_offsets(name: str, offsets: Any, num_values: int) -> npt.NDArray[np.int64]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal, localcontext
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,11 +18,15 @@ __all__ = ["Moments", "RewriteTest", "distance_moments", "rewrite_test"]
 
 
 class Moments(NamedTuple):
-    """What an adaptive threshold needs of the distances d(y, ŷ). Those of ranks add up, entry by entry."""
+    """What an adaptive threshold needs of the distances d(y, ŷ).
 
-    number: float
-    total: float
-    total_of_squares: float
+    Those of ranks add up entry by entry, exactly and in any order. Floats from an all-reduce do as well: the
+    ranks agree on them too, but they are rounded.
+    """
+
+    number: int | float
+    total: Fraction | float
+    total_of_squares: Fraction | float
 
 
 class RewriteTest(NamedTuple):
@@ -37,9 +43,16 @@ class RewriteTest(NamedTuple):
 
 
 def distance_moments(distances: npt.ArrayLike) -> Moments:
-    """Exact sums: they do not depend on the order."""
-    values = np.asarray(distances, np.float64).tolist()
-    return Moments(float(len(values)), math.fsum(values), math.fsum(value * value for value in values))
+    """Exact sums: they depend neither on the order nor on how the distances are shared among ranks.
+
+    Raises:
+        ValueError: a distance is negative, infinite or not a number.
+    """
+    values = np.asarray(distances, np.float64)
+    if not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError("distances: must be finite and 0 or more")
+    exact = [Fraction(value) for value in values.ravel().tolist()]
+    return Moments(len(exact), sum(exact, Fraction()), sum((x * x for x in exact), Fraction()))
 
 
 def rewrite_test(
@@ -48,20 +61,22 @@ def rewrite_test(
     refs: Any,
     *,
     threshold: float | Literal["adaptive"],
-    moments: Sequence[float] | None = None,
+    moments: Sequence[Any] | None = None,
     num_threads: int = 0,
 ) -> RewriteTest:
     """Correction ŷ of y is a rewrite if d(y, ŷ) > α and, where it had references, d(y, ŷ) > d(ŷ, nearest of
     them).
 
-    d is the token edit distance over the longer length, exact; no comparison is made of rounded quotients.
+    d is the token edit distance over the longer length. The two distances are compared as fractions, not as
+    rounded quotients.
 
     Args:
         y, y_hat: n sequences each: a tuple (values, offsets) as in batch_distance, or a list of sequences.
         refs: the references of each of the n pairs, none, one or several: a list of n lists of sequences, or
             a tuple (values, offsets, pair_offsets), where those of pair i are the sequences pair_offsets[i]
             to pair_offsets[i + 1] - 1.
-        threshold: α, or "adaptive": mean + 2 population standard deviations of d(y, ŷ).
+        threshold: α, or "adaptive": mean + 2 population standard deviations of d(y, ŷ), without rounding on
+            the way, so that a distance equal to it is no rewrite.
         moments: for "adaptive", of the corrections of all ranks (distance_moments of each, added up), so that
             the ranks agree; these n alone by default.
         num_threads: as in batch_distance.
@@ -106,14 +121,46 @@ def _against_references(
     return np.where(has_references, nearest, np.nan), farther
 
 
-def _adaptive(distances: npt.NDArray[np.float64], moments: Sequence[float] | None) -> float:
-    count, total, squares = distance_moments(distances) if moments is None else moments
+def _adaptive(distances: npt.NDArray[np.float64], moments: Sequence[Any] | None) -> float:
+    count, total, squares = map(_exact, distance_moments(distances) if moments is None else moments)
     if count < distances.size:
-        raise ValueError(f"moments: of {count:g} corrections, but there are {distances.size} here alone")
+        raise ValueError(
+            f"moments: of {float(count):g} corrections, but there are {distances.size} here alone"
+        )
     if count == 0:
         return math.nan
-    mean = total / count
-    return mean + 2 * math.sqrt(max(0.0, squares / count - mean * mean))
+    return _floor_of_sum(total / count, max(Fraction(), 4 * (squares / count - (total / count) ** 2)))
+
+
+def _exact(moment: Any) -> Fraction:
+    value = moment if isinstance(moment, int | Fraction) else float(moment)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"moments: must be finite and 0 or more, not {value}")
+    return Fraction(value)
+
+
+def _floor_of_sum(x: Fraction, y: Fraction) -> float:
+    """The largest double that is not above x + √y, both 0 or more.
+
+    A double d is above it just if it is above x + √y. Rounded sums would decide ties by chance, and ties are
+    common: corrections that all have one distance, or one in five that has another.
+    """
+
+    def fits(candidate: float) -> bool:
+        rest = Fraction(candidate) - x
+        return rest <= 0 or rest * rest <= y
+
+    with localcontext(prec=40):
+        floor = float(_decimal(x) + _decimal(y).sqrt())
+    while not fits(floor):
+        floor = math.nextafter(floor, -math.inf)
+    while fits(above := math.nextafter(floor, math.inf)):
+        floor = above
+    return floor
+
+
+def _decimal(value: Fraction) -> Decimal:
+    return Decimal(value.numerator) / Decimal(value.denominator)
 
 
 def _check_threshold(threshold: Any, moments: Any) -> None:
