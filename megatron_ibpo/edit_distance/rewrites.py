@@ -194,6 +194,8 @@ def _read_references(refs: Any, count: int) -> tuple[Ragged, npt.NDArray[np.int6
         references = read_ragged("refs", *refs[:2])
         numbers = np.diff(read_offsets("refs pair_offsets", refs[2], len(references)))
     else:
+        if not isinstance(refs, list) or not all(isinstance(own, list | tuple) for own in refs):
+            raise TypeError("refs: must be a list with, for each pair, a list of sequences, none to several")
         references = read_ragged("refs", [reference for own in refs for reference in own])
         numbers = np.array([len(own) for own in refs], np.int64)
     if numbers.size != count:
