@@ -40,7 +40,7 @@ void check_agreement(const Batch<Id>& batch) {
                     demand(distances[i] == (want[i].distance <= limits[i] ? want[i].distance : ibpo::kSaturated),
                            "a distance with a limit", kernels->isa, name, i);
             }
-            ibpo::BatchDistance<Id>(*kernels, engine, pairs, nullptr, distances.data()).run(1);
+            ibpo::BatchDistance<Id>(*kernels, engine, pairs, nullptr, distances.data()).run(0);
             for (std::size_t i = 0; i < count; ++i)
                 demand(distances[i] == want[i].distance, "a distance", kernels->isa, name, i);
             ibpo::batch_align(*kernels, engine, pairs, 1, matched_a.data(), matched_b.data(), distances.data());

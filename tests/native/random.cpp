@@ -37,13 +37,14 @@ void check_one(Random& random) {
     Batch<Id> batch;
     for (std::size_t pair = 0, count = 1 + below(random, 12); pair < count; ++pair) {
         const std::size_t alphabet = kAlphabets[below(random, 6)];
+        const std::size_t of_edits = below(random, 4) == 0 ? kAlphabets[below(random, 6)] : alphabet;
         std::vector<Id> a(kLengths[below(random, 14)]), b;
         for (Id& id : a) id = any_id<Id>(random, alphabet);
         if (below(random, 4) == 0) {
             b.resize(kLengths[below(random, 14)]);
-            for (Id& id : b) id = any_id<Id>(random, alphabet);
+            for (Id& id : b) id = any_id<Id>(random, of_edits);
         } else {
-            b = edit(random, a, kPercents[below(random, 5)], alphabet);
+            b = edit(random, a, kPercents[below(random, 5)], of_edits);
             if (below(random, 4) == 0) std::rotate(b.begin(), b.begin() + static_cast<std::ptrdiff_t>(below(random, b.size() + 1)), b.end());
         }
         if (below(random, 2) == 0) std::swap(a, b);
