@@ -409,6 +409,10 @@ def test_batches_of_more_than_two_billion_ids():
         batch_distance(many, [0, 2**30, many.size], nothing, [0, 0, 0])
 
 
+def test_more_threads_may_be_allowed_than_could_ever_be():
+    assert batch_distance([1, 2], [0, 2], [1, 3], [0, 2], num_threads=2**70).tolist() == [0.5]
+
+
 def test_no_sequences_give_no_distances():
     assert batch_distance([], [0], [], [0]).shape == (0,)
     assert batch_distance([], None, [], None).shape == (0,)
@@ -517,8 +521,13 @@ def test_bad_input_is_refused_by_name(bad, error, message):
         (
             {"threshold": "adaptive", "moments": (1, math.nan, 0)},
             ValueError,
-            "moments: must be finite and 0 or more",
+            r"moments: must be .* finite and 0 or more, not \(1, nan, 0\)",
         ),
+        ({"threshold": "adaptive", "moments": 5}, ValueError, "moments: must be .* not 5"),
+        ({"threshold": "adaptive", "moments": "abc"}, ValueError, "moments: must be .* not 'abc'"),
+        ({"threshold": "adaptive", "moments": (1, math.inf, 0)}, ValueError, "moments: must be .* inf"),
+        ({"threshold": "adaptive", "moments": (1, 0, -1)}, ValueError, "moments: must be .* -1"),
+        ({"threshold": np.array([0.5, 0.6])}, TypeError, 'threshold: must be a number or "adaptive"'),
         ({"refs": []}, ValueError, "refs: of 0 pairs, but y has 1"),
         ({"refs": None}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"refs": [None]}, TypeError, "refs: must be a list with, for each pair, a list"),

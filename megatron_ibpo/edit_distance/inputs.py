@@ -145,4 +145,4 @@ def check_threads(num_threads: Any) -> int:
         raise TypeError(f"num_threads: must be an integer, not {num_threads!r}")
     if num_threads < 0:
         raise ValueError(f"num_threads: must be 0 or more, not {num_threads}")
-    return int(num_threads)
+    return min(int(num_threads), 2**31 - 1)

@@ -122,7 +122,7 @@ def _against_references(
 
 
 def _adaptive(distances: npt.NDArray[np.float64], moments: Sequence[Any] | None) -> float:
-    count, total, squares = map(_exact, distance_moments(distances) if moments is None else moments)
+    count, total, squares = _read_moments(distance_moments(distances) if moments is None else moments)
     if count < distances.size:
         raise ValueError(
             f"moments: of {float(count):g} corrections, but there are {distances.size} here alone"
@@ -132,11 +132,16 @@ def _adaptive(distances: npt.NDArray[np.float64], moments: Sequence[Any] | None)
     return _floor_of_sum(total / count, max(Fraction(), 4 * (squares / count - (total / count) ** 2)))
 
 
-def _exact(moment: Any) -> Fraction:
-    value = moment if isinstance(moment, int | Fraction) else float(moment)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"moments: must be finite and 0 or more, not {value}")
-    return Fraction(value)
+def _read_moments(moments: Any) -> list[Fraction]:
+    try:
+        exact = [Fraction(x) if isinstance(x, int | Fraction) else Fraction(float(x)) for x in moments]
+    except (TypeError, ValueError, OverflowError):  # Fraction raises the last two for nan and inf
+        exact = []
+    if len(exact) != 3 or min(exact) < 0:
+        raise ValueError(
+            f"moments: must be (count, sum, sum of squares), finite and 0 or more, not {moments!r}"
+        )
+    return exact
 
 
 def _floor_of_sum(x: Fraction, y: Fraction) -> float:
@@ -164,9 +169,9 @@ def _decimal(value: Fraction) -> Decimal:
 
 
 def _check_threshold(threshold: Any, moments: Any) -> None:
-    if threshold == "adaptive":
-        if moments is not None and len(moments) != 3:
-            raise ValueError(f"moments: must be (count, sum, sum of squares), not {moments!r}")
+    if isinstance(threshold, str) and threshold == "adaptive":
+        if moments is not None:
+            _read_moments(moments)
         return
     if isinstance(threshold, bool | str) or not isinstance(threshold, int | float | np.integer | np.floating):
         raise TypeError(f'threshold: must be a number or "adaptive", not {threshold!r}')
