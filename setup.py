@@ -9,8 +9,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "megatron_ibpo._edit_distance",
-            ["csrc/module.cpp"],
-            depends=["setup.py", *sorted(map(str, Path("csrc").glob("*.hpp")))],
+            ["csrc/module.cpp", *sorted(map(str, Path("csrc/isa").glob("*.cpp")))],
+            depends=["setup.py", *sorted(map(str, Path("csrc").rglob("*.hpp")))],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],
             extra_link_args=["-pthread"],

@@ -1,131 +1,245 @@
-// Levenshtein distance of token-id sequences, bit-parallel: G. Myers 1999 in the form of H. Hyyrö 2003.
-//
-// Rows are the shorter sequence in words of 64, columns the longer one. A stripe of two words is carried over all
-// columns before the next one starts: between stripes only the horizontal differences of one row are kept, so memory
-// stays linear in the lengths. O(n * ceil(m / 64)) word operations. A word waits for its own last column and for the
-// carry of the word above; with two the processor overlaps these waits, and more have measured no better.
+// Levenshtein distance of two token-id sequences: which engine does which pair.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
-#include <vector>
+
+#include "affix.hpp"
+#include "alignment.hpp"
+#include "anchors.hpp"
+#include "band.hpp"
+#include "bounds.hpp"
+#include "local_ids.hpp"
+#include "wavefront.hpp"
 
 namespace ibpo {
 
-// Numbers the distinct ids of one sequence 1, 2, …; 0 stands for every other id. A hash table with open addressing:
-// ids of any size and sign must do.
-class LocalIds {
+enum class Engine { automatic, packed, stripes, wavefront };
+
+// What is left of two sequences without their common prefix and suffix, the shorter one as rows.
+template <typename Id>
+struct Core {
+    const Id* rows;
+    Position num_rows;
+    const Id* columns;
+    Position num_columns;
+    Position prefix, suffix;
+    bool swapped;  // rows are of b
+};
+
+template <typename Id>
+Core<Id> strip(const Id* a, std::size_t size_a, const Id* b, std::size_t size_b) {
+    const std::size_t prefix = common_prefix(a, b, std::min(size_a, size_b));
+    const std::size_t suffix = common_suffix(a + prefix, size_a - prefix, b + prefix, size_b - prefix);
+    const bool swapped = size_a > size_b;
+    if (swapped) std::swap(a, b), std::swap(size_a, size_b);
+    return {a + prefix,
+            static_cast<Position>(size_a - prefix - suffix),
+            b + prefix,
+            static_cast<Position>(size_b - prefix - suffix),
+            static_cast<Position>(prefix),
+            static_cast<Position>(suffix),
+            swapped};
+}
+
+// The ids of one core in 32 bits.
+class GridIds {
 public:
+    // As they are, or, if a row's is negative or huge, by numbers of their own.
     template <typename Id>
-    void reset(const Id* ids, std::size_t size) {
-        int bits = 4;
-        while ((std::size_t{1} << bits) < 2 * size) ++bits;
-        slots_.assign(std::size_t{1} << bits, Slot{0, 0});
-        shift_ = 64 - bits;
-        count_ = 0;
-        for (std::size_t i = 0; i < size; ++i) {
-            Slot& slot = find(static_cast<std::uint64_t>(ids[i]));
-            if (slot.local == 0) slot = Slot{static_cast<std::uint64_t>(ids[i]), ++count_};
-        }
+    Grid read(const Core<Id>& core, LocalIds& local_ids) {
+        reserve(core);
+        if (!LocalIds::indexes(core.rows, static_cast<std::size_t>(core.num_rows))) return number(core, local_ids);
+        narrow(core.rows, core.num_rows, rows_.data());
+        narrow(core.columns, core.num_columns, columns_.data());
+        if (!LocalIds::indexes(core.columns, at(core.num_columns)))
+            for (Position j = 0; j < core.num_columns; ++j)
+                if (static_cast<std::uint64_t>(core.columns[j]) >= LocalIds::kIndexed) columns_[at(j)] = LocalIds::kIndexed;
+        return {rows_.data(), core.num_rows, columns_.data(), core.num_columns, LocalIds::kIndexed};
     }
+    // By numbers 1, 2, … in the order of the rows.
     template <typename Id>
-    std::uint32_t operator[](Id id) {
-        return find(static_cast<std::uint64_t>(id)).local;
+    Grid number(const Core<Id>& core, LocalIds& local_ids) {
+        reserve(core);
+        const std::uint32_t count = local_ids.number(core.rows, at(core.num_rows), rows_.data());
+        local_ids.look_up(core.columns, at(core.num_columns), columns_.data());
+        local_ids.clear(core.rows, at(core.num_rows));
+        return {rows_.data(), core.num_rows, columns_.data(), core.num_columns, count + std::size_t{1}};
     }
-    std::size_t count() const { return count_; }
 
 private:
-    struct Slot {
-        std::uint64_t id;
-        std::uint32_t local;  // 0: the slot is free
-    };
-    Slot& find(std::uint64_t id) {
-        std::size_t at = (id * 0x9E3779B97F4A7C15ull) >> shift_;
-        while (slots_[at].local != 0 && slots_[at].id != id) at = (at + 1) & (slots_.size() - 1);
-        return slots_[at];
+    template <typename Id>
+    static void narrow(const Id* ids, Position size, std::uint32_t* out) {
+        for (Position i = 0; i < size; ++i) out[i] = static_cast<std::uint32_t>(ids[i]);
     }
-    std::vector<Slot> slots_;
-    int shift_ = 0;
-    std::uint32_t count_ = 0;
+    static std::size_t at(Position position) { return static_cast<std::size_t>(position); }
+    template <typename Id>
+    void reserve(const Core<Id>& core) {
+        rows_.reserve(at(core.num_rows));
+        columns_.reserve(at(core.num_columns));
+    }
+    Buffer<std::uint32_t> rows_, columns_;
 };
 
-// Working memory of one thread, kept from pair to pair.
-struct LevenshteinScratch {
+// Working memory that any pair may use for a moment.
+struct Tools {
     LocalIds local_ids;
-    std::vector<std::uint32_t> rows;     // local ids of the shorter sequence
-    std::vector<std::uint32_t> columns;  // local ids of the longer sequence
-    std::vector<std::uint64_t> matches;  // by local id and word: the rows of this stripe that hold it
-    std::vector<std::uint8_t> carry;     // by column, below the last stripe: bit 0 D rises, bit 1 D falls
+    GridIds numbered;
+    Anchors anchors;
+    Wavefront wavefront;
 };
 
-// Carries the next `height` rows, the last of them in word kWords - 1, over all columns.
-template <std::size_t kWords>
-void advance_stripe(const std::uint32_t* rows, std::size_t height, LevenshteinScratch& scratch) {
-    std::uint64_t* matches = scratch.matches.data();
-    for (std::size_t i = 0; i < height; ++i) matches[rows[i] * kWords + i / 64] |= 1ull << i % 64;
-    const std::size_t last_row = (height - 1) % 64;
-    std::uint64_t rises[kWords], falls[kWords];  // vertical differences: VP and VN of the literature
-    std::fill(rises, rises + kWords, ~0ull);
-    std::fill(falls, falls + kWords, 0);
-    const std::uint32_t* columns = scratch.columns.data();
-    std::uint8_t* carry = scratch.carry.data();
-    for (std::size_t j = 0, size = scratch.columns.size(); j < size; ++j) {
-        const std::uint64_t* column_matches = matches + columns[j] * kWords;
-        std::uint64_t in_rises = carry[j] & 1, in_falls = carry[j] >> 1;
-        for (std::size_t word = 0; word < kWords; ++word) {
-            const std::uint64_t rise = rises[word], fall = falls[word];
-            const std::uint64_t equal = column_matches[word] | in_falls;
-            const std::uint64_t diagonal = (((equal & rise) + rise) ^ rise) | equal | fall;  // D0
-            std::uint64_t right_rises = fall | ~(diagonal | rise);                           // HP
-            std::uint64_t right_falls = diagonal & rise;                                     // HN
-            const std::size_t bottom = word + 1 < kWords ? 63 : last_row;
-            const std::uint64_t out_rises = right_rises >> bottom & 1, out_falls = right_falls >> bottom & 1;
-            right_rises = right_rises << 1 | in_rises;
-            right_falls = right_falls << 1 | in_falls;
-            rises[word] = right_falls | ~(diagonal | right_rises);
-            falls[word] = right_rises & diagonal;
-            in_rises = out_rises;
-            in_falls = out_falls;
-        }
-        carry[j] = static_cast<std::uint8_t>(in_rises | in_falls << 1);
-    }
-    for (std::size_t i = 0; i < height; ++i) matches[rows[i] * kWords + i / 64] = 0;
+// Edits up to which the wavefront is the faster engine; measured.
+inline Position wavefront_edits(Position num_rows) {
+    Position edits = 4;
+    while (2 * edits * edits < 3 * num_rows) edits += edits / 2;
+    return edits;
 }
 
-// Insertions, deletions and substitutions that turn a into b. Ids compare as their type does.
+// Whether so many edits, at least, are few; and how many there probably are, if they are scattered: seeds with two edits
+// or more count for one, edits between seeds for none, and where much recurs many a broken seed is there elsewhere.
+// Fitted to edits at all rates of ids of all distributions and of texts.
+inline bool is_few(Position least, const Grid& grid) { return least * 5 < grid.num_rows; }
+inline Position guess(Position least, const Grid& grid, const Seeds& seeds) {
+    const double share = double(least) / double(grid.num_rows);
+    const double of_each = (1.2 + 0.7 * share + 4.5 * share * share) * (1 + 4.5 * seeds.recurrence());
+    return static_cast<Position>(double(least) * of_each + 2 * std::sqrt(double(least))) + 8;
+}
+// When that was too low.
+inline Position next_guess(Position low) { return low * 8 / 5; }
+
+constexpr Position kManyRows = 8192;  // from here on a bound by anchors is worth its time
+
+// The distance of one pair in the making: begin(), then advance(band()) while it is not done().
 template <typename Id>
-std::size_t levenshtein(const Id* a, std::size_t size_a, const Id* b, std::size_t size_b,
-                        LevenshteinScratch& scratch) {
-    if (size_a > size_b) {
-        std::swap(a, b);
-        std::swap(size_a, size_b);
+class Job {
+public:
+    // `limit`: of a larger distance only that it is larger is asked.
+    void begin(const Kernels& kernels, Engine engine, const Core<Id>& core, Position limit, BandUse use, Tools& tools) {
+        use_ = use;
+        kernels_ = &kernels;
+        core_ = core;
+        limit_ = std::min(limit, core.num_columns);
+        done_ = guessed_again_ = false;
+        if (core.num_columns - core.num_rows > limit_) return finish(limit_ + 1);
+        if (core.num_rows == 0) return finish(core.num_columns);
+        if (engine != Engine::stripes) {
+            const Position most = engine == Engine::wavefront ? core.num_columns : wavefront_edits(core.num_rows);
+            const Position found = tools.wavefront.distance(core.rows, core.num_rows, core.columns, core.num_columns, limit_, most);
+            if (found != Wavefront::kGaveUp) return finish(found);
+        }
+        begin_band(tools);
     }
-    while (size_a > 0 && a[size_a - 1] == b[size_b - 1]) --size_a, --size_b;
-    while (size_a > 0 && *a == *b) ++a, ++b, --size_a, --size_b;
-    if (size_a == 0) return size_b;
 
-    LocalIds& local_ids = scratch.local_ids;
-    local_ids.reset(a, size_a);
-    auto& rows = scratch.rows;
-    auto& columns = scratch.columns;
-    rows.resize(size_a);
-    columns.resize(size_b);
-    std::transform(a, a + size_a, rows.begin(), [&](Id id) { return local_ids[id]; });
-    std::transform(b, b + size_b, columns.begin(), [&](Id id) { return local_ids[id]; });
-    scratch.matches.assign(2 * (local_ids.count() + 1), 0);
-    auto& carry = scratch.carry;
-    carry.assign(size_b, 1);  // above the first row, D(0, j) = j
+    bool done() const { return done_; }
+    // If it is at most the limit, else more than that.
+    Position distance() const { return distance_; }
+    Band& band() { return band_; }
 
-    std::size_t top = 0;
-    for (; size_a - top > 64; top += std::min<std::size_t>(128, size_a - top))
-        advance_stripe<2>(rows.data() + top, std::min<std::size_t>(128, size_a - top), scratch);
-    if (top < size_a) advance_stripe<1>(rows.data() + top, size_a - top, scratch);
+    // After each stripe of the band.
+    void proceed(Tools& tools) {
+        if (band_.prepare()) return;
+        if (band_.distance() <= band_limit_ || band_limit_ == limit_) return finish(band_.distance());
+        if (!guessed_again_) {
+            guessed_again_ = true;
+            return start_band(std::min(limit_, next_guess(band_limit_)), tools);
+        }
+        start_band(std::min(limit_, tools.anchors.upper_bound(tools.numbered.number(core_, tools.local_ids))), tools);
+    }
 
-    std::size_t distance = size_a;
-    for (const std::uint8_t step : carry) distance += (step & 1), distance -= step >> 1;
-    return distance;
-}
+private:
+    void begin_band(Tools& tools) {
+        grid_ = ids_.read(core_, tools.local_ids);
+        use_seeds_ = core_.num_rows > 64 * kernels_->stripes[0].words;
+        if (!use_seeds_) return start_band(limit_, tools);
+        seeds_.count(grid_);
+        const Position least = std::max(seeds_.from(0), grid_.surplus());
+        if (least > limit_) return finish(limit_ + 1);
+        if (is_few(least, grid_)) {
+            start_band(std::min(limit_, guess(least, grid_, seeds_)), tools);
+        } else if (grid_.num_rows < kManyRows) {
+            start_band(limit_, tools);
+        } else {
+            start_band(std::min(limit_, tools.anchors.upper_bound(tools.numbered.number(core_, tools.local_ids))), tools);
+        }
+    }
+
+    void start_band(Position limit, Tools& tools) {
+        band_limit_ = limit;
+        band_.start(*kernels_, grid_, use_seeds_ ? &seeds_ : nullptr, limit, use_);
+        proceed(tools);
+    }
+
+    void finish(Position distance) {
+        distance_ = distance;
+        done_ = true;
+    }
+
+    const Kernels* kernels_ = nullptr;
+    Core<Id> core_{};
+    Position limit_ = 0, band_limit_ = 0, distance_ = 0;
+    bool done_ = true, use_seeds_ = false, guessed_again_ = false;
+    BandUse use_ = BandUse::alone;
+    GridIds ids_;
+    Grid grid_{};
+    Seeds seeds_;
+    Band band_;
+};
+
+// The canonical alignment of two sequences (alignment.hpp).
+class Aligner {
+public:
+    // Marks the tokens that stay, of both; the distance is returned.
+    template <typename Id>
+    Position align(const Kernels& kernels, Engine engine, const Id* a, std::size_t size_a, const Id* b,
+                   std::size_t size_b, std::uint8_t* matched_a, std::uint8_t* matched_b, Tools& tools) {
+        const Core<Id> core = strip(a, size_a, b, size_b);
+        mark(matched_a, size_a, core);
+        mark(matched_b, size_b, core);
+        if (core.num_rows == 0) return core.num_columns;
+        std::uint8_t* matched_rows = (core.swapped ? matched_b : matched_a) + core.prefix;
+        std::uint8_t* matched_columns = (core.swapped ? matched_a : matched_b) + core.prefix;
+        const auto trace = [&](Position limit) {
+            return alignment_.trace(kernels, grid_, &seeds_, limit, !core.swapped, matched_rows, matched_columns);
+        };
+        grid_ = ids_.read(core, tools.local_ids);
+        seeds_.count(grid_);
+        const Position likely = likely_distance(engine, core, tools);
+        if (trace(likely)) return alignment_.distance();
+        if (!trace(std::min(core.num_columns, next_guess(likely))))
+            trace(std::min(core.num_columns, tools.anchors.upper_bound(tools.numbered.number(core, tools.local_ids))));
+        return alignment_.distance();
+    }
+
+private:
+    template <typename Id>
+    static void mark(std::uint8_t* matched, std::size_t size, const Core<Id>& core) {
+        std::fill(matched, matched + core.prefix, 1);
+        std::fill(matched + core.prefix, matched + size - core.suffix, 0);
+        std::fill(matched + size - core.suffix, matched + size, 1);
+    }
+
+    template <typename Id>
+    Position likely_distance(Engine engine, const Core<Id>& core, Tools& tools) {
+        if (engine != Engine::stripes) {
+            const Position most = engine == Engine::wavefront ? core.num_columns : wavefront_edits(core.num_rows);
+            const Position found = tools.wavefront.distance(core.rows, core.num_rows, core.columns, core.num_columns,
+                                                            core.num_columns, most);
+            if (found != Wavefront::kGaveUp) return found;
+        }
+        const Position least = std::max(seeds_.from(0), grid_.surplus());
+        if (is_few(least, grid_)) return std::min(core.num_columns, guess(least, grid_, seeds_));
+        if (grid_.num_rows < kManyRows) return core.num_columns;
+        return std::min(core.num_columns, tools.anchors.upper_bound(tools.numbered.number(core, tools.local_ids)));
+    }
+
+    GridIds ids_;
+    Grid grid_{};
+    Seeds seeds_;
+    Alignment alignment_;
+};
 
 }  // namespace ibpo

@@ -1,14 +1,18 @@
-// megatron_ibpo._edit_distance: numpy arrays in, one array out. megatron_ibpo/edit_distance.py is its only caller and
+// megatron_ibpo._edit_distance: numpy arrays in, arrays out. megatron_ibpo/edit_distance.py is its only caller and
 // checks what it passes; what is checked here keeps a wrong call from reading outside the arrays.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "batch.hpp"
-#include "levenshtein.hpp"
+#include "dispatch.hpp"
 
 namespace py = pybind11;
 
@@ -22,39 +26,64 @@ std::size_t count_sequences(const Offsets& offsets, py::ssize_t num_values) {
     const py::ssize_t size = offsets.size();
     if (size < 1 || offsets.data()[0] != 0 || offsets.data()[size - 1] != num_values)
         throw std::invalid_argument("offsets must run from 0 to the number of values");
-    for (py::ssize_t i = 1; i < size; ++i)
-        if (offsets.data()[i] < offsets.data()[i - 1]) throw std::invalid_argument("offsets must not fall");
+    for (py::ssize_t i = 1; i < size; ++i) {
+        const std::int64_t length = offsets.data()[i] - offsets.data()[i - 1];
+        if (length < 0) throw std::invalid_argument("offsets must not fall");
+        if (length >= std::int64_t{1} << 30) throw std::invalid_argument("a sequence has 2^30 ids or more");
+    }
     return static_cast<std::size_t>(size - 1);
 }
 
 template <typename Id>
-Array<std::int64_t> batch_distance(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b,
-                                   const Offsets& b_offsets, std::size_t num_threads) {
+ibpo::Pairs<Id> make_pairs(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b, const Offsets& b_offsets) {
     const std::size_t count = count_sequences(a_offsets, a.size());
     if (count != count_sequences(b_offsets, b.size()))
         throw std::invalid_argument("a and b must hold the same number of sequences");
-    Array<std::int64_t> result(static_cast<py::ssize_t>(count));
-    const Id *ids_a = a.data(), *ids_b = b.data();
-    const std::int64_t *from_a = a_offsets.data(), *from_b = b_offsets.data();
+    return {a.data(), a_offsets.data(), b.data(), b_offsets.data(), count};
+}
+
+ibpo::Engine engine_named(const std::string& name) {
+    if (name.empty()) return ibpo::Engine::automatic;
+    if (name == "packed") return ibpo::Engine::packed;
+    if (name == "stripes") return ibpo::Engine::stripes;
+    if (name == "wavefront") return ibpo::Engine::wavefront;
+    throw std::invalid_argument("engine=" + name + ": there are packed, stripes and wavefront");
+}
+
+template <typename Id>
+Array<std::int64_t> batch_distance(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b,
+                                   const Offsets& b_offsets, const std::optional<Array<std::int64_t>>& cutoffs,
+                                   std::size_t num_threads, const std::string& isa, const std::string& engine) {
+    const ibpo::Pairs<Id> pairs = make_pairs(a, a_offsets, b, b_offsets);
+    if (cutoffs && static_cast<std::size_t>(cutoffs->size()) != pairs.count)
+        throw std::invalid_argument("there must be a cutoff for each pair");
+    const ibpo::Kernels& kernels = ibpo::choose_kernels(isa);
+    const ibpo::Engine chosen = engine_named(engine);
+    Array<std::int64_t> result(static_cast<py::ssize_t>(pairs.count));
+    const std::int64_t* limits = cutoffs ? cutoffs->data() : nullptr;
     std::int64_t* out = result.mutable_data();
     {
         const py::gil_scoped_release release;
-        ibpo::for_each_index<ibpo::LevenshteinScratch>(
-            count, num_threads, [=](std::size_t i, ibpo::LevenshteinScratch& scratch) {
-                out[i] = static_cast<std::int64_t>(ibpo::levenshtein(
-                    ids_a + from_a[i], static_cast<std::size_t>(from_a[i + 1] - from_a[i]), ids_b + from_b[i],
-                    static_cast<std::size_t>(from_b[i + 1] - from_b[i]), scratch));
-            });
+        ibpo::BatchDistance<Id>(kernels, chosen, pairs, limits, out).run(num_threads);
     }
     return result;
 }
 
 template <typename Id>
-std::size_t distance(const Array<Id>& a, const Array<Id>& b) {
-    const py::gil_scoped_release release;
-    ibpo::LevenshteinScratch scratch;
-    return ibpo::levenshtein(a.data(), static_cast<std::size_t>(a.size()), b.data(),
-                             static_cast<std::size_t>(b.size()), scratch);
+py::tuple batch_align(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b, const Offsets& b_offsets,
+                      std::size_t num_threads, const std::string& isa, const std::string& engine) {
+    const ibpo::Pairs<Id> pairs = make_pairs(a, a_offsets, b, b_offsets);
+    const ibpo::Kernels& kernels = ibpo::choose_kernels(isa);
+    const ibpo::Engine chosen = engine_named(engine);
+    Array<std::uint8_t> matched_a(a.size()), matched_b(b.size());
+    Array<std::int64_t> distances(static_cast<py::ssize_t>(pairs.count));
+    std::uint8_t *flags_a = matched_a.mutable_data(), *flags_b = matched_b.mutable_data();
+    std::int64_t* out = distances.mutable_data();
+    {
+        const py::gil_scoped_release release;
+        ibpo::batch_align(kernels, chosen, pairs, num_threads, flags_a, flags_b, out);
+    }
+    return py::make_tuple(matched_a, matched_b, distances);
 }
 
 // The numbers of a list of plain ints, several times faster than numpy reads them; None if anything else is in it.
@@ -72,18 +101,28 @@ py::object read_ints(const py::list& list) {
     return std::move(result);
 }
 
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> names;
+    for (const ibpo::Kernels* kernels : ibpo::supported_kernels()) names.emplace_back(kernels->isa);
+    return names;
+}
+
 // noconvert: pybind11 would otherwise turn NaN, 1.7 or uint64 into wrong ids without a word
 template <typename Id>
-void define_distances(py::module_& module) {
-    module.def("distance", &distance<Id>, py::arg("a").noconvert(), py::arg("b").noconvert());
+void define_for(py::module_& module) {
     module.def("batch_distance", &batch_distance<Id>, py::arg("a").noconvert(), py::arg("a_offsets").noconvert(),
-               py::arg("b").noconvert(), py::arg("b_offsets").noconvert(), py::arg("num_threads"));
+               py::arg("b").noconvert(), py::arg("b_offsets").noconvert(), py::arg("cutoffs").noconvert(),
+               py::arg("num_threads"), py::arg("isa") = "", py::arg("engine") = "");
+    module.def("batch_align", &batch_align<Id>, py::arg("a").noconvert(), py::arg("a_offsets").noconvert(),
+               py::arg("b").noconvert(), py::arg("b_offsets").noconvert(), py::arg("num_threads"), py::arg("isa") = "",
+               py::arg("engine") = "");
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_edit_distance, module) {
-    define_distances<std::int32_t>(module);
-    define_distances<std::int64_t>(module);
+    define_for<std::int32_t>(module);
+    define_for<std::int64_t>(module);
     module.def("read_ints", &read_ints);
+    module.def("supported_isas", &supported_isas);
 }

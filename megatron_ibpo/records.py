@@ -100,6 +100,8 @@ class Correction:
     """d(corrected, nearest reference); None when there is no reference (K=1)."""
     rewritten: bool = False
     """The rewrite test fired: a full rewrite earns no bonus."""
+    unmodified_share: float = 0.0
+    """Of the tokens of y_i, those that the canonical alignment with the corrected response keeps."""
 
 
 @dataclass(slots=True)

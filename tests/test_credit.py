@@ -15,7 +15,7 @@ from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import PRESETS, Judgement, assign_credit, check_algorithm
 from megatron_ibpo.credit.advantage import group_advantages
 from megatron_ibpo.credit.pairing import draw_references
-from megatron_ibpo.credit.rewrite import mark_rewrites, normalized_distances
+from megatron_ibpo.credit.rewrite import mark_rewrites
 from megatron_ibpo.credit.shaping import correction_bonus
 from megatron_ibpo.records import Correction, Group, Prompt, Response
 
@@ -139,6 +139,8 @@ def test_algorithm_1_by_hand():
     assert credit.metrics["noop_rate"] == 0
     assert credit.metrics["bonus_rate"] == pytest.approx(1 / 3)
     assert credit.metrics["correction_distance"] == pytest.approx((0.25 + 0.25 + 1) / 3)
+    # of four tokens y1 and y2 keep three each, y3 none
+    assert credit.metrics["unmodified_share"] == pytest.approx((0.75 + 0.75 + 0) / 3)
     assert credit.metrics["tokens_responses"] == 20
     assert credit.metrics["tokens_corrections"] == 15
 
@@ -413,9 +415,23 @@ def test_ends_of_sequence_are_no_edits():
     assert cut_off.corrections[0].distance == 0
 
 
-def test_distances_are_over_the_longer_length():
-    pairs = [([], []), ([1], []), ([1, 2, 3], [1, 3]), ([1, 2], [2, 1])]
-    assert normalized_distances(pairs) == [0.0, 1.0, 1 / 3, 1.0]
+@pytest.mark.parametrize(
+    ("y", "y_hat", "distance", "share"),
+    [
+        ([], [], 0.0, 0.0),
+        ([1], [], 1.0, 0.0),
+        ([1, 2, 3], [1, 3], 1 / 3, 2 / 3),
+        ([1, 2], [2, 1], 1.0, 0.5),  # two replaced, or one left out and one put in: the latter keeps more
+        ([2**61 - 1], [0], 1.0, 0.0),  # equal modulo 2^61 - 1, which hashes of Python ints are taken by
+    ],
+)
+def test_what_the_edit_distance_tells_of_a_correction(y, y_hat, distance, share):
+    made = Group(prompt(), [response(y, 0.0), response(y, 0.0)])
+    made.corrections = [Correction(0, (1,), (), response(y_hat, 1.0))]
+    mark_rewrites([made], 0.6)
+    correction = made.corrections[0]
+    assert (correction.distance, correction.reference_distance) == (distance, distance)
+    assert correction.unmodified_share == share
 
 
 # --------------------------------------------------------------------------------------------- shaping

@@ -38,7 +38,7 @@ main() {
             pip_install --no-deps -r "requirements/$group.txt"
     done
     compgen -G "megatron_ibpo/_edit_distance.*.so" >/dev/null || rm -f "$steps/project"
-    step project "megatron_ibpo and its C++ extension" "$PWD $(cat setup.py pyproject.toml csrc/*)" \
+    step project "megatron_ibpo and its C++ extension" "$PWD $(cat setup.py pyproject.toml csrc/*.* csrc/isa/*)" \
         pip_install --no-deps --no-build-isolation -e .
     echo "$PWD/.venv/bin/python"
 }

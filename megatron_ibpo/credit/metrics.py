@@ -55,6 +55,7 @@ def correction_metrics(groups: Sequence[Group]) -> dict[str, float]:
             for group, correction in pairs
         ),
         correction_distance=_mean(correction.distance for _, correction in pairs),
+        unmodified_share=_mean(correction.unmodified_share for _, correction in pairs),
         correction_length=_mean(len(response.token_ids) for response in responses),
         tokens_corrections=sum(len(response.token_ids) for response in responses),
         truncated_corrections=sum(response.finish_reason == "length" for response in responses),

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_ibpo.edit_distance import batch_distance
+from megatron_ibpo.edit_distance import rewrite_test, unmodified_mask
 from megatron_ibpo.records import Group
 
-__all__ = ["mark_rewrites", "normalized_distances"]
+__all__ = ["mark_rewrites"]
 
 
 def mark_rewrites(groups: Sequence[Group], threshold: float | Literal["adaptive"]) -> float | None:
-    """Fill in `distance`, `reference_distance` and `rewritten` of every correction.
+    """Fill in what the edit distance tells of every correction: see records.Correction.
 
     A correction ŷ of y is a rewrite when d(y, ŷ) > α and, if it had references, d(y, ŷ) > d(ŷ, y_ref) with
     the nearest of them. d is the token edit distance over the longer length, end-of-sequence ids left out.
@@ -27,41 +27,24 @@ def mark_rewrites(groups: Sequence[Group], threshold: float | Literal["adaptive"
     Returns:
         α in force; None if it is adaptive and there are no corrections.
     """
-    corrections = [(group, correction) for group in groups for correction in group.corrections]
-    to_target = []
-    to_references = []
-    for group, correction in corrections:
-        corrected = correction.response.content_ids
-        to_target.append((group.responses[correction.target].content_ids, corrected))
-        to_references += [(corrected, group.responses[i].content_ids) for i in correction.references]
-    distances = normalized_distances(to_target + to_references)
-    reference_distances = iter(distances[len(to_target) :])
-    alpha = _adaptive_threshold(distances[: len(to_target)]) if threshold == "adaptive" else float(threshold)
-    for (_, correction), distance in zip(corrections, distances, strict=False):
-        nearest = min((next(reference_distances) for _ in correction.references), default=None)
-        correction.distance = distance
-        correction.reference_distance = nearest
-        correction.rewritten = (
-            alpha is not None and distance > alpha and (nearest is None or distance > nearest)
-        )
-    return alpha
+    pairs = [(group, correction) for group in groups for correction in group.corrections]
+    originals = _ids(group.responses[correction.target].content_ids for group, correction in pairs)
+    corrected = _ids(correction.response.content_ids for _, correction in pairs)
+    references = [
+        _ids(group.responses[i].content_ids for i in correction.references) for group, correction in pairs
+    ]
+    test = rewrite_test(originals, corrected, references, threshold=threshold)
+    mask, _ = unmodified_mask(originals, None, corrected, None)
+    ends = np.cumsum([len(ids) for ids in originals])
+    kept = [part.sum() for part in np.split(mask, ends[:-1])] if pairs else []
+    for i, (_, correction) in enumerate(pairs):
+        nearest = float(test.reference_distance[i])
+        correction.distance = float(test.distance[i])
+        correction.reference_distance = None if math.isnan(nearest) else nearest
+        correction.rewritten = bool(test.rewritten[i])
+        correction.unmodified_share = float(kept[i]) / max(len(originals[i]), 1)
+    return None if math.isnan(test.threshold) else test.threshold
 
 
-def normalized_distances(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
-    """Levenshtein distance of each pair over the longer length, in [0, 1]; 0 for two empty sequences."""
-    return batch_distance(*_packed([a for a, _ in pairs]), *_packed([b for _, b in pairs])).tolist()
-
-
-def _packed(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All ids one after another, and where each sequence starts."""
-    values = np.fromiter(chain.from_iterable(sequences), np.int64)
-    return values, np.fromiter(accumulate(map(len, sequences), initial=0), np.int64)
-
-
-def _adaptive_threshold(distances: Sequence[float]) -> float | None:
-    """Mean + 2 population standard deviations; exact sums, so that the order does not matter."""
-    if not distances:
-        return None
-    mean = math.fsum(distances) / len(distances)
-    variance = math.fsum((distance - mean) ** 2 for distance in distances) / len(distances)
-    return mean + 2 * math.sqrt(variance)
+def _ids(sequences: Iterable[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
+    return [np.fromiter(sequence, np.int64, len(sequence)) for sequence in sequences]

@@ -1,0 +1,103 @@
+// The kernels for AVX2: four words a vector.
+#include "../kernels.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "target.hpp"
+IBPO_BEGIN_TARGET("avx2,bmi,bmi2")
+#include "packed_kernel.hpp"
+#include "stripe_kernel.hpp"
+
+namespace ibpo {
+namespace {
+
+struct Avx2 {
+    using V = __m256i;
+    using Mask = __m256i;
+    static constexpr int kLanes = 4;
+
+    static IBPO_INLINE V load(const std::uint64_t* from) {
+        return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
+    }
+    static IBPO_INLINE void store(std::uint64_t* to, V value) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to), value);
+    }
+    static IBPO_INLINE V from_word(std::uint64_t word) {
+        return _mm256_zextsi128_si256(_mm_cvtsi64_si128(static_cast<long long>(word)));
+    }
+    static IBPO_INLINE V all(std::uint64_t word) { return _mm256_set1_epi64x(static_cast<long long>(word)); }
+    static IBPO_INLINE std::uint64_t first_word(V value) {
+        return static_cast<std::uint64_t>(_mm_cvtsi128_si64(_mm256_castsi256_si128(value)));
+    }
+    // each lane gets the one after it, the last lane the first of `above`
+    static IBPO_INLINE V neighbours(V above, V own) {
+        return _mm256_permute4x64_epi64(_mm256_blend_epi32(own, above, 0x03), 0x39);
+    }
+    static IBPO_INLINE Mask active(std::ptrdiff_t column, std::ptrdiff_t num_columns) {
+        const V columns = _mm256_add_epi64(_mm256_set1_epi64x(column), _mm256_set_epi64x(0, -1, -2, -3));
+        return _mm256_andnot_si256(_mm256_cmpgt_epi64(_mm256_setzero_si256(), columns),
+                                   _mm256_cmpgt_epi64(_mm256_set1_epi64x(num_columns), columns));
+    }
+    static IBPO_INLINE V select(Mask mask, V yes, V no) { return _mm256_blendv_epi8(no, yes, mask); }
+    // a bit for each of 64 ids that is this one
+    static IBPO_INLINE std::uint64_t equal_rows(const std::uint32_t* ids, std::uint32_t id) {
+        const V wanted = _mm256_set1_epi32(static_cast<int>(id));
+        std::uint64_t bits = 0;
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const V same = _mm256_cmpeq_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(ids + 8 * i)), wanted);
+            bits |= static_cast<std::uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(same))) << 8 * i;
+        }
+        return bits;
+    }
+
+    static IBPO_INLINE void column(V equal, V in_rises, V in_falls, V& rises, V& falls, V& right_rises, V& right_falls,
+                                   V& zero_diagonal) {
+        const V ones = _mm256_set1_epi64x(-1);
+        const V carry_falls = _mm256_srli_epi64(in_falls, 63);
+        const V matches = _mm256_or_si256(equal, carry_falls);
+        const V sum = _mm256_add_epi64(_mm256_and_si256(matches, rises), rises);
+        zero_diagonal = _mm256_or_si256(_mm256_xor_si256(sum, rises), _mm256_or_si256(matches, falls));
+        right_rises = _mm256_or_si256(falls, _mm256_andnot_si256(_mm256_or_si256(zero_diagonal, rises), ones));
+        right_falls = _mm256_and_si256(zero_diagonal, rises);
+        const V shifted_rises =
+            _mm256_or_si256(_mm256_add_epi64(right_rises, right_rises), _mm256_srli_epi64(in_rises, 63));
+        const V shifted_falls = _mm256_or_si256(_mm256_add_epi64(right_falls, right_falls), carry_falls);
+        rises = _mm256_or_si256(shifted_falls,
+                                _mm256_andnot_si256(_mm256_or_si256(zero_diagonal, shifted_rises), ones));
+        falls = _mm256_and_si256(shifted_rises, zero_diagonal);
+    }
+
+    static IBPO_INLINE V follow(V distance, V right_rises, V right_falls, V num_own, std::uint64_t column) {
+        const V change = _mm256_sub_epi64(_mm256_srli_epi64(right_rises, 63), _mm256_srli_epi64(right_falls, 63));
+        return _mm256_add_epi64(distance, _mm256_and_si256(change, _mm256_cmpgt_epi64(num_own, all(column))));
+    }
+
+    // Lane 3 - k takes its word from the row of the column k before.
+    template <int kStride>
+    struct Rows {
+        IBPO_INLINE void start(const std::uint16_t*, const std::uint64_t*) {}
+        IBPO_INLINE V next(const std::uint16_t* column, const std::uint64_t* matches, int) {
+            const V low = _mm256_blend_epi32(load(matches + column[-3] * kStride), load(matches + column[-2] * kStride), 0x0C);
+            const V high = _mm256_blend_epi32(load(matches + column[-1] * kStride), load(matches + column[0] * kStride), 0xC0);
+            return _mm256_blend_epi32(low, high, 0xF0);
+        }
+    };
+};
+
+}  // namespace
+
+const Kernels kAvx2Kernels = {
+    "avx2",
+    Avx2::kLanes,
+    {{4, 720, 720, 150, 2700, advance_stripe<Avx2, 1, false>, advance_stripe<Avx2, 1, true>, nullptr},
+     {8, 731, 731, 180, 1800, advance_stripe<Avx2, 2, false>, advance_stripe<Avx2, 2, true>, nullptr},
+     {16, 1115, 1115, 220, 3000, advance_stripe<Avx2, 4, false>, advance_stripe<Avx2, 4, true>, nullptr}},
+    {distance_packed<Avx2, 1>, distance_packed<Avx2, 2>, distance_packed<Avx2, 3>, distance_packed<Avx2, 4>},
+    match_rows<Avx2>,
+};
+
+}  // namespace ibpo
+IBPO_END_TARGET
+#endif

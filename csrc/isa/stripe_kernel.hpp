@@ -1,0 +1,108 @@
+// One stripe over a range of columns, for any vector: included by each instruction set's file inside its target region.
+// Vector gives the operations; nothing here may call a function of the standard library, whose copy for a newer
+// instruction set could then be linked into code that runs on older ones.
+#pragma once
+
+#include "../kernels.hpp"
+
+namespace ibpo {
+
+#define IBPO_INLINE inline __attribute__((always_inline))
+
+// Steps are done in blocks of four: Vector::Rows keeps what four neighbouring columns share.
+constexpr int kBlockSteps = 4;
+
+template <typename Vector, int kGroups>
+struct Stripe {
+    using V = typename Vector::V;
+    static constexpr int kLanes = Vector::kLanes, kWords = kLanes * kGroups;
+
+    const StripeArgs& args;
+    V rises[kGroups], falls[kGroups];              // vertical: VP and VN of the literature
+    V right_rises[kGroups], right_falls[kGroups];  // horizontal, of the last step: HP and HN
+    typename Vector::template Rows<kWords> rows[kGroups];
+
+    explicit IBPO_INLINE Stripe(const StripeArgs& given) : args(given) {
+#pragma GCC unroll 8
+        for (int group = 0; group < kGroups; ++group) {
+            rises[group] = Vector::load(args.vertical_rises + group * kLanes);
+            falls[group] = Vector::load(args.vertical_falls + group * kLanes);
+            right_rises[group] = right_falls[group] = Vector::from_word(0);
+            rows[group].start(args.columns - group * kLanes, args.matches + group * kLanes);
+        }
+    }
+
+    IBPO_INLINE void finish() const {
+#pragma GCC unroll 8
+        for (int group = 0; group < kGroups; ++group) {
+            Vector::store(args.vertical_rises + group * kLanes, rises[group]);
+            Vector::store(args.vertical_falls + group * kLanes, falls[group]);
+        }
+    }
+
+    // kMasked: not every lane has a column of the stripe in this step.
+    template <bool kMasked, bool kRecord>
+    IBPO_INLINE void step(std::ptrdiff_t at, int in_block) {
+        const V above_rises = Vector::from_word(args.rises[at]), above_falls = Vector::from_word(args.falls[at]);
+#pragma GCC unroll 8
+        for (int group = kGroups - 1; group >= 0; --group) {  // from below: the group above must still be a step behind
+            const V in_rises = Vector::neighbours(group > 0 ? right_rises[group - 1] : above_rises, right_rises[group]);
+            const V in_falls = Vector::neighbours(group > 0 ? right_falls[group - 1] : above_falls, right_falls[group]);
+            const V equal = rows[group].next(args.columns + at - group * kLanes, args.matches + group * kLanes, in_block);
+            const V rises_before = rises[group], falls_before = falls[group];
+            V zero_diagonal;
+            Vector::column(equal, in_rises, in_falls, rises[group], falls[group], right_rises[group],
+                           right_falls[group], zero_diagonal);
+            if (kMasked) {
+                const typename Vector::Mask active = Vector::active(at - group * kLanes, args.num_columns);
+                rises[group] = Vector::select(active, rises[group], rises_before);
+                falls[group] = Vector::select(active, falls[group], falls_before);
+            }
+            if (kRecord) {
+                std::uint64_t* planes = args.planes + at * kPlanes * kWords + group * kLanes;
+                Vector::store(planes + kUp * kWords, rises[group]);
+                Vector::store(planes + kLeft * kWords, right_rises[group]);
+                Vector::store(planes + kZeroDiagonal * kWords, zero_diagonal);
+            }
+        }
+        const std::ptrdiff_t done = at - (kWords - 1);
+        if (!kMasked || (done >= 0 && done < args.num_columns)) {
+            args.rises[done] = Vector::first_word(right_rises[kGroups - 1]);
+            args.falls[done] = Vector::first_word(right_falls[kGroups - 1]);
+        }
+    }
+};
+
+// Runs `step` of all stripes given, which have the same number of columns, in turn: what one waits for, another uses.
+template <bool kMasked, bool kRecord, typename... Stripes>
+IBPO_INLINE std::ptrdiff_t run_blocks(std::ptrdiff_t first, std::ptrdiff_t last, Stripes&... stripes) {
+    std::ptrdiff_t at = first;
+    for (; at + (kMasked ? 0 : kBlockSteps - 1) < last; at += kBlockSteps)
+#pragma GCC unroll 4
+        for (int i = 0; i < kBlockSteps; ++i) (stripes.template step<kMasked, kRecord>(at + i, i), ...);
+    return at;
+}
+
+template <bool kRecord, typename First, typename... Stripes>
+IBPO_INLINE void run_stripes(First& first, Stripes&... others) {
+    const std::ptrdiff_t num_columns = first.args.num_columns;
+    std::ptrdiff_t at = run_blocks<true, kRecord>(0, First::kWords - 1, first, others...);
+    at = run_blocks<false, kRecord>(at, num_columns, first, others...);
+    run_blocks<true, kRecord>(at, num_columns + First::kWords - 1, first, others...);
+    first.finish();
+    (others.finish(), ...);
+}
+
+template <typename Vector, int kGroups, bool kRecord>
+void advance_stripe(const StripeArgs& args) {
+    Stripe<Vector, kGroups> stripe(args);
+    run_stripes<kRecord>(stripe);
+}
+
+template <typename Vector, int kGroups>
+void advance_two_stripes(const StripeArgs& args, const StripeArgs& other_args) {
+    Stripe<Vector, kGroups> stripe(args), other(other_args);
+    run_stripes<false>(stripe, other);
+}
+
+}  // namespace ibpo

@@ -1,0 +1,148 @@
+"""Token ids as callers hold them, checked: what is not certainly a batch of ids is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ibpo import _edit_distance
+
+__all__ = ["Ragged", "check_threads", "pair_up", "read_ids", "read_offsets", "read_ragged"]
+
+LONGEST = 2**30 - 1
+"""Ids of one sequence; a batch may hold any number."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sequence i is values[offsets[i] : offsets[i + 1]]."""
+
+    values: npt.NDArray[Any]
+    """int32 or int64, contiguous."""
+    offsets: npt.NDArray[np.int64]
+    """[number of sequences + 1], from 0 to the number of values."""
+
+    def __len__(self) -> int:
+        return self.offsets.size - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Ragged:
+        """The sequences of these indices, in this order; each may be taken any number of times."""
+        if np.array_equal(indices, np.arange(len(self))):
+            return self
+        parts = [self.values[self.offsets[i] : self.offsets[i + 1]] for i in indices]
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[indices])]).astype(np.int64)
+        return Ragged(np.concatenate(parts) if parts else self.values[:0], offsets)
+
+
+def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
+    """`values` as a contiguous, aligned array of int32 or int64, a view wherever one is possible.
+
+    Raises:
+        TypeError: it holds something other than such ids; ValueError: it is not 1-D.
+    """
+    if type(values) is list and (ints := _edit_distance.read_ints(values)) is not None:
+        return ints
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name}: a masked array; take the ids that count out of it first")
+    try:
+        holds_bool = isinstance(values, list | tuple) and bool in map(_kind, values)
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name}: cannot be read as an array of token ids: {error}") from error
+    if holds_bool:
+        raise TypeError(f"{name}: holds a bool, which is no token id")
+    if array.ndim != 1:
+        raise ValueError(f"{name}: must be 1-D, not of shape {array.shape}")
+    if array.size == 0 and not hasattr(values, "dtype"):  # numpy takes an empty tuple for floats
+        array = array.astype(np.int64)
+    if array.dtype not in (np.int32, np.int64):
+        raise TypeError(f"{name}: must hold int32 or int64 ids, not {array.dtype}")
+    return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
+
+
+def _kind(value: Any) -> type:
+    """bool of anything that numpy would count as one: Python's, numpy's, or a tensor of it."""
+    return bool if isinstance(value, bool) or np.asarray(value).dtype == np.bool_ else type(value)
+
+
+def read_offsets(name: str, offsets: Any, num_values: int) -> npt.NDArray[np.int64]:
+    """`offsets` as int64; first 0, never falling, last `num_values`.
+
+    Raises:
+        TypeError: not integers; ValueError: any of this is not so.
+    """
+    array = read_ids(name, offsets).astype(np.int64, copy=False)
+    if array.size == 0 or array[0] != 0:
+        raise ValueError(f"{name}: must start with 0")
+    falls = np.flatnonzero(np.diff(array) < 0)
+    if falls.size:
+        at = int(falls[0])
+        raise ValueError(f"{name}: must not fall, but entry {at + 1} is {array[at + 1]} after {array[at]}")
+    if array[-1] != num_values:
+        raise ValueError(f"{name}: must end with the number of values, {num_values}, not {array[-1]}")
+    return array
+
+
+def read_ragged(name: str, values: Any, offsets: Any = None) -> Ragged:
+    """Sequences from `<name>_values` and `<name>_offsets`, or from a list of sequences and None.
+
+    Raises:
+        TypeError, ValueError: as read_ids and read_offsets, or a sequence of more than LONGEST ids.
+    """
+    if offsets is None:
+        ragged = _joined(name, values)
+    else:
+        ids = read_ids(f"{name}_values", values)
+        ragged = Ragged(ids, read_offsets(f"{name}_offsets", offsets, ids.size))
+    too_long = np.flatnonzero(ragged.lengths > LONGEST)
+    if too_long.size:
+        at = int(too_long[0])
+        raise ValueError(f"{name}: sequence {at} has {ragged.lengths[at]} ids; the most are {LONGEST}")
+    return ragged
+
+
+def _joined(name: str, sequences: Any) -> Ragged:
+    if not isinstance(sequences, Sequence) or isinstance(sequences, str | bytes):
+        raise TypeError(
+            f"{name}: values without offsets must be a list of sequences, not {type(sequences).__name__}"
+        )
+    arrays = [read_ids(f"{name}[{i}]", sequence) for i, sequence in enumerate(sequences)]
+    offsets = np.concatenate([[0], np.cumsum([array.size for array in arrays])]).astype(np.int64)
+    return Ragged(np.concatenate(arrays) if arrays else np.empty(0, np.int64), offsets)
+
+
+def pair_up(name_a: str, a: Ragged, name_b: str, b: Ragged) -> tuple[Ragged, Ragged]:
+    """Both with ids of one width.
+
+    Raises:
+        ValueError: they differ in the number of sequences.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"{name_b}: {len(b)} sequences, but {name_a} has {len(a)}; they go in pairs")
+    if a.values.dtype == b.values.dtype:
+        return a, b
+    common = np.promote_types(a.values.dtype, b.values.dtype)
+    return (
+        Ragged(a.values.astype(common, copy=False), a.offsets),
+        Ragged(b.values.astype(common, copy=False), b.offsets),
+    )
+
+
+def check_threads(num_threads: Any) -> int:
+    """
+    Raises:
+        TypeError: it is no integer; ValueError: it is negative.
+    """
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int | np.integer):
+        raise TypeError(f"num_threads: must be an integer, not {num_threads!r}")
+    if num_threads < 0:
+        raise ValueError(f"num_threads: must be 0 or more, not {num_threads}")
+    return min(int(num_threads), 2**31 - 1)

@@ -1,0 +1,208 @@
+"""The rewrite test of IBPO on batches of token ids: is a correction a new solution rather than an edit?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ibpo.edit_distance.distances import count_edits, normalize
+from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_offsets, read_ragged
+
+__all__ = ["Moments", "RewriteTest", "distance_moments", "rewrite_test"]
+
+
+class Moments(NamedTuple):
+    """What an adaptive threshold needs of the distances d(y, ŷ).
+
+    Those of ranks add up entry by entry, exactly and in any order. Floats from an all-reduce do as well: the
+    ranks agree on them too, but they are rounded.
+    """
+
+    number: int | float
+    total: Fraction | float
+    total_of_squares: Fraction | float
+
+
+class RewriteTest(NamedTuple):
+    """Of n corrections."""
+
+    rewritten: npt.NDArray[np.bool_]
+    """[n]"""
+    distance: npt.NDArray[np.float64]
+    """[n] d(y, ŷ)"""
+    reference_distance: npt.NDArray[np.float64]
+    """[n] d(ŷ, nearest reference); NaN without references."""
+    threshold: float
+    """α in force; NaN if it is adaptive and there are no corrections."""
+
+
+def distance_moments(distances: npt.ArrayLike) -> Moments:
+    """Exact sums: they depend neither on the order nor on how the distances are shared among ranks.
+
+    Raises:
+        ValueError: a distance is negative, infinite or not a number.
+    """
+    values = np.asarray(distances, np.float64)
+    if not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError("distances: must be finite and 0 or more")
+    exact = [Fraction(value) for value in values.ravel().tolist()]
+    return Moments(len(exact), sum(exact, Fraction()), sum((x * x for x in exact), Fraction()))
+
+
+def rewrite_test(
+    y: Any,
+    y_hat: Any,
+    refs: Any,
+    *,
+    threshold: float | Literal["adaptive"],
+    moments: Sequence[Any] | None = None,
+    num_threads: int = 0,
+) -> RewriteTest:
+    """Correction ŷ of y is a rewrite if d(y, ŷ) > α and, where it had references, d(y, ŷ) > d(ŷ, nearest of
+    them).
+
+    d is the token edit distance over the longer length. The two distances are compared as fractions, not as
+    rounded quotients.
+
+    Args:
+        y, y_hat: n sequences each: a tuple (values, offsets) as in batch_distance, or a list of sequences.
+        refs: the references of each of the n pairs, none, one or several: a list of n lists of sequences, or
+            a tuple (values, offsets, pair_offsets), where those of pair i are the sequences pair_offsets[i]
+            to pair_offsets[i + 1] - 1.
+        threshold: α, or "adaptive": mean + 2 population standard deviations of d(y, ŷ), without rounding on
+            the way, so that a distance equal to it is no rewrite.
+        moments: for "adaptive", of the corrections of all ranks (distance_moments of each, added up), so that
+            the ranks agree; these n alone by default.
+        num_threads: as in batch_distance.
+
+    Raises:
+        TypeError, ValueError: as batch_distance; a threshold that is negative or not a number, moments
+            without an adaptive threshold or of fewer corrections than there are here.
+    """
+    threads = check_threads(num_threads)
+    _check_threshold(threshold, moments)
+    originals, corrected = pair_up("y", _read("y", y), "y_hat", _read("y_hat", y_hat))
+    references, owners = _read_references(refs, len(corrected))
+    edits = count_edits(originals, corrected, num_threads=threads)
+    distances = normalize(edits, originals, corrected)
+    nearest, farther = _against_references(originals, corrected, references, owners, edits, threads)
+    alpha = _adaptive(distances, moments) if isinstance(threshold, str) else float(threshold)
+    return RewriteTest((distances > alpha) & farther, distances, nearest, alpha)
+
+
+def _against_references(
+    originals: Ragged,
+    corrected: Ragged,
+    references: Ragged,
+    owners: npt.NDArray[np.int64],
+    edits: npt.NDArray[np.int64],
+    num_threads: int,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """(d(ŷ, nearest reference), whether d(y, ŷ) is above it; true without references)."""
+    seen, refs = pair_up("y_hat", corrected.take(owners), "refs", references)
+    to_reference = count_edits(seen, refs, num_threads=num_threads)
+    longer = np.maximum(seen.lengths, refs.lengths)
+    longer_y = np.maximum(originals.lengths, corrected.lengths)
+    nearest = np.full(len(corrected), np.inf)
+    np.minimum.at(nearest, owners, normalize(to_reference, seen, refs))
+    farther = np.ones(len(corrected), bool)
+    # d(y, ŷ) > d(ŷ, ref) in integers: edits / longer_y > to_reference / longer
+    above = edits[owners] * np.maximum(longer, 1) > to_reference * np.maximum(longer_y[owners], 1)
+    has_references = np.zeros(len(corrected), bool)
+    has_references[owners] = True
+    farther[has_references] = False
+    np.logical_or.at(farther, owners, above)
+    return np.where(has_references, nearest, np.nan), farther
+
+
+def _adaptive(distances: npt.NDArray[np.float64], moments: Sequence[Any] | None) -> float:
+    count, total, squares = _read_moments(distance_moments(distances) if moments is None else moments)
+    if count < distances.size:
+        raise ValueError(
+            f"moments: of {float(count):g} corrections, but there are {distances.size} here alone"
+        )
+    if count == 0:
+        return math.nan
+    return _floor_of_sum(total / count, max(Fraction(), 4 * (squares / count - (total / count) ** 2)))
+
+
+def _read_moments(moments: Any) -> list[Fraction]:
+    try:
+        exact = [Fraction(x) if isinstance(x, int | Fraction) else Fraction(float(x)) for x in moments]
+    except (TypeError, ValueError, OverflowError):  # Fraction raises the last two for nan and inf
+        exact = []
+    if len(exact) != 3 or min(exact) < 0:
+        raise ValueError(
+            f"moments: must be (count, sum, sum of squares), finite and 0 or more, not {moments!r}"
+        )
+    return exact
+
+
+def _floor_of_sum(x: Fraction, y: Fraction) -> float:
+    """The largest double that is not above x + √y, both 0 or more.
+
+    A double d is above it just if it is above x + √y. Rounded sums would decide ties by chance, and ties are
+    common: corrections that all have one distance, or one in five that has another.
+    """
+
+    def fits(candidate: float) -> bool:
+        rest = Fraction(candidate) - x
+        return rest <= 0 or rest * rest <= y
+
+    with localcontext(prec=40):
+        floor = float(_decimal(x) + _decimal(y).sqrt())
+    while not fits(floor):
+        floor = math.nextafter(floor, -math.inf)
+    while fits(above := math.nextafter(floor, math.inf)):
+        floor = above
+    return floor
+
+
+def _decimal(value: Fraction) -> Decimal:
+    return Decimal(value.numerator) / Decimal(value.denominator)
+
+
+def _check_threshold(threshold: Any, moments: Any) -> None:
+    if isinstance(threshold, str) and threshold == "adaptive":
+        if moments is not None:
+            _read_moments(moments)
+        return
+    if isinstance(threshold, bool | str) or not isinstance(threshold, int | float | np.integer | np.floating):
+        raise TypeError(f'threshold: must be a number or "adaptive", not {threshold!r}')
+    if math.isnan(threshold) or threshold < 0:
+        raise ValueError(f"threshold: must be 0 or more, not {threshold}")
+    if moments is not None:
+        raise ValueError(f'moments: only an "adaptive" threshold needs them, not {threshold}')
+
+
+def _read(name: str, sequences: Any) -> Ragged:
+    if isinstance(sequences, tuple):
+        if len(sequences) != 2:
+            raise ValueError(f"{name}: a tuple must be (values, offsets), not of {len(sequences)} entries")
+        return read_ragged(name, *sequences)
+    return read_ragged(name, sequences)
+
+
+def _read_references(refs: Any, count: int) -> tuple[Ragged, npt.NDArray[np.int64]]:
+    """(all references, the pair that each belongs to)."""
+    if isinstance(refs, tuple):
+        if len(refs) != 3:
+            raise ValueError(
+                f"refs: a tuple must be (values, offsets, pair_offsets), not of {len(refs)} entries"
+            )
+        references = read_ragged("refs", *refs[:2])
+        numbers = np.diff(read_offsets("refs pair_offsets", refs[2], len(references)))
+    else:
+        if not isinstance(refs, list) or not all(isinstance(own, list | tuple) for own in refs):
+            raise TypeError("refs: must be a list with, for each pair, a list of sequences, none to several")
+        references = read_ragged("refs", [reference for own in refs for reference in own])
+        numbers = np.array([len(own) for own in refs], np.int64)
+    if numbers.size != count:
+        raise ValueError(f"refs: of {numbers.size} pairs, but y has {count}")
+    return references, np.repeat(np.arange(count), numbers)
