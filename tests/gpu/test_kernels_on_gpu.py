@@ -21,7 +21,7 @@ def test_the_kernels_are_what_auto_chooses(device):
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_bf16_logits_of_a_real_vocabulary(device, variant):
-    """Against the reference in fp64 on the same rounded logits; the written gradient is within half a step."""
+    """Against fp64 on the same rounded logits; the written gradient is within half a step."""
     batch = make_batch(device, lengths=(700, 33, 0, 1291), vocab=151936)
     batch["logits_NV"] = batch["logits_NV"].bfloat16()
     options = options_for(variant)
