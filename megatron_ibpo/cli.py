@@ -16,6 +16,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,10 +116,16 @@ def check_config(config: Config) -> None:
     ]
     problems += _missing_inputs(config)
     problems += _contradictions(config)
-    try:
-        check_algorithm(config.algorithm, config.data.reward_threshold)
-    except ValueError as error:
-        problems += str(error).splitlines()
+    from megatron_ibpo.policy.objective import check_loss  # imports torch, which --help does not need
+
+    for check in (
+        partial(check_algorithm, config.algorithm, config.data.reward_threshold),
+        partial(check_loss, config.loss),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            problems += str(error).splitlines()
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(

@@ -108,6 +108,10 @@ class LossConfig:
     loss_backend: Literal["auto", "triton", "torch"] = "auto"
     """What computes the loss. "auto" takes the Triton kernels on GPUs wherever they can be used, else plain
     torch; the one in use is printed at start."""
+    fuse_lm_head: bool = False
+    """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
+    held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
+    of the LM head's size. Off because its speed on GPUs has not been measured."""
     use_tis: bool = False
     """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
     tis_clip: float = 2.0
