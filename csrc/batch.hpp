@@ -91,6 +91,7 @@ private:
         PackedPairs packed;
         GridIds ids;
     };
+    static constexpr Position kOneWord = 64;           // rows in a group so fast that nothing else need be tried
     static constexpr std::size_t kChunk = 64;         // pairs that a thread takes at once to prepare
     static constexpr Position kMostColumns = 1 << 12;  // of a pair in a group: longer ones leave lanes idle
 
@@ -122,7 +123,7 @@ private:
                 } else if (core.num_rows == 0) {
                     out_[i] = core.num_columns;
                     core.num_columns = 0;
-                } else if (engine_ == Engine::automatic && is_short(core)) {
+                } else if (engine_ == Engine::automatic && is_short(core) && core.num_rows > kOneWord) {
                     const Position few = core.num_rows / 32 + 2;
                     const Position found = scratch.tools.wavefront.distance(core.rows, core.num_rows, core.columns,
                                                                             core.num_columns, core.num_columns, few);
