@@ -92,6 +92,7 @@ private:
         GridIds ids;
     };
     static constexpr Position kOneWord = 64;           // rows in a group so fast that nothing else need be tried
+    static constexpr std::size_t kWindow = 512;        // pairs among which groups are made
     static constexpr std::size_t kChunk = 64;         // pairs that a thread takes at once to prepare
     static constexpr Position kMostColumns = 1 << 12;  // of a pair in a group: longer ones leave lanes idle
 
@@ -141,15 +142,14 @@ private:
         std::sort(long_.begin(), long_.end(), [this](std::size_t i, std::size_t j) {
             return std::tuple(-cost(cores_[i]), i) < std::tuple(-cost(cores_[j]), j);
         });
-        const auto by_size = [this](std::size_t i) {
-            return std::tuple((cores_[i].num_rows + 63) / 64, cores_[i].num_columns, i);
-        };
+        // pairs of as many words and about as many columns, from near each other in memory
+        const auto kind = [this](std::size_t i) { return std::tuple(i / kWindow, (cores_[i].num_rows + 63) / 64); };
+        const auto by_size = [&](std::size_t i) { return std::tuple(kind(i), cores_[i].num_columns, i); };
         std::sort(short_.begin(), short_.end(), [&](std::size_t i, std::size_t j) { return by_size(i) > by_size(j); });
-        for (std::size_t first = 0; first < short_.size();) {  // pairs of as many words
-            const auto words = std::get<0>(by_size(short_[first]));
+        for (std::size_t first = 0; first < short_.size();) {
             std::size_t last = first;
             while (last < short_.size() && last - first < static_cast<std::size_t>(kernels_.lanes) &&
-                   std::get<0>(by_size(short_[last])) == words)
+                   kind(short_[last]) == kind(short_[first]))
                 ++last;
             groups_.push_back({first, last});
             first = last;
