@@ -89,6 +89,7 @@ struct Tools {
     LocalIds local_ids;
     GridIds numbered;
     Anchors anchors;
+    Bag bag;
     Wavefront wavefront;
 };
 
@@ -101,12 +102,14 @@ inline Position wavefront_edits(Position num_rows) {
 
 constexpr Position kManyRows = 8192;  // from here on a bound by anchors is worth its time
 
-// Whether so many edits, at least, tell how many there are: nearly all seeds are broken when two tokens of three are
-// edited, and when all are as well. And how many there probably are, if they are scattered: seeds with two edits or more
-// count for one, edits between seeds for none, and where much recurs many a broken seed is there elsewhere. Fitted to
-// edits at all rates of ids of all distributions and of texts.
+// Nearly all seeds are broken when two tokens of three are edited, and when all are as well.
+inline bool look_unrelated(Position least, const Grid& grid) { return least * 100 >= grid.num_rows * 31; }
+
+// Whether so many edits, at least, tell how many there are; and how many there probably are, if they are scattered: seeds
+// with two edits or more count for one, edits between seeds for none, and where much recurs many a broken seed is there
+// elsewhere. Fitted to edits at all rates of ids of all distributions and of texts.
 inline bool is_telling(Position least, const Grid& grid) {
-    return least * 100 < grid.num_rows * (grid.num_rows < kManyRows ? 31 : 20);
+    return grid.num_rows < kManyRows ? !look_unrelated(least, grid) : least * 5 < grid.num_rows;
 }
 inline Position guess(Position least, const Grid& grid, const Seeds& seeds) {
     const double share = double(least) / double(grid.num_rows);
@@ -176,6 +179,8 @@ private:
         if (!use_seeds_) return start_band(limit_);
         const Position least = std::max(seeds_.from(0), grid_.surplus());
         if (least > limit_) return finish(limit_ + 1);
+        if (limit_ < grid_.num_columns && look_unrelated(least, grid_) && tools_->bag.least(grid_) > limit_)
+            return finish(limit_ + 1);
         if (is_telling(least, grid_)) return start_band(std::min(limit_, guess(least, grid_, seeds_)));
         start_band(grid_.num_rows < kManyRows ? limit_ : bound_by_anchors());
     }
