@@ -125,7 +125,7 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path) -> None:
     checkpoint = Checkpoint(hf_dir)
     entries = weight_map(shape)
     _check_names(checkpoint, shape, entries)
-    place = my_place(shape)
+    place = my_place(shape, chunks)
     with torch.no_grad():
         for name, parameter in parameters_by_global_name(chunks, place):
             entry = entries[name]
