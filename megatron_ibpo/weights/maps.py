@@ -44,6 +44,8 @@ class Fused:
     """Where a checkpoint with fused experts holds a piece: rows of one expert of a larger tensor."""
 
     name: str
+    shape: tuple[int, ...]
+    """Of the larger tensor."""
     expert: int
     first_row: int
 
@@ -353,13 +355,14 @@ def _expert(shape: ModelShape, fused: str, expert: int) -> list[_Rule]:
     """`fused`: what the names of a layer's fused experts begin with."""
     hidden, size = shape.hidden_size, shape.expert_hidden_size
     hf = f"mlp.experts.{expert}"
-    up = f"{fused}.gate_up_proj"
+    up = f"{fused}.gate_up_proj", (shape.num_experts, 2 * size, hidden)
+    down = f"{fused}.down_proj", (shape.num_experts, hidden, size)
     return [
         _Rule(
             f"mlp.experts.linear_fc1.weight{expert}",
             (
-                Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS, Fused(up, expert, 0)),
-                Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS, Fused(up, expert, size)),
+                Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS, Fused(*up, expert, 0)),
+                Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS, Fused(*up, expert, size)),
             ),
             torch.cat,
             _halves,
@@ -372,7 +375,7 @@ def _expert(shape: ModelShape, fused: str, expert: int) -> list[_Rule]:
                     f"{hf}.down_proj.weight",
                     (hidden, size),
                     COLUMNS,
-                    Fused(f"{fused}.down_proj", expert, 0),
+                    Fused(*down, expert, 0),
                 ),
             ),
         ),
@@ -465,7 +468,7 @@ def is_ignored(shape: ModelShape, name: str) -> bool:
     """Tensors of a checkpoint that the trained model has no use for: multi-token prediction heads
     (Qwen3-Next ships one for speculative decoding), rotary tables, the head's copy of tied embeddings."""
     return (
-        name.startswith("mtp.")
+        (shape.is_hybrid and name.startswith("mtp."))
         or name.endswith("rotary_emb.inv_freq")
         or (shape.tie_word_embeddings and name == "lm_head.weight")
     )
