@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights.convert import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.hf_files import copy_all_but_weights
+from megatron_ibpo.weights.torch_dist import StoredCheckpoint
 
 __all__ = ["CheckpointError", "find_checkpoint", "load_checkpoint", "load_run_state", "save_checkpoint"]
-
-_STATE_FILE = "run_state.json"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is not there, not whole, or not of this model."""
 
 
 def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dict[str, Any]) -> Path:
@@ -38,7 +42,12 @@ def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dic
     trainer.world.barrier()
 
     def publish() -> None:
-        (partial / _STATE_FILE).write_text(json.dumps({"step": step, **run_state}), encoding="utf-8")
+        if (origin := trainer.config.model.hf_checkpoint) is not None:
+            (partial / HF_FILES).mkdir()
+            copy_all_but_weights(origin, partial / HF_FILES, next(trainer.chunks[0].parameters()).dtype)
+        layout = {"optimizer": True, "parallel": asdict(trainer.config.parallel)}
+        (partial / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
+        (partial / RUN_STATE).write_text(json.dumps({"step": step, **run_state}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
 
@@ -52,54 +61,127 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / _STATE_FILE).is_file():
+    if (path / RUN_STATE).is_file():
         return path
     found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
-    whole = sorted((p for p in found if (p / _STATE_FILE).is_file()), key=lambda p: p.name)
+    whole = sorted((p for p in found if (p / RUN_STATE).is_file()), key=lambda p: p.name)
     if not whole:
-        raise CheckpointError(f"--load {path}: there is no step_N with a {_STATE_FILE} in it")
+        raise CheckpointError(f"--load {path}: there is no step_N with a {RUN_STATE} in it")
     return whole[-1]
 
 
 def load_run_state(checkpoint: Path) -> dict[str, Any]:
     """The loop's own part of a checkpoint, `step` included."""
     try:
-        return json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
+        return json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {error}") from error
+        raise CheckpointError(f"{checkpoint / RUN_STATE} cannot be read: {error}") from error
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Restore weights, optimizer state and schedule.
+    """Restore weights, optimizer state and schedule, saved under whatever layout.
+
+    A checkpoint of weights alone, as the conversion tools write, leaves optimizer and schedule new.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or holds another model.
+        CheckpointError: the checkpoint is damaged or unsafe, or holds another model, or its optimizer was
+            or was not sharded over data-parallel ranks, other than this one.
     """
+    StoredCheckpoint(checkpoint)  # read safely first: Megatron unpickles the metadata as it comes
+    saved = _read_layout(checkpoint)
+    sharded = trainer.config.parallel.use_distributed_optimizer
+    if saved.get("optimizer") and saved["parallel"]["use_distributed_optimizer"] != sharded:
+        raise CheckpointError(
+            f"--load {checkpoint}: was saved with use_distributed_optimizer={not sharded}; "
+            "resume with the same"
+        )
+    with_optimizer = saved.get("optimizer", True)
     try:
-        state = dist_checkpointing.load(_state(trainer, is_loading=True), str(checkpoint))
+        wanted = _state(trainer, with_optimizer=with_optimizer, is_loading=True)
+        state = dist_checkpointing.load(wanted, str(checkpoint))
     except Exception as error:
         raise CheckpointError(
             f"--load {checkpoint}: cannot be loaded into this model: {type(error).__name__}: {error}"
         ) from error
     for index, chunk in enumerate(trainer.chunks):
         chunk.module.load_state_dict(state[f"model{index}"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
+    if not with_optimizer:
+        trainer.optimizer.reload_model_params()
+        return
+    with _step_left_alone():
+        trainer.optimizer.load_state_dict(state["optimizer"])
+    _give_each_parameter_its_step(trainer)
     trainer.scheduler.load_state_dict(state["scheduler"])
 
 
-def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
+def _state(trainer: Trainer, *, with_optimizer: bool = True, is_loading: bool) -> dict[str, Any]:
     metadata = {
+        # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
         "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     models = {
         f"model{index}": chunk.module.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(trainer.chunks)
     }
+    if is_loading:  # Transformer Engine's state of FP8 scales, which nobody uses here and none converts to
+        models = {
+            chunk: {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+            for chunk, state in models.items()
+        }
+    if not with_optimizer:
+        return dict(models)
+    if is_loading:
+        _allocate_torch_state(trainer)
     optimizer = trainer.optimizer.sharded_state_dict(
         {key: value for model in models.values() for key, value in model.items()},
         is_loading=is_loading,
         metadata=metadata,
     )
     return {**models, "optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
+
+
+def _torch_optimizers(trainer: Trainer) -> Iterator[DistributedOptimizer]:
+    """Sharded optimizers around torch's Adam, with which megatron-core 0.19 does not load as it is."""
+    for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        if isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, torch.optim.Adam):
+            yield optimizer
+
+
+def _allocate_torch_state(trainer: Trainer) -> None:
+    """Megatron looks for `step` in a state that torch's Adam only has after a first step."""
+    for optimizer in _torch_optimizers(trainer):
+        if not optimizer.optimizer.state:
+            optimizer._init_optimizer_states_with_dummy_values()
+
+
+def _step_left_alone() -> AbstractContextManager[Any]:
+    """Megatron fills in every tensor of a parameter's state, and has none for torch's `step`, which it has
+    set before."""
+    fill_in = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def fill_in_all_but_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        fill_in(self, parameter, {"step": None, **tensors})
+
+    return mock.patch.object(
+        DistributedOptimizer, "_set_main_param_and_optimizer_states", fill_in_all_but_step
+    )
+
+
+def _give_each_parameter_its_step(trainer: Trainer) -> None:
+    """Megatron loads one `step` tensor for all parameters, and each of them would count it up."""
+    for optimizer in _torch_optimizers(trainer):
+        for state in optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _read_layout(checkpoint: Path) -> dict[str, Any]:
+    """What `layout.json` says; empty for checkpoints without one."""
+    try:
+        return json.loads((checkpoint / LAYOUT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / LAYOUT} cannot be read: {error}") from error

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -44,6 +44,8 @@ HF_FILES = "hf"
 """Folder of a Megatron checkpoint with config.json and the tokenizer, so that it converts back."""
 RUN_STATE = "run_state.json"
 """What --load looks for; a converted checkpoint is at step 0."""
+LAYOUT = "layout.json"
+"""For what layout a Megatron checkpoint was written, and whether it holds an optimizer."""
 FILES_PER_RANK = 2
 """Of a Megatron checkpoint, as megatron-core writes."""
 HF_FILE_BYTES = 2 * 1000**3
@@ -121,6 +123,8 @@ def hf_to_megatron(
         digests = write_metadata(directory, [record for records, _ in parts for record in records])
         (directory / HF_FILES).mkdir()
         copy_all_but_weights(hf_dir, directory / HF_FILES, dtypes["embedding.word_embeddings.weight"])
+        layout = {"optimizer": False, "parallel": asdict(parallel), "virtual_stages": virtual_stages}
+        (directory / LAYOUT).write_text(json.dumps(layout))
         (directory / RUN_STATE).write_text(json.dumps({"step": 0}))
         return digests | {name: digest for _, part in parts for name, digest in part.items()}
 
