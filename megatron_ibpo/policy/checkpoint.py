@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +16,18 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.convert import HF_FILES, LAYOUT, RUN_STATE
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.hf_files import copy_all_but_weights
-from megatron_ibpo.weights.torch_dist import StoredCheckpoint
+from megatron_ibpo.weights.torch_dist import HF_FILES, LAYOUT, RUN_STATE, StoredCheckpoint, newest_step
 
-__all__ = ["CheckpointError", "find_checkpoint", "load_checkpoint", "load_run_state", "save_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_run_state",
+    "load_weights",
+    "save_checkpoint",
+]
 
 
 def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dict[str, Any]) -> Path:
@@ -38,7 +44,8 @@ def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dic
         partial.mkdir(parents=True)
 
     trainer.world.on_driver(prepare)
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
+    models = _models(trainer.chunks, is_loading=False)
+    dist_checkpointing.save({**models, **_progress(trainer, models, is_loading=False)}, str(partial))
     trainer.world.barrier()
 
     def publish() -> None:
@@ -63,11 +70,9 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / RUN_STATE).is_file():
         return path
-    found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
-    whole = sorted((p for p in found if (p / RUN_STATE).is_file()), key=lambda p: p.name)
-    if not whole:
+    if (newest := newest_step(path)) is None:
         raise CheckpointError(f"--load {path}: there is no step_N with a {RUN_STATE} in it")
-    return whole[-1]
+    return newest
 
 
 def load_run_state(checkpoint: Path) -> dict[str, Any]:
@@ -87,60 +92,84 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
         CheckpointError: the checkpoint is damaged or unsafe, or holds another model, or its optimizer was
             or was not sharded over data-parallel ranks, other than this one.
     """
-    StoredCheckpoint(checkpoint)  # read safely first: Megatron unpickles the metadata as it comes
     saved = _read_layout(checkpoint)
+    if not saved.get("optimizer", True):
+        load_weights(trainer.chunks, checkpoint)
+        trainer.optimizer.reload_model_params()
+        return
     sharded = trainer.config.parallel.use_distributed_optimizer
-    if saved.get("optimizer") and saved["parallel"]["use_distributed_optimizer"] != sharded:
+    if saved and saved["parallel"]["use_distributed_optimizer"] != sharded:
         raise CheckpointError(
             f"--load {checkpoint}: was saved with use_distributed_optimizer={not sharded}; "
             "resume with the same"
         )
-    with_optimizer = saved.get("optimizer", True)
-    try:
-        wanted = _state(trainer, with_optimizer=with_optimizer, is_loading=True)
-        state = dist_checkpointing.load(wanted, str(checkpoint))
-    except Exception as error:
-        raise CheckpointError(
-            f"--load {checkpoint}: cannot be loaded into this model: {type(error).__name__}: {error}"
-        ) from error
-    for index, chunk in enumerate(trainer.chunks):
-        chunk.module.load_state_dict(state[f"model{index}"])
-    if not with_optimizer:
-        trainer.optimizer.reload_model_params()
-        return
+    _allocate_torch_state(trainer)
+    models = _models(trainer.chunks, is_loading=True)
+    state = _load({**models, **_progress(trainer, models, is_loading=True)}, checkpoint)
+    _fill(trainer.chunks, state)
     with _step_left_alone():
         trainer.optimizer.load_state_dict(state["optimizer"])
     _give_each_parameter_its_step(trainer)
     trainer.scheduler.load_state_dict(state["scheduler"])
 
 
-def _state(trainer: Trainer, *, with_optimizer: bool = True, is_loading: bool) -> dict[str, Any]:
-    metadata = {
+def load_weights(chunks: Sequence[Any], checkpoint: Path) -> None:
+    """Fill this rank's models, wrapped by DDP or not, from a checkpoint, converting to their dtype.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or unsafe, or holds another model.
+    """
+    _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint))
+
+
+def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    StoredCheckpoint(checkpoint)  # read safely first: Megatron unpickles the metadata as it comes
+    try:
+        return dist_checkpointing.load(wanted, str(checkpoint))
+    except Exception as error:
+        raise CheckpointError(
+            f"--load {checkpoint}: cannot be loaded into this model: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _fill(chunks: Sequence[Any], state: dict[str, Any]) -> None:
+    for index, chunk in enumerate(chunks):
+        getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"])
+
+
+def _metadata() -> dict[str, Any]:
+    """What Megatron's parts are to know when they name their state."""
+    return {
         # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _models(chunks: Sequence[Any], *, is_loading: bool) -> dict[str, Any]:
     models = {
-        f"model{index}": chunk.module.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(trainer.chunks)
+        f"model{index}": getattr(chunk, "module", chunk).sharded_state_dict(metadata=_metadata())
+        for index, chunk in enumerate(chunks)
     }
-    if is_loading:  # Transformer Engine's state of FP8 scales, which nobody uses here and none converts to
-        models = {
-            chunk: {key: value for key, value in state.items() if not key.endswith("_extra_state")}
-            for chunk, state in models.items()
-        }
-    if not with_optimizer:
-        return dict(models)
-    if is_loading:
-        _allocate_torch_state(trainer)
+    if not is_loading:
+        return models
+    # without Transformer Engine's FP8 scales: not used here, and not there after a conversion
+    return {
+        name: {key: value for key, value in model.items() if not key.endswith("_extra_state")}
+        for name, model in models.items()
+    }
+
+
+def _progress(trainer: Trainer, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    """Optimizer and schedule."""
     optimizer = trainer.optimizer.sharded_state_dict(
         {key: value for model in models.values() for key, value in model.items()},
         is_loading=is_loading,
-        metadata=metadata,
+        metadata=_metadata(),
     )
-    return {**models, "optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
+    return {"optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
 
 
 def _torch_optimizers(trainer: Trainer) -> Iterator[DistributedOptimizer]:

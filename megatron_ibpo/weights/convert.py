@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,20 +32,22 @@ from megatron_ibpo.weights.hf_files import (
 from megatron_ibpo.weights.maps import Entry, mtp_layers, weight_map
 from megatron_ibpo.weights.place import Place, places_of
 from megatron_ibpo.weights.source import TensorMeta
-from megatron_ibpo.weights.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
+from megatron_ibpo.weights.torch_dist import (
+    HF_FILES,
+    LAYOUT,
+    RUN_STATE,
+    DistcpFile,
+    Record,
+    StoredCheckpoint,
+    write_metadata,
+)
 from megatron_ibpo.weights.work import Job, Turn, run_jobs
 from megatron_ibpo.world import World
 
-__all__ = ["HF_FILES", "differing_tensors", "hf_to_megatron", "megatron_to_hf", "model_of"]
+__all__ = ["differing_tensors", "hf_to_megatron", "megatron_to_hf", "model_of"]
 
 logger = logging.getLogger(__name__)
 
-HF_FILES = "hf"
-"""Folder of a Megatron checkpoint with config.json and the tokenizer, so that it converts back."""
-RUN_STATE = "run_state.json"
-"""What --load looks for; a converted checkpoint is at step 0."""
-LAYOUT = "layout.json"
-"""For what layout a Megatron checkpoint was written, and whether it holds an optimizer."""
 FILES_PER_RANK = 2
 """Of a Megatron checkpoint, as megatron-core writes."""
 HF_FILE_BYTES = 2 * 1000**3
@@ -224,8 +226,16 @@ def whole_parameter(stored: StoredCheckpoint, entry: Entry) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def differing_tensors(hf_dir: Path, stored_dir: Path, *, allow_pickle: bool = False) -> Iterator[str]:
-    """Names of HF tensors that are not, bit for bit, what the Megatron checkpoint holds, read from disk.
+def differing_tensors(
+    hf_dir: Path,
+    stored_dir: Path,
+    world: World,
+    *,
+    allow_pickle: bool = False,
+    report: Report = lambda now, total: None,
+) -> list[str]:
+    """Names of HF tensors that are not, bit for bit, what the Megatron checkpoint holds; both are read from
+    disk. Collective: the ranks divide the work.
 
     Raises:
         CheckpointError: one of the two lacks tensors of the model that `hf_dir`'s config.json describes.
@@ -235,11 +245,17 @@ def differing_tensors(hf_dir: Path, stored_dir: Path, *, allow_pickle: bool = Fa
     entries = _entries(shape, stored.tensors)
     checkpoint.check(shape, entries)
     stored.check(entries)
-    for entry in entries:
+    mine = entries[world.rank :: world.size]
+    sizes = {entry.name: math.prod(entry.shape) * stored.dtype(entry.blocks()[0]).itemsize for entry in mine}
+    total = sum(sizes.values())
+    differing = []
+    for entry in mine:
         pieces = entry.part(whole_parameter(stored, entry))
         for piece, tensor in zip(entry.pieces, pieces, strict=True):
             if not _same_bits(checkpoint.read(piece), tensor):
-                yield piece.name
+                differing.append(piece.name)
+        report(sizes[entry.name], total)
+    return sorted(name for names in world.all_gather(differing) for name in names)
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

@@ -33,9 +33,26 @@ from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.files import HashedFile
 from megatron_ibpo.weights.maps import Block, Entry
 
-__all__ = ["DistcpFile", "Record", "StoredCheckpoint", "find_stored", "read_metadata", "write_metadata"]
+__all__ = [
+    "HF_FILES",
+    "LAYOUT",
+    "RUN_STATE",
+    "DistcpFile",
+    "Record",
+    "StoredCheckpoint",
+    "find_stored",
+    "newest_step",
+    "read_metadata",
+    "write_metadata",
+]
 
 METADATA, CONFIG = ".metadata", "metadata.json"
+RUN_STATE = "run_state.json"
+"""Ours: JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""
+LAYOUT = "layout.json"
+"""Ours: for what layout the checkpoint was written, and whether it holds an optimizer."""
+HF_FILES = "hf"
+"""Ours: folder with config.json and the tokenizer, so that the checkpoint converts back."""
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for what is no tensor."""
 ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -92,32 +109,30 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
+def newest_step(path: Path) -> Path | None:
+    """The last step that a training run has saved in `path` or `path`/checkpoints."""
+    found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
+    return max((step for step in found if (step / RUN_STATE).is_file()), key=lambda p: p.name, default=None)
+
+
 def find_stored(path: Path) -> Path:
     """The checkpoint directory that `path` means: itself, the newest step of a training run, or what
     Megatron-LM's tracker file names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such directory.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")
     if (path / CONFIG).is_file():
         return path
-    steps = sorted(
-        (step for step in (*path.glob("step_*"), *path.glob("checkpoints/step_*")) if _is_whole(step)),
-        key=lambda step: step.name,
-    )
-    if steps:
-        return steps[-1]
     tracker = path / "latest_checkpointed_iteration.txt"
-    if tracker.is_file():
-        latest = tracker.read_text().strip()
-        return path / (latest if latest == "release" else f"iter_{int(latest):07}")
-    return path
-
-
-def _is_whole(step: Path) -> bool:
-    return (step / CONFIG).is_file()
+    if not tracker.is_file():
+        return newest_step(path) or path
+    latest = tracker.read_text().strip()
+    if not (latest.isdecimal() or latest == "release"):
+        raise CheckpointError(f"{tracker} must hold the number of an iteration, it holds {latest[:40]!r}")
+    return path / (latest if latest == "release" else f"iter_{int(latest):07}")
 
 
 class StoredCheckpoint:
