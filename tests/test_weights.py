@@ -45,15 +45,15 @@ def checkpoints(tmp_path_factory):
     }
 
 
-def make_qwen3_moe(directory):
+def make_qwen3_moe(directory, layers=2, kv_heads=2):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,

@@ -59,6 +59,8 @@ ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron-LM pads the vocabulary to a multiple of 128 TP."""
 
 _ALLOWED = {
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
     "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
