@@ -44,7 +44,14 @@ from megatron_ibpo.weights.torch_dist import (
 from megatron_ibpo.weights.work import Job, Turn, run_jobs
 from megatron_ibpo.world import World
 
-__all__ = ["differing_tensors", "hf_to_megatron", "megatron_to_hf", "model_of"]
+__all__ = [
+    "differing_tensors",
+    "hf_to_megatron",
+    "megatron_to_hf",
+    "model_entries",
+    "model_of",
+    "whole_parameter",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +90,7 @@ def hf_to_megatron(
     shape = read_hf_config(hf_dir)
     ranks = _check_layout(shape, parallel, virtual_stages)
     checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
-    entries = _entries(shape, checkpoint.file_of)
+    entries = model_entries(shape, checkpoint.file_of)
     if ignored := checkpoint.check(shape, entries):
         logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
     dtypes = _stored_dtypes(checkpoint, entries)
@@ -156,7 +163,7 @@ def megatron_to_hf(
     world.on_driver(lambda: _check_target(target))
     origin, shape = model_of(stored_dir, origin)
     stored = StoredCheckpoint(stored_dir)
-    entries = _entries(shape, stored.tensors)
+    entries = model_entries(shape, stored.tensors)
     stored.check(entries)
     carried, source = _carried(origin, shape, entries)
     from_origin = {entry.name for entry in carried}
@@ -242,7 +249,7 @@ def differing_tensors(
     """
     shape = read_hf_config(hf_dir)
     checkpoint, stored = Checkpoint(hf_dir, allow_pickle=allow_pickle), StoredCheckpoint(stored_dir)
-    entries = _entries(shape, stored.tensors)
+    entries = model_entries(shape, stored.tensors)
     checkpoint.check(shape, entries)
     stored.check(entries)
     mine = entries[world.rank :: world.size]
@@ -288,8 +295,12 @@ def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: i
     return places_of(shape, parallel, virtual_stages)
 
 
-def _entries(shape: ModelShape, names: Iterable[str]) -> list[Entry]:
-    """What a checkpoint with tensors of these names has to hold, every HF tensor once."""
+def model_entries(shape: ModelShape, names: Iterable[str]) -> list[Entry]:
+    """What a checkpoint with tensors of these names has to hold, every HF tensor once.
+
+    Raises:
+        CheckpointError: it has more multi-token prediction layers than can be converted.
+    """
     layers = mtp_layers(names) if shape.is_hybrid else 0
     if layers > 1:
         raise CheckpointError(
@@ -340,7 +351,7 @@ def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[lis
     if not any(origin.glob("*.safetensors")):
         return [], None
     source = Checkpoint(origin)
-    everything = _entries(shape, source.file_of)
+    everything = model_entries(shape, source.file_of)
     source.check(shape, everything)
     return [entry for entry in everything if entry.name.startswith("mtp.")], source
 

@@ -41,6 +41,7 @@ __all__ = [
     "Record",
     "StoredCheckpoint",
     "find_stored",
+    "is_weight",
     "newest_step",
     "read_metadata",
     "write_metadata",
@@ -179,7 +180,7 @@ class StoredCheckpoint:
                 raise CheckpointError(f"{self.directory}: the parts of {entry.name} are {dtypes}, not alike")
         if missing:
             raise CheckpointError(f"{self.directory}: missing {listed(sorted(set(missing)))}")
-        extra = sorted(key for key in self.tensors if key not in wanted and not _is_other_state(key))
+        extra = sorted(key for key in self.tensors if key not in wanted and is_weight(key))
         if extra:
             raise CheckpointError(
                 f"{self.directory}: tensors that this model has no place for: {listed(extra)}"
@@ -263,9 +264,12 @@ class StoredCheckpoint:
         return tensor
 
 
-def _is_other_state(key: str) -> bool:
-    """What a training run stores beside the weights."""
-    return key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state")) or "_extra_state" in key
+def is_weight(key: str) -> bool:
+    """Not what a training run stores beside the weights."""
+    return (
+        not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+        and "_extra_state" not in key
+    )
 
 
 def _own_dims(block: Block) -> tuple[int, ...]:
