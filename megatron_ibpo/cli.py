@@ -250,6 +250,8 @@ _RANGES: dict[str, _Rule] = {
     "moe_aux_loss_coeff": _NOT_NEGATIVE,
     "tensor_model_parallel_size": _AT_LEAST_1,
     "pipeline_model_parallel_size": _AT_LEAST_1,
+    "decoder_first_pipeline_num_layers": _AT_LEAST_1,
+    "decoder_last_pipeline_num_layers": _AT_LEAST_1,
     "expert_model_parallel_size": _AT_LEAST_1,
     "expert_tensor_parallel_size": _AT_LEAST_1,
     "context_parallel_size": (lambda value: value == 1, "1 (context parallel is not built yet)"),

@@ -53,6 +53,10 @@ class ParallelConfig:
     """TP: ranks that share each matrix."""
     pipeline_model_parallel_size: int = 1
     """PP: consecutive groups of layers."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline stage, which also holds the embeddings; an even share when None."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline stage, which also holds the head; an even share when None."""
     expert_model_parallel_size: int = 1
     """EP: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int = 1

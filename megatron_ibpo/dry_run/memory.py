@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_ibpo.config import Config
 from megatron_ibpo.dry_run.census import Census, RankPart
 from megatron_ibpo.loss import CHUNK_ROWS
-from megatron_ibpo.shape import ModelShape
+from megatron_ibpo.shape import ModelShape, pipeline_layers
 
 __all__ = [
     "CONTEXT_BYTES",
@@ -154,8 +154,8 @@ def _activations(shape: ModelShape, config: Config, part: RankPart, tokens: int)
     stages = config.parallel.pipeline_model_parallel_size
     element = 2 if config.model.bf16 else 4
     in_flight = stages - part.pipeline  # micro-batches that 1F1B keeps alive on this stage
-    first = part.pipeline * part.layers
-    kinds = shape.full_attention[first : first + part.layers]
+    (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
+    kinds = [shape.full_attention[layer] for layer in layers]
     layer_bytes = [_layer_elements(shape, config, full) * tokens * element for full in kinds]
     working = 2.0 * max(layer_bytes)  # a layer's tensors and their gradients
     if config.model.recompute_granularity != "full":

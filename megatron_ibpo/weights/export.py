@@ -48,7 +48,7 @@ class HFExport:
         Args:
             bucket_bytes: whole tensors that rank 0 may hold at once, in bytes; at least one entry.
         """
-        place = my_place(shape)
+        place = my_place(shape, chunks)
         self._rank = dist.get_rank()
         self._parameters = dict(parameters_by_global_name(chunks, place))
         first = next(iter(self._parameters.values()))
