@@ -15,15 +15,14 @@ from megatron_ibpo.weights.regions import (
     Held,
     assemble,
     choose_senders,
-    local_parts,
     messages,
     need_all,
     pack,
+    parts_by_tensor,
     plan_buckets,
     receive_buffer,
-    unpack,
 )
-from megatron_ibpo.weights.source import Box, WeightSource
+from megatron_ibpo.weights.source import WeightSource
 
 __all__ = ["Gather"]
 
@@ -108,12 +107,8 @@ class Gather:
         if self._to not in (self._rank, None):
             yield from ((self._metas[number].name, None) for number in arriving.bucket)
             return
-        parts: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in arriving.bucket}
-        for sender, message in self._messages[arriving.place].items():
-            flat = arriving.flats.get(sender)
-            views = unpack(message, flat) if flat is not None else local_parts(message, arriving.held)
-            for part, view in zip(message.parts, views, strict=True):
-                parts[part.number].append((part.box, view))
+        by_sender = self._messages[arriving.place]
+        parts = parts_by_tensor(arriving.bucket, by_sender, arriving.flats, arriving.held)
         for number in arriving.bucket:
             need = self._needs[number]
             assert need is not None

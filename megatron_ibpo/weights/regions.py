@@ -28,6 +28,7 @@ __all__ = [
     "messages",
     "need_all",
     "pack",
+    "parts_by_tensor",
     "plan_buckets",
     "receive_buffer",
     "unpack",
@@ -48,6 +49,10 @@ class Need:
 
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(_shape(box)) for box in self.boxes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,22 @@ def unpack(message: Message, flat: Tensor) -> list[Tensor]:
         flat[part.offset : part.offset + part.num_bytes].view(part.dtype).view(_shape(part.box))
         for part in message.parts
     ]
+
+
+def parts_by_tensor(
+    bucket: range, by_sender: Mapping[int, Message], flats: Mapping[int, Tensor], own: Mapping[int, Held] = {}
+) -> dict[int, list[tuple[Box, Tensor]]]:
+    """What has arrived of each tensor of a bucket.
+
+    Args:
+        flats: the messages' bytes by sender; a sender that has none is this rank, which holds `own`.
+    """
+    parts: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in bucket}
+    for sender, message in by_sender.items():
+        views = unpack(message, flats[sender]) if sender in flats else local_parts(message, own)
+        for part, view in zip(message.parts, views, strict=True):
+            parts[part.number].append((part.box, view))
+    return parts
 
 
 def assemble(
