@@ -270,10 +270,10 @@ def test_a_bit_that_flips_on_the_way_is_noticed(
     source = CheckpointSource(checkpoints["dense 1"])
     send = gloo._Outbox.send
 
-    def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, workers: Any) -> None:
+    def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
         monkeypatch.setattr(gloo._Outbox, "send", send)
         flat[0] ^= 1
-        send(outbox, bucket, flat, workers)
+        send(outbox, bucket, flat, *rest)
 
     monkeypatch.setattr(gloo._Outbox, "send", flip_once)
     with pytest.raises(

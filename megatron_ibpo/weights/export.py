@@ -21,7 +21,7 @@ from megatron_ibpo.weights.place import Place, my_place, parameters_by_global_na
 from megatron_ibpo.weights.regions import whole
 from megatron_ibpo.weights.source import Box, Region, TensorMeta
 
-__all__ = ["HFExport", "regions_of"]
+__all__ = ["HFExport", "metadata_of", "regions_of"]
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,7 @@ class HFExport:
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, place)
         self._tasks = _plan(shape, places)
-        self._metadata = [
-            TensorMeta(piece.name, self.dtype, piece.shape)
-            for task in self._tasks
-            for piece in task.entry.pieces
-        ]
+        self._metadata = metadata_of(shape, self.dtype)
         self._regions = [task.regions(piece) for task in self._tasks for piece in task.entry.pieces]
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
 
@@ -111,6 +107,11 @@ class HFExport:
         return iter(self._gather)
 
 
+def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
+    """The tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
+    return [TensorMeta(piece.name, dtype, piece.shape) for entry in _entries(shape) for piece in entry.pieces]
+
+
 def regions_of(shape: ModelShape, places: list[Place]) -> list[tuple[Region, ...]]:
     """Who holds which part of each tensor when rank r stands at `places[r]`, in checkpoint order."""
     return [task.regions(piece) for task in _plan(shape, places) for piece in task.entry.pieces]
@@ -126,15 +127,18 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
 
 
 def _plan(shape: ModelShape, places: list[Place]) -> list[_Task]:
-    """Entries in checkpoint order; every HF tensor once."""
-    tasks = []
+    return [_Task(entry, _holders(entry, places)) for entry in _entries(shape)]
+
+
+def _entries(shape: ModelShape) -> list[Entry]:
+    """In checkpoint order; every HF tensor once."""
+    entries = []
     seen: set[str] = set()
     for entry in weight_map(shape).values():
-        if entry.pieces[0].name in seen:  # the head of tied embeddings
-            continue
+        if entry.pieces[0].name not in seen:  # the head of tied embeddings
+            entries.append(entry)
         seen.update(piece.name for piece in entry.pieces)
-        tasks.append(_Task(entry, _holders(entry, places)))
-    return tasks
+    return entries
 
 
 def _holders(entry: Entry, places: list[Place]) -> tuple[tuple[int, ...], ...]:

@@ -157,10 +157,16 @@ def messages(
     return {rank: Message(tuple(sent), ends[rank]) for rank, sent in parts.items()}
 
 
-def pack(message: Message, held: Mapping[int, Held]) -> Tensor:
-    """The message as bytes, uint8 [num_bytes], from what this rank holds of the bucket's tensors."""
-    device = next(iter(held[message.parts[0].number].values())).device
-    flat = torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
+def pack(message: Message, held: Mapping[int, Held], room: Tensor | None = None) -> Tensor:
+    """The message as bytes, uint8 [num_bytes], from what this rank holds of the bucket's tensors.
+
+    Args:
+        room: memory to write it to, uint8 [num_bytes or more]; fresh memory where None.
+    """
+    if room is None:
+        device = next(iter(held[message.parts[0].number].values())).device
+        room = receive_buffer(message, device)
+    flat = room[: message.num_bytes]
     for view, part in zip(unpack(message, flat), local_parts(message, held), strict=True):
         view.copy_(part)
     return flat

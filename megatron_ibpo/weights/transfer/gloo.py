@@ -107,10 +107,11 @@ class GlooTransport:
             held = dict(zip(bucket, islice(local, len(bucket)), strict=True))
             outbox.wait(BUCKETS_UNDERWAY)
             for delivery in deliveries:
-                flat = pack(delivery.message, held)
+                room = outbox.room(delivery.message.num_bytes)
+                flat = pack(delivery.message, held, room)
                 if check:
                     sums |= part_checksums(delivery.message, flat, self._metas)
-                outbox.send(number, flat, delivery.workers)
+                outbox.send(number, flat, room, delivery.workers)
         outbox.wait(0)
         collect(links, failures, self._timeout)
         for engine in outbox.failures:
@@ -193,39 +194,53 @@ class GlooTransport:
 
 
 class _Outbox:
-    """Messages that are under way."""
+    """Messages that are under way, and their memory, which later messages use again: fresh memory costs as
+    much as sending it."""
 
     def __init__(self, groups: dict[int, Any], first_worker: int, timeout: float) -> None:
         self._groups = groups
         self._first_worker = first_worker
         self._timeout = timedelta(seconds=timeout)
-        self._underway: deque[tuple[int, int, Any, torch.Tensor]] = deque()
-        """(bucket, engine, work, what must stay until it has been sent)"""
+        self._underway: deque[tuple[int, torch.Tensor, list[tuple[int, Any]]]] = deque()
+        """(bucket, memory of the message, works by engine)"""
+        self._free: list[torch.Tensor] = []
         self.failures: Failures = {}
         self.num_bytes = 0
 
-    def send(self, bucket: int, flat: torch.Tensor, workers: Sequence[tuple[int, int]]) -> None:
-        """Start sending to those of the workers' engines that still listen."""
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a message, uint8 [num_bytes or up to twice as many]."""
+        for place, buffer in enumerate(self._free):
+            if num_bytes <= buffer.nbytes <= 2 * num_bytes:
+                return self._free.pop(place)
+        self._free.clear()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(
+        self, bucket: int, flat: torch.Tensor, room: torch.Tensor, workers: Sequence[tuple[int, int]]
+    ) -> None:
+        """Start sending `flat`, which lies in `room`, to those of the workers' engines that still listen."""
+        works = []
         for engine, worker in workers:
             if engine not in self._groups or engine in self.failures:
                 continue
             try:
-                work = self._groups[engine].send([flat], self._first_worker + worker, bucket)
+                works.append((engine, self._groups[engine].send([flat], self._first_worker + worker, bucket)))
+                self.num_bytes += flat.nbytes
             except RuntimeError as error:
                 self.failures[engine] = error
-                continue
-            self._underway.append((bucket, engine, work, flat))
-            self.num_bytes += flat.nbytes
+        self._underway.append((bucket, room, works))
 
     def wait(self, buckets: int) -> None:
         """Until messages of at most `buckets` buckets are under way."""
         while self._underway and len({bucket for bucket, *_ in self._underway}) > buckets:
-            _, engine, work, _ = self._underway.popleft()
-            if engine not in self.failures:
-                try:
-                    work.wait(self._timeout)
-                except RuntimeError as error:
-                    self.failures[engine] = error
+            _, room, works = self._underway.popleft()
+            for engine, work in works:
+                if engine not in self.failures:
+                    try:
+                        work.wait(self._timeout)
+                    except RuntimeError as error:
+                        self.failures[engine] = error
+            self._free.append(room)
 
 
 def open_group(store: Any, host: str, rank: int, size: int) -> Any:
