@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -260,7 +260,7 @@ def _traffic(shape: Any, layout: dict[str, int], trainers: int, per_node: int, *
     from megatron_ibpo.weights.place import my_place
     from megatron_ibpo.weights.regions import choose_senders
 
-    config = Config(parallel=ParallelConfig(**layout, sequence_parallel=True))
+    config = Config(parallel=replace(ParallelConfig(sequence_parallel=True), **layout))
     places = []
     for rank in range(trainers):
         with as_rank(rank, trainers, config):

@@ -39,6 +39,10 @@ class _Arriving:
     """By sender; on the sender itself what must stay until it has been sent."""
     works: list[Any] = field(default_factory=list)
 
+    def wait(self) -> None:
+        while self.works:
+            self.works.pop().wait()  # a work keeps its buffer
+
 
 class Gather:
     """Iterating is collective over the default process group: every rank must iterate to the end.
@@ -72,8 +76,7 @@ class Gather:
         arriving = next(coming, None)
         while arriving is not None:
             following = next(coming, None)
-            for work in arriving.works:
-                work.wait()
+            arriving.wait()
             yield from self._tensors(arriving)
             arriving = following
 

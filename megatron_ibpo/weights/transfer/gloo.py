@@ -7,6 +7,7 @@ engine that dies takes no other with it.
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ __all__ = ["GlooReceiver", "GlooTransport", "join_group"]
 LOOPBACK = "127.0.0.1"
 BUCKETS_UNDERWAY = 2
 """Messages of so many buckets travel while one more is packed or loaded."""
+MOMENT_S = 0.1
+"""What an engine is given at least when another one has used up the time."""
 MEET_TIMEOUT = timedelta(seconds=60)
 """Both sides are known to be there when they meet."""
 
@@ -161,7 +164,7 @@ class GlooTransport:
                     "port": ports[engine],
                     "first_worker": len(ranks),
                     "size": size,
-                    "timeout": self._timeout,
+                    "timeout": 2 * self._timeout,  # the trainers may be waiting for another engine
                     "plan": plan,
                 },
             ),
@@ -200,7 +203,7 @@ class _Outbox:
     def __init__(self, groups: dict[int, Any], first_worker: int, timeout: float) -> None:
         self._groups = groups
         self._first_worker = first_worker
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._underway: deque[tuple[int, torch.Tensor, list[tuple[int, Any]]]] = deque()
         """(bucket, memory of the message, works by engine)"""
         self._free: list[torch.Tensor] = []
@@ -231,13 +234,15 @@ class _Outbox:
         self._underway.append((bucket, room, works))
 
     def wait(self, buckets: int) -> None:
-        """Until messages of at most `buckets` buckets are under way."""
+        """Until messages of at most `buckets` buckets are under way; engines that do not take theirs in time
+        have failed."""
+        deadline = time.monotonic() + self._timeout
         while self._underway and len({bucket for bucket, *_ in self._underway}) > buckets:
             _, room, works = self._underway.popleft()
             for engine, work in works:
                 if engine not in self.failures:
                     try:
-                        work.wait(self._timeout)
+                        work.wait(timedelta(seconds=max(MOMENT_S, deadline - time.monotonic())))
                     except RuntimeError as error:
                         self.failures[engine] = error
             self._free.append(room)
@@ -287,21 +292,31 @@ class GlooReceiver:
         """
         coming = (self._post(place) for place in range(len(self._buckets)))
         underway = deque(islice(coming, BUCKETS_UNDERWAY))
-        for bucket, by_sender in self._buckets:
-            flats = {}
-            for sender, (flat, work) in underway.popleft().items():
-                work.wait(self._timeout)
-                flats[sender] = flat
+        for place in range(len(self._buckets)):
+            flats = self._arrived(underway.popleft())
             underway.extend(islice(coming, 1))
-            if receipt is not None:
-                for sender, flat in flats.items():
-                    receipt |= part_checksums(by_sender[sender], flat, self._metas)
-            parts = parts_by_tensor(bucket, by_sender, flats)
-            for number in bucket:
-                need, meta = self._needs[number], self._metas[number]
-                if need is not None:
-                    tensor = assemble(meta.shape, need, parts.pop(number), blank=receipt is not None)
-                    yield meta.name, tensor
+            yield from self._unpacked(place, flats, receipt)
+
+    def _arrived(self, posted: dict[int, tuple[torch.Tensor, Any]]) -> dict[int, torch.Tensor]:
+        """The messages of a bucket by sender, once they are all here."""
+        for _, work in posted.values():
+            work.wait(self._timeout)
+        return {sender: flat for sender, (flat, _) in posted.items()}
+
+    def _unpacked(
+        self, place: int, flats: dict[int, torch.Tensor], receipt: dict[str, int] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a bucket; what `flats` held is theirs then."""
+        bucket, by_sender = self._buckets[place]
+        if receipt is not None:
+            for sender, flat in flats.items():
+                receipt |= part_checksums(by_sender[sender], flat, self._metas)
+        parts = parts_by_tensor(bucket, by_sender, flats)
+        flats.clear()
+        for number in bucket:
+            need, meta = self._needs[number], self._metas[number]
+            if need is not None:
+                yield meta.name, assemble(meta.shape, need, parts.pop(number), blank=receipt is not None)
 
     def _post(self, place: int) -> dict[int, tuple[torch.Tensor, Any]]:
         """Start receiving the messages of a bucket: (buffer, work) by sender."""
