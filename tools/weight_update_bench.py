@@ -17,9 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
 
 Family = Literal["dense", "moe"]
 MIB = 1024**2
@@ -184,14 +187,23 @@ def predict(arguments: Predict) -> None:
         for placement in ("colocated", "separate")
     ]
     print("Predictions: bytes from the plan, seconds at line rate.")
-    for row in rows:
-        print(row)
+    _print_table(rows)
     for system, setting, seconds in PUBLISHED:
         print(f"published by others: {system}, {setting}: {seconds}")
     if arguments.save is not None:
         stated = {name: value for name, value in asdict(arguments).items() if name != "save"}
         record = {"kind": "prediction", "stated": stated, "rows": rows, "published_by_others": PUBLISHED}
         _save(arguments.save, record)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(
+        *(name.removesuffix("_gb").replace("_", " ") for name in names), caption="in GB and seconds"
+    )
+    for row in rows:
+        table.add_row(*(str(row.get(name, "–")) for name in names))
+    Console(width=200).print(table)
 
 
 def _predict_case(model: str, gpus: int, placement: str, arguments: Predict) -> dict[str, Any]:
@@ -204,15 +216,21 @@ def _predict_case(model: str, gpus: int, placement: str, arguments: Predict) -> 
     traffic = _traffic(_shape(model), layout, trainers, per_node, to=None if colocated else 0)
     nvlink, nic = arguments.nvlink_gb_s * 1e9, arguments.nic_gb_s * 1e9
     one_node = gpus <= arguments.gpus_per_node
+    sizes = (
+        layout.tensor_model_parallel_size,
+        layout.expert_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+    )
     row: dict[str, Any] = {
-        "model": model, "gpus": gpus, "placement": placement,
-        "trainer_layout": f"TP{layout['tensor_model_parallel_size']}·EP{layout['expert_model_parallel_size']}"
-                          f"·PP{layout['pipeline_model_parallel_size']} on {trainers}",
+        "model": model,
+        "gpus": gpus,
+        "placement": placement,
+        "trainers": "TP{}·EP{}·PP{} on {}".format(*sizes, trainers),
         "weights_gb": traffic.model / 1e9,
         "gathered_by_a_gpu_gb": max(traffic.received_by_rank) / 1e9,
         "sent_by_busiest_trainer_gb": max(traffic.sent_by_rank) / 1e9,
         "gathered_into_a_node_gb": max(traffic.into_node) / 1e9,
-    }  # fmt: skip
+    }
     if colocated:
         inside = max(*traffic.received_by_rank, *traffic.sent_by_rank) / nvlink
         into = max(traffic.into_node)
@@ -237,30 +255,33 @@ def _shape(model: str) -> Any:
         return read_hf_config(Path(directory))
 
 
-def _layout(model: str, trainers: int) -> dict[str, int]:
+def _layout(model: str, trainers: int) -> Any:
     """Experts over the GPUs of a node; 80B has a pipeline stage a node, as in its recipe."""
+    from megatron_ibpo.config import ParallelConfig
+
     stages = max(1, min(4, trainers // 8)) if model == "80B-A3B" else 1
-    return {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": min(8, trainers // stages),
-        "expert_tensor_parallel_size": 1,
-        "pipeline_model_parallel_size": stages,
-    }
+    return ParallelConfig(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=min(8, trainers // stages),
+        expert_tensor_parallel_size=1,
+        pipeline_model_parallel_size=stages,
+        sequence_parallel=True,
+    )
 
 
-def _traffic(shape: Any, layout: dict[str, int], trainers: int, per_node: int, *, to: int | None) -> Traffic:
+def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int | None) -> Traffic:
     """What a gathering to rank `to`, or to all ranks, moves, with bfloat16 weights."""
     import math
 
     import torch
 
-    from megatron_ibpo.config import Config, ParallelConfig
+    from megatron_ibpo.config import Config
     from megatron_ibpo.dry_run.census import as_rank
     from megatron_ibpo.weights.export import metadata_of, regions_of
     from megatron_ibpo.weights.place import my_place
     from megatron_ibpo.weights.regions import choose_senders
 
-    config = Config(parallel=replace(ParallelConfig(sequence_parallel=True), **layout))
+    config = Config(parallel=layout)
     places = []
     for rank in range(trainers):
         with as_rank(rank, trainers, config):
@@ -337,7 +358,7 @@ def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -
                 row = _timed(run, world, engine.pid if engine and kind == "vllm" else None)
                 if number:
                     rows[kind].append(row)
-        return _summary(rows, total, bucket)
+        return _summary(rows, total, bucket) if world.is_driver else {}
     finally:
         for started in (engine, plain, sink):
             if started is not None:
