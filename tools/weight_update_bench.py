@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -126,6 +127,14 @@ def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def main(command: Update | Predict) -> None:
+    """Run what the command line asked for."""
+    if isinstance(command, Update):
+        update(command)
+    else:
+        predict(command)
 
 
 # ------------------------------------------------------------------------------------------- prediction
@@ -341,7 +350,8 @@ def _as_trainer(task: dict[str, Any]) -> None:
 
 
 def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """Broadcast, live export to a process that only receives, live export to vLLM: in turns."""
+    """In turns: a broadcast, live export to a process that only receives, vLLM loading what it has already
+    (zeros), and live export to vLLM."""
     total = sum(meta.num_bytes for meta in source.metadata())
     bucket = task["bucket_bytes"]
     engine = _start_engine(checkpoint) if world.is_driver else None
@@ -351,7 +361,13 @@ def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -
         to_vllm = _open(source, world, engine, bucket)
         to_sink = _open(source, world, sink, bucket)
         broadcast = _open_broadcast(plain, total, bucket) if plain is not None else lambda: None
-        kinds: dict[str, Callable[[], Any]] = {"plain": broadcast, "transport": to_sink, "vllm": to_vllm}
+        load = _open_rehearsal(source, engine)
+        kinds: dict[str, Callable[[], Any]] = {
+            "plain": broadcast,
+            "transport": to_sink,
+            "load": load,
+            "vllm": to_vllm,
+        }
         rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for number in range(task["rounds"] + 1):
             for kind, run in kinds.items():
@@ -393,9 +409,11 @@ def _summary(rows: dict[str, list[dict[str, Any]]], total: int, bucket: int) -> 
         "weights_gb": round(total / 1e9, 3),
         "plain_broadcast_gb_s": round(rate["plain"], 2),
         "live_export_gb_s": round(rate["transport"], 2),
+        "vllm_load_alone_gb_s": round(rate["load"], 2),
         "live_export_and_load_gb_s": round(rate["vllm"], 2),
         "live_export_over_plain": round(rate["transport"] / rate["plain"], 2),
         "live_export_and_load_over_plain": round(rate["vllm"] / rate["plain"], 2),
+        "live_export_and_load_over_load_alone": round(rate["vllm"] / rate["load"], 2),
         "trainer_memory_rise_in_buckets": round(max(rises) / bucket, 2),
         "engine_memory_rise_in_buckets": round(max(row["engine_rise"] for row in rows["vllm"]) / bucket, 2),
         "bytes_sent_over_needed": round(max(row["ratio"] for row in rows["vllm"]), 6),
@@ -424,13 +442,27 @@ def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
     return run
 
 
+def _open_rehearsal(source: Any, engine: Any) -> Callable[[], None]:
+    """vLLM's own part of an update: loading and repacking tensors of zeros."""
+    from megatron_ibpo.weights.transfer.wire import encode_metas
+
+    wire = encode_metas(source.metadata())
+
+    def run() -> None:
+        if engine is not None:
+            engine.call("rehearse_weight_update", wire, timeout=300)
+
+    return run
+
+
 def _start_engine(checkpoint: Path) -> Any:
     from megatron_ibpo.config import RolloutConfig
     from megatron_ibpo.rollout.engine import Engine
     from megatron_ibpo.rollout.settings import engine_settings
 
     rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB)
-    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
+    threads = os.cpu_count() or 1  # the trainers have nothing else to do meanwhile
+    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=threads)
     engine = Engine(settings, checkpoint.parent / "engine.log")
     engine.wait_ready(600)
     return engine
@@ -539,3 +571,11 @@ def _memory(pid: int, kind: str) -> int:
 if __name__ == "__main__":
     if "--as-trainer" in sys.argv:
         _as_trainer(json.loads(sys.argv[-1]))
+    else:
+        main(
+            tyro.cli(
+                Annotated[Update, tyro.conf.subcommand("update", prefix_name=False)]
+                | Annotated[Predict, tyro.conf.subcommand("predict", prefix_name=False)],
+                description=__doc__,
+            )
+        )
