@@ -352,8 +352,10 @@ class ToyEngine:
         self.fault = fault
         self.answers: Queue[Any] = Queue()
         self.version: int | None = 0
+        self.asked: list[Any] = []
 
     def begin(self, method: str, *arguments: Any) -> None:
+        self.asked.append((method, *arguments))
         threading.Thread(target=self.run, args=(method, *arguments), daemon=True).start()
 
     def result(self, timeout: float) -> Any:
@@ -413,6 +415,9 @@ class ToyEngine:
         self.version = version
         return worker.receipt or {}
 
+    def wake(self, worker: ToyWorker, part: str) -> None:
+        pass
+
     def is_exact(self, version: int) -> bool:
         return all(
             torch.equal(worker.parameters[name], tensor)
@@ -455,6 +460,27 @@ def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once():
         assert sum(sent for sent, _ in passes) == 2 * per_engine
         assert {needed for _, needed in passes} == {2 * per_engine}
         assert min(sent for sent, _ in passes) > 0.4 * per_engine * 2  # the ranks share the sending
+
+
+def asked_of_a_sleeping_engine(world: Any) -> list[Any]:
+    engine = ToyEngine(1)
+    transport = GlooTransport(world, 1, BUCKET, timeout=20)
+    transport.connect(ToySource(world), {0: engine}, [0])
+    engine.asked.clear()
+    asleep = Order(version=5, sleeping=True, check=False, timeout=20)
+    assert update_engines(transport, world, ToySource(world), asleep, {0: engine}, [0]).failures == {}
+    return engine.asked
+
+
+def test_a_sleeping_engine_wakes_its_weights_before_the_update_and_its_cache_after():
+    (asked,) = run_ranks(asked_of_a_sleeping_engine, 1)
+    assert asked == [
+        ("wake", "weights"),
+        ("start_weight_update", False),
+        ("update_weights", {}),
+        ("finish_weight_update", 5),
+        ("wake", "kv_cache"),
+    ]
 
 
 def with_a_fault(world: Any, fault: str) -> dict[str, Any]:
