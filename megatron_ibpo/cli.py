@@ -286,6 +286,7 @@ _RANGES: dict[str, _Rule] = {
     "vllm_start_timeout": _POSITIVE,
     "rollout_timeout": _POSITIVE,
     "update_weight_buffer_size": _AT_LEAST_1,
+    "update_weight_timeout": _POSITIVE,
     "num_rollout": _AT_LEAST_1,
     "seed": _NOT_NEGATIVE,
     "data_seed": _NOT_NEGATIVE,

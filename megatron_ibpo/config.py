@@ -214,7 +214,9 @@ class RolloutConfig:
     rollout_timeout: float = 3600.0
     """Seconds one batch of sampling may take."""
     update_weight_buffer_size: int = 512 * 1024**2
-    """Bytes of one bucket of the weight update: the extra memory it costs."""
+    """Bytes of one bucket of the weight update. It costs a trainer at most two of them beside its weights."""
+    update_weight_timeout: float = 600.0
+    """Seconds that a step of a weight update may take. 600: 150 GB at 0.25 GB/s."""
     check_weight_update_equal: bool = False
     """After each update compare checksums at receipt, and once per run the engine's output with that of
     a freshly loaded engine."""
