@@ -503,7 +503,7 @@ def write_stacked(directory, stored, entries, num_layers, rows):
 
     stacked = {}
     for entry in entries:
-        whole = convert.whole_parameter(stored, entry)
+        whole = stored.read(entry)
         if entry.layer is None:
             padding = rows - len(whole) if entry.name.endswith(("embeddings.weight", "layer.weight")) else 0
             stacked[entry.name] = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])

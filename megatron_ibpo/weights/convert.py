@@ -50,7 +50,6 @@ __all__ = [
     "megatron_to_hf",
     "model_entries",
     "model_of",
-    "whole_parameter",
 ]
 
 logger = logging.getLogger(__name__)
@@ -109,19 +108,14 @@ def hf_to_megatron(
         def convert(job: Job[_Share], turn: Turn) -> tuple[list[Record], str]:
             file = DistcpFile(directory / job.file)
             for share in job.items:
-                entry = share.entry
-                num_bytes = share.numel * dtypes[entry.name].itemsize
-                with turn(2 * num_bytes):
-                    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in entry.pieces]
-                    for piece, cut in zip(entry.pieces, cuts, strict=True):
-                        _warn_of_nan(cut, f"{hf_dir}: {piece.name}")
-                    shard = entry.join(cuts)
-                    blocks = entry.blocks(share.rank, share.ranks)
-                    dim = entry.cut.dim if entry.cut else 0
-                    own_sizes = [block.sizes[dim - len(entry.shape)] for block in blocks]
-                    for block, part in zip(blocks, shard.split(own_sizes, dim=dim), strict=True):
+                dtype = dtypes[share.entry.name]
+                with turn(share.shape, dtype) as shard:
+                    _join(checkpoint, share, shard)
+                    blocks = share.entry.blocks(share.rank, share.ranks)
+                    sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
+                    for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
                         file.add(block, part)
-                report(num_bytes, total)
+                report(shard.nbytes, total)
             return file.records, file.close()
 
         done = run_jobs(mine, convert)
@@ -176,11 +170,6 @@ def megatron_to_hf(
         dtype = stored.dtype(entry.blocks()[0])
         return [TensorMeta(piece.name, dtype, piece.shape) for piece in entry.pieces]
 
-    def tensors_of(entry: Entry) -> list[Tensor]:
-        if source is not None and entry.name in from_origin:
-            return [source.read(piece) for piece in entry.pieces]
-        return entry.part(whole_parameter(stored, entry))
-
     metas = {entry.name: metas_of(entry) for entry in (*entries, *carried)}
     jobs = _hf_files([*entries, *carried], metas)
     files = {job.file: [meta for entry in job.items for meta in metas[entry.name]] for job in jobs}
@@ -192,12 +181,17 @@ def megatron_to_hf(
         def convert(job: Job[Entry], turn: Turn) -> str:
             file = SafetensorsFile(directory / job.file, files[job.file])
             for entry in job.items:
-                num_bytes = sum(meta.num_bytes for meta in metas[entry.name])
-                with turn(3 * num_bytes):
-                    for meta, tensor in zip(metas[entry.name], tensors_of(entry), strict=True):
-                        _warn_of_nan(tensor, f"{stored_dir}: {entry.name} ({meta.name})")
-                        file.write(meta.name, tensor)
-                report(num_bytes, total)
+                with turn(entry.shape, metas[entry.name][0].dtype) as whole:
+                    if source is not None and entry.name in from_origin:
+                        _join(source, _Share(entry, 0, 1), whole)
+                    else:
+                        stored.read(entry, whole)
+                        _warn_of_nan(whole, f"{stored_dir}: {entry.name} ({metas[entry.name][0].name})")
+                    for number, meta in enumerate(metas[entry.name]):
+                        spans = sorted(span for span in entry.spans() if span.piece == number)
+                        rows = [whole[span.shard_row : span.shard_row + span.rows] for span in spans]
+                        file.write(meta.name, *rows)
+                report(whole.nbytes, total)
             return file.close()
 
         return {job.file: digest for job, digest in zip(mine, run_jobs(mine, convert), strict=True)}
@@ -227,12 +221,6 @@ def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelS
     return origin, read_hf_config(origin)
 
 
-def whole_parameter(stored: StoredCheckpoint, entry: Entry) -> Tensor:
-    """A parameter over all ranks."""
-    parts = [stored.read(block) for block in entry.blocks()]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
 def differing_tensors(
     hf_dir: Path,
     stored_dir: Path,
@@ -257,7 +245,7 @@ def differing_tensors(
     total = sum(sizes.values())
     differing = []
     for entry in mine:
-        pieces = entry.part(whole_parameter(stored, entry))
+        pieces = entry.part(stored.read(entry))
         for piece, tensor in zip(entry.pieces, pieces, strict=True):
             if not _same_bits(checkpoint.read(piece), tensor):
                 differing.append(piece.name)
@@ -356,8 +344,24 @@ def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[lis
     return [entry for entry in everything if entry.name.startswith("mtp.")], source
 
 
+def _join(checkpoint: Checkpoint, share: _Share, out: Tensor) -> None:
+    """Read a shard."""
+    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in share.entry.pieces]
+    for span in share.entry.spans(share.ranks):
+        source = cuts[span.piece][span.piece_row : span.piece_row + span.rows]
+        out[span.shard_row : span.shard_row + span.rows].copy_(source)
+    if _has_nan(out):
+        for piece, cut in zip(share.entry.pieces, cuts, strict=True):
+            _warn_of_nan(cut, f"{checkpoint.directory}: {piece.name}")
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """amax hands NaN on, and is faster than isnan."""
+    return bool(tensor.numel() and torch.isnan(tensor.amax()))
+
+
 def _warn_of_nan(tensor: Tensor, name: str) -> None:
-    if tensor.numel() and torch.isnan(tensor.amax()):  # amax hands NaN on, and is faster than isnan
+    if _has_nan(tensor):
         logger.warning("%s holds NaN", name)
 
 
@@ -373,8 +377,19 @@ class _Share:
     ranks: int
 
     @property
+    def dim(self) -> int:
+        """That is divided."""
+        return self.entry.cut.dim if self.entry.cut else 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.entry.shape)
+        shape[self.dim] //= self.ranks if self.entry.cut else 1
+        return tuple(shape)
+
+    @property
     def numel(self) -> int:
-        return math.prod(self.entry.shape) // (self.ranks if self.entry.cut else 1)
+        return math.prod(self.shape)
 
 
 def _shares(
