@@ -81,6 +81,10 @@ class Convert:
     """Of each kind, in turns."""
     flags: tuple[str, ...] = ("--tensor-model-parallel-size", "2")
     """Of convert_hf_to_megatron.py: the layout."""
+    peer: str | None = None
+    """Shell command of another converter from Hugging Face to Megatron, with {source} and {target} in it; it
+    takes turns too, for the families in `peer_families`."""
+    peer_families: tuple[Family, ...] = ("dense",)
     directory: Path | None = None
     """Where to write; needs three times the size. A temporary directory when None."""
     save: Path | None = None
@@ -95,7 +99,7 @@ def convert(arguments: Convert) -> None:
             shutil.rmtree(Path(scratch) / family)
     show(rows)
     if arguments.save is not None:
-        options = {"flags": arguments.flags, "rounds": arguments.rounds}
+        options = {"flags": arguments.flags, "rounds": arguments.rounds, "peer": arguments.peer is not None}
         record = {"machine": machine(), "options": options, "rows": rows}
         arguments.save.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -105,26 +109,34 @@ def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str,
     hf, stored = scratch / "hf", scratch / "stored"
     largest = make_checkpoint(hf, family, int(arguments.gigabytes * 1e9))
     there = ["convert_hf_to_megatron.py", "--hf-checkpoint", hf, *arguments.flags]
-    first = compare("HF to Megatron", hf, there, scratch, arguments.rounds)
+    peer = arguments.peer if family in arguments.peer_families else None
+    first = compare("HF to Megatron", hf, there, scratch, arguments.rounds, peer)
     run_tool([*there, "--save", stored])
     back = ["convert_megatron_to_hf.py", "--load", stored]
     second = compare("Megatron to HF", stored, back, scratch, arguments.rounds)
     return [{"family": family, "largest_tensor_bytes": largest, **row} for row in (first, second)]
 
 
-def compare(direction: str, source: Path, tool: list[Any], scratch: Path, rounds: int) -> dict[str, Any]:
-    """The tool and cp in turns."""
+def compare(
+    direction: str, source: Path, tool: list[Any], scratch: Path, rounds: int, peer: str | None = None
+) -> dict[str, Any]:
+    """The tool, cp and the peer in turns."""
     num_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
-    seconds: dict[str, list[float]] = {"cp": [], "tool": []}
+    kinds = ["cp", "tool"] + (["peer"] if peer else [])
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     inside, peaks = [], []
     for number in range(rounds):
-        for kind in ("cp", "tool") if number % 2 == 0 else ("tool", "cp"):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
             with fresh_target(source, scratch / "copy") as target:
                 started = time.perf_counter()
                 if kind == "cp":
                     subprocess.run(["cp", "-r", source, target], check=True)
-                    files = [path for path in target.rglob("*") if path.is_file()]
-                    subprocess.run(["sync", *files], check=True)
+                    sync(target)
+                elif kind == "peer":
+                    assert peer is not None
+                    command = peer.format(source=source, target=target)
+                    subprocess.run(command, shell=True, check=True, capture_output=True)
+                    sync(target)
                 else:
                     peak, own = run_tool([*tool, "--save", target])
                     peaks.append(peak)
@@ -137,6 +149,7 @@ def compare(direction: str, source: Path, tool: list[Any], scratch: Path, rounds
         "cp_seconds": seconds["cp"],
         "tool_seconds": seconds["tool"],
         "tool_seconds_without_start": inside,
+        **({"peer_seconds": seconds["peer"]} if peer else {}),
         "share_of_cp": statistics.median(shares),
         "share_of_cp_all": shares,
         "peak_bytes": max(peaks),
@@ -154,6 +167,11 @@ def fresh_target(source: Path, target: Path) -> Iterator[Path]:
     os.sync()
     yield target
     shutil.rmtree(target)
+
+
+def sync(directory: Path) -> None:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    subprocess.run(["sync", *files], check=True)
 
 
 def run_tool(command: list[Any]) -> tuple[int, float]:
@@ -217,11 +235,14 @@ def machine() -> dict[str, object]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("model", "direction", "GB", "cp GB/s", "tool GB/s", "share of cp", "peak GB", "allowed GB")
+    rates = "cp GB/s", "tool GB/s", "share of cp", "peer GB/s"
+    columns = "model", "direction", "GB", *rates, "peak GB", "allowed GB"
+    table = Table(*columns)
     for row in rows:
         size = row["bytes"] / 1e9
         allowed = (WANTED_MEMORY + row["largest_tensor_bytes"]) / 1e9
         missed = row["share_of_cp"] < WANTED_SHARE
+        peer = row.get("peer_seconds")
         table.add_row(
             row["family"],
             row["direction"],
@@ -229,6 +250,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{size / statistics.median(row['cp_seconds']):.2f}",
             f"{size / statistics.median(row['tool_seconds']):.2f}",
             f"[red]{row['share_of_cp']:.2f}[/]" if missed else f"{row['share_of_cp']:.2f}",
+            f"{size / statistics.median(peer):.2f}" if peer else "",
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{allowed:.2f}",
         )
