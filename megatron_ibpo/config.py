@@ -98,13 +98,24 @@ class LossConfig:
     """The policy-gradient loss."""
 
     loss_variant: str = "gspo"
-    """Name in `megatron_ibpo.loss.VARIANTS`."""
-    eps_clip: float = 3e-4
-    """Lower clip range; 3e-4 as the field uses with GSPO's length-normalised ratio."""
-    eps_clip_high: float | None = 4e-4
-    """Upper clip range; equal to --eps-clip when None."""
-    loss_backend: Literal["auto", "torch"] = "auto"
-    """What computes the loss; "auto" takes the fastest that is available and prints it."""
+    """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
+    dapo, dr-grpo, cispo, sapo, gmpo."""
+    eps_clip: float | None = None
+    """Lower clip range. The variant's own when None: 3e-4 for gspo, as the field uses with its
+    length-normalised ratio, .2 for grpo."""
+    eps_clip_high: float | None = None
+    """Upper clip range. When None equal to --eps-clip, or where that is None too the variant's own: 4e-4 for
+    gspo, .2 for grpo, .28 for dapo."""
+    loss_aggregation: Literal["variant", "sequence-mean", "token-mean", "constant"] = "variant"
+    """What a sequence's sum over tokens is divided by: its own length, the mean length of the mini-batch
+    (every token counts the same), or --rollout-max-response-len. "variant" is as it was published."""
+    loss_backend: Literal["auto", "triton", "torch"] = "auto"
+    """What computes the loss. "auto" takes the Triton kernels on GPUs wherever they can be used, else plain
+    torch; the one in use is printed at start."""
+    fuse_lm_head: bool = False
+    """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
+    held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
+    of the LM head's size. Off because its speed on GPUs has not been measured."""
     use_tis: bool = False
     """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
     tis_clip: float = 2.0
@@ -203,7 +214,9 @@ class RolloutConfig:
     rollout_timeout: float = 3600.0
     """Seconds one batch of sampling may take."""
     update_weight_buffer_size: int = 512 * 1024**2
-    """Bytes of one bucket of the weight update: the extra memory it costs."""
+    """Bytes of one bucket of the weight update. It costs a trainer at most two of them beside its weights."""
+    update_weight_timeout: float = 600.0
+    """Seconds that a step of a weight update may take. 600: 150 GB at 0.25 GB/s."""
     check_weight_update_equal: bool = False
     """After each update compare checksums at receipt, and once per run the engine's output with that of
     a freshly loaded engine."""

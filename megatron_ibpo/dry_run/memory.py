@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.dry_run.census import Census, RankPart
+from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.shape import ModelShape, pipeline_layers
 
 __all__ = [
@@ -48,6 +49,7 @@ class RankMemory:
     optimizer: int
     activations: int
     logits: int
+    """And what the loss holds beside them."""
 
     @property
     def resident(self) -> int:
@@ -85,17 +87,22 @@ def rank_memory(
         dense = -(-dense // census.data_parallel)
         experts = -(-experts // census.expert_data_parallel)
     stages = config.parallel.pipeline_model_parallel_size
-    logits = 0
-    if part.pipeline == stages - 1:
-        tensor = config.parallel.tensor_model_parallel_size
-        logits = max_tokens * shape.vocab_size // tensor * element + _LOSS_CHUNK_BYTES
     return RankMemory(
         weights=part.parameters * element,
         gradients=part.parameters * 4,
         optimizer=(dense + experts) * state,
         activations=_activations(shape, config, part, max_tokens),
-        logits=logits,
+        logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
     )
+
+
+def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
+    """Logits of a micro-batch; with the LM head fused those of a chunk, and two fp32 gradients of the head:
+    its own, and that of the sequence which the chunk leaves open."""
+    columns = shape.vocab_size // config.parallel.tensor_model_parallel_size
+    if config.loss.fuse_lm_head:
+        return min(max_tokens, CHUNK_ROWS) * columns * element + 2 * columns * shape.hidden_size * 4
+    return max_tokens * columns * element + _LOSS_CHUNK_BYTES
 
 
 def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
