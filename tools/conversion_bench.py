@@ -41,6 +41,7 @@ WANTED_SHARE, WANTED_MEMORY = 0.6, 1.5e9
 CONFIGS: dict[Family, dict[str, Any]] = {
     "dense": {
         "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 151936,
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -50,6 +51,7 @@ CONFIGS: dict[Family, dict[str, Any]] = {
     },
     "moe": {
         "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
         "vocab_size": 151936,
         "hidden_size": 1024,
         "num_attention_heads": 16,

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -105,20 +106,9 @@ def hf_to_megatron(
         mine = jobs[world.rank :: world.size]
         total = sum(job.num_bytes for job in mine)
 
-        def convert(job: Job[_Share], turn: Turn) -> tuple[list[Record], str]:
-            file = DistcpFile(directory / job.file)
-            for share in job.items:
-                dtype = dtypes[share.entry.name]
-                with turn(share.shape, dtype) as shard:
-                    _join(checkpoint, share, shard)
-                    blocks = share.entry.blocks(share.rank, share.ranks)
-                    sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
-                    for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
-                        file.add(block, part)
-                report(shard.nbytes, total)
-            return file.records, file.close()
-
-        done = run_jobs(mine, convert)
+        done = run_jobs(
+            mine, lambda job, turn: _write_distcp(directory, job, checkpoint, turn, report, total)
+        )
         records = [record for part, _ in done for record in part]
         return records, {job.file: digest for job, (_, digest) in zip(mine, done, strict=True)}
 
@@ -170,6 +160,11 @@ def megatron_to_hf(
         dtype = stored.dtype(entry.blocks()[0])
         return [TensorMeta(piece.name, dtype, piece.shape) for piece in entry.pieces]
 
+    def parameter(entry: Entry, turn: Turn) -> AbstractContextManager[Tensor]:
+        if source is not None and entry.name in from_origin:
+            return _joined(source, _Share(entry, 0, 1), turn)
+        return _stored(stored, entry, turn)
+
     metas = {entry.name: metas_of(entry) for entry in (*entries, *carried)}
     jobs = _hf_files([*entries, *carried], metas)
     files = {job.file: [meta for entry in job.items for meta in metas[entry.name]] for job in jobs}
@@ -179,20 +174,7 @@ def megatron_to_hf(
         total = sum(job.num_bytes for job in mine)
 
         def convert(job: Job[Entry], turn: Turn) -> str:
-            file = SafetensorsFile(directory / job.file, files[job.file])
-            for entry in job.items:
-                with turn(entry.shape, metas[entry.name][0].dtype) as whole:
-                    if source is not None and entry.name in from_origin:
-                        _join(source, _Share(entry, 0, 1), whole)
-                    else:
-                        stored.read(entry, whole)
-                        _warn_of_nan(whole, f"{stored_dir}: {entry.name} ({metas[entry.name][0].name})")
-                    for number, meta in enumerate(metas[entry.name]):
-                        spans = sorted(span for span in entry.spans() if span.piece == number)
-                        rows = [whole[span.shard_row : span.shard_row + span.rows] for span in spans]
-                        file.write(meta.name, *rows)
-                report(whole.nbytes, total)
-            return file.close()
+            return _write_safetensors(directory, job, metas, parameter, turn, report, total)
 
         return {job.file: digest for job, digest in zip(mine, run_jobs(mine, convert), strict=True)}
 
@@ -344,17 +326,6 @@ def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[lis
     return [entry for entry in everything if entry.name.startswith("mtp.")], source
 
 
-def _join(checkpoint: Checkpoint, share: _Share, out: Tensor) -> None:
-    """Read a shard."""
-    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in share.entry.pieces]
-    for span in share.entry.spans(share.ranks):
-        source = cuts[span.piece][span.piece_row : span.piece_row + span.rows]
-        out[span.shard_row : span.shard_row + span.rows].copy_(source)
-    if _has_nan(out):
-        for piece, cut in zip(share.entry.pieces, cuts, strict=True):
-            _warn_of_nan(cut, f"{checkpoint.directory}: {piece.name}")
-
-
 def _has_nan(tensor: Tensor) -> bool:
     """amax hands NaN on, and is faster than isnan."""
     return bool(tensor.numel() and torch.isnan(tensor.amax()))
@@ -363,6 +334,76 @@ def _has_nan(tensor: Tensor) -> bool:
 def _warn_of_nan(tensor: Tensor, name: str) -> None:
     if _has_nan(tensor):
         logger.warning("%s holds NaN", name)
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+def _write_distcp(
+    directory: Path, job: Job[_Share], checkpoint: Checkpoint, turn: Turn, report: Report, total: int
+) -> tuple[list[Record], str]:
+    """One file of a Megatron checkpoint. Returns what is in it, and its digest."""
+    file = DistcpFile(directory / job.file)
+    for share in job.items:
+        with _joined(checkpoint, share, turn) as shard:
+            blocks = share.entry.blocks(share.rank, share.ranks)
+            sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
+            for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
+                file.add(block, part)
+            report(shard.nbytes, total)
+    return file.records, file.close()
+
+
+def _write_safetensors(
+    directory: Path,
+    job: Job[Entry],
+    metas: dict[str, list[TensorMeta]],
+    parameter: Callable[[Entry, Turn], AbstractContextManager[Tensor]],
+    turn: Turn,
+    report: Report,
+    total: int,
+) -> str:
+    """One file of a Hugging Face checkpoint. Returns its digest."""
+    file = SafetensorsFile(directory / job.file, [meta for entry in job.items for meta in metas[entry.name]])
+    for entry in job.items:
+        with parameter(entry, turn) as whole:
+            for number, meta in enumerate(metas[entry.name]):
+                spans = sorted(span for span in entry.spans() if span.piece == number)
+                file.write(meta.name, *(whole[span.shard_row :][: span.rows] for span in spans))
+            report(whole.nbytes, total)
+    return file.close()
+
+
+@contextmanager
+def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
+    """A shard, contiguous: where it lies in a file if nothing has to be moved for it."""
+    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in share.entry.pieces]
+    spans = share.entry.spans(share.ranks)
+    in_place = len(spans) == 1 and cuts[0].is_contiguous()
+    with nullcontext(cuts[0]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
+        turn.check()
+        if not in_place:
+            for span in spans:
+                rows = cuts[span.piece][span.piece_row :][: span.rows]
+                shard[span.shard_row :][: span.rows].copy_(rows)
+        if _has_nan(shard):
+            for piece, cut in zip(share.entry.pieces, cuts, strict=True):
+                _warn_of_nan(cut, f"{checkpoint.directory}: {piece.name}")
+        yield shard
+
+
+@contextmanager
+def _stored(stored: StoredCheckpoint, entry: Entry, turn: Turn) -> Iterator[Tensor]:
+    """A parameter of a Megatron checkpoint, contiguous: where it lies in a file if it lies there whole."""
+    whole = stored.view(entry)
+    with (
+        nullcontext(whole) if whole is not None else turn(entry.shape, stored.dtype(entry.blocks()[0])) as out
+    ):
+        turn.check()
+        if whole is None:
+            stored.read(entry, out)
+        _warn_of_nan(out, f"{stored.directory}: {entry.name} ({entry.pieces[0].name})")
+        yield out
 
 
 # ---------------------------------------------------------------------------------------------- planning

@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
-MAPPED_BYTES = 256 * 1024**2
+MAPPED_BYTES = 64 * 1024**2
 """Read from files before they are unmapped: pages that were read count as this process's memory."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """By safetensors' names: what weights may be."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 __all__ = ["MappedFiles"]
 
-MAPPED_BYTES = 256 * 1024**2
+MAPPED_BYTES = 64 * 1024**2
 """Handed out before files are unmapped: pages that were read count as this process's memory."""
 LOCAL_HEADER_BYTES = 30
 STORAGES = {"BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "FloatStorage": torch.float32}

@@ -238,17 +238,26 @@ class StoredCheckpoint:
             row += rows
         return out
 
+    def view(self, entry: Entry) -> Tensor | None:
+        """A parameter as it lies in a file; None unless it lies there in one contiguous piece.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        first, *others = entry.blocks()
+        found = self._find(first)
+        exact = None if found is None else self._chunks[found.key].get(found.offsets)
+        if others or found is None or exact is None or tuple(exact.sizes) != found.sizes:
+            return None
+        tensor = self._load(found.key, exact)
+        return tensor.view(entry.shape) if tensor.is_contiguous() else None
+
     def _read_block(self, block: Block, out: Tensor) -> None:
         found = self._find(block)
         assert found is not None, f"{block.key}: presence is checked before reading"
         whole = out.view(found.sizes)
-        chunks = self._chunks[found.key]
-        exact = chunks.get(found.offsets)
-        if exact is not None and tuple(exact.sizes) == found.sizes:
-            whole.copy_(self._load(found.key, exact))
-            return
         covered = 0
-        for chunk in chunks.values():
+        for chunk in self._candidates(found):
             overlap = _overlap(found, chunk)
             if overlap is not None:
                 ours, theirs = overlap
@@ -256,6 +265,13 @@ class StoredCheckpoint:
                 covered += whole[ours].numel()
         if covered != whole.numel():
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {found.key}")
+
+    def _candidates(self, block: Block) -> Iterable[ChunkStorageMetadata]:
+        """Pieces that may overlap the block: the one that begins with it, if it is the block."""
+        exact = self._chunks[block.key].get(block.offsets)
+        if exact is not None and tuple(exact.sizes) == block.sizes:
+            return [exact]
+        return self._chunks[block.key].values()
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """A piece as it lies in the file."""

@@ -79,6 +79,11 @@ class Turn:
                 self._changed.wait()
             raise Stopped
 
+    def check(self) -> None:
+        """Raises Stopped when the work has been given up."""
+        if self._stopping:
+            raise Stopped
+
     def stop(self) -> None:
         with self._changed:
             self._stopping = True
