@@ -6,6 +6,9 @@
 #
 # Flags are passed through (--help lists them). --dry-run prints the plan and starts nothing; it needs no more of
 # a model than its config.json, which is what HF_CHECKPOINT names when it is not set.
+#
+# --load DIR continues a run, or starts from what tools/convert_hf_to_megatron.py made. A run's checkpoints become
+# Hugging Face models by tools/convert_megatron_to_hf.py --load RUN_DIR --save DIR.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

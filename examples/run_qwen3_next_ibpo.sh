@@ -9,6 +9,9 @@
 #
 # Flags are passed through (--help lists them). --dry-run prints the plan and starts nothing; it needs no more of
 # a model than its config.json: HF_CHECKPOINT=examples/models/qwen3_next_80b_a3b
+#
+# --load DIR continues a run, or starts from what tools/convert_hf_to_megatron.py made. A run's checkpoints become
+# Hugging Face models by tools/convert_megatron_to_hf.py --load RUN_DIR --save DIR.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,7 +51,6 @@ __all__ = [
     "megatron_to_hf",
     "model_entries",
     "model_of",
-    "whole_parameter",
 ]
 
 logger = logging.getLogger(__name__)
@@ -106,25 +106,9 @@ def hf_to_megatron(
         mine = jobs[world.rank :: world.size]
         total = sum(job.num_bytes for job in mine)
 
-        def convert(job: Job[_Share], turn: Turn) -> tuple[list[Record], str]:
-            file = DistcpFile(directory / job.file)
-            for share in job.items:
-                entry = share.entry
-                num_bytes = share.numel * dtypes[entry.name].itemsize
-                with turn(2 * num_bytes):
-                    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in entry.pieces]
-                    for piece, cut in zip(entry.pieces, cuts, strict=True):
-                        _warn_of_nan(cut, f"{hf_dir}: {piece.name}")
-                    shard = entry.join(cuts)
-                    blocks = entry.blocks(share.rank, share.ranks)
-                    dim = entry.cut.dim if entry.cut else 0
-                    own_sizes = [block.sizes[dim - len(entry.shape)] for block in blocks]
-                    for block, part in zip(blocks, shard.split(own_sizes, dim=dim), strict=True):
-                        file.add(block, part)
-                report(num_bytes, total)
-            return file.records, file.close()
-
-        done = run_jobs(mine, convert)
+        done = run_jobs(
+            mine, lambda job, turn: _write_distcp(directory, job, checkpoint, turn, report, total)
+        )
         records = [record for part, _ in done for record in part]
         return records, {job.file: digest for job, (_, digest) in zip(mine, done, strict=True)}
 
@@ -176,10 +160,10 @@ def megatron_to_hf(
         dtype = stored.dtype(entry.blocks()[0])
         return [TensorMeta(piece.name, dtype, piece.shape) for piece in entry.pieces]
 
-    def tensors_of(entry: Entry) -> list[Tensor]:
+    def parameter(entry: Entry, turn: Turn) -> AbstractContextManager[Tensor]:
         if source is not None and entry.name in from_origin:
-            return [source.read(piece) for piece in entry.pieces]
-        return entry.part(whole_parameter(stored, entry))
+            return _joined(source, _Share(entry, 0, 1), turn)
+        return _stored(stored, entry, turn)
 
     metas = {entry.name: metas_of(entry) for entry in (*entries, *carried)}
     jobs = _hf_files([*entries, *carried], metas)
@@ -190,15 +174,7 @@ def megatron_to_hf(
         total = sum(job.num_bytes for job in mine)
 
         def convert(job: Job[Entry], turn: Turn) -> str:
-            file = SafetensorsFile(directory / job.file, files[job.file])
-            for entry in job.items:
-                num_bytes = sum(meta.num_bytes for meta in metas[entry.name])
-                with turn(3 * num_bytes):
-                    for meta, tensor in zip(metas[entry.name], tensors_of(entry), strict=True):
-                        _warn_of_nan(tensor, f"{stored_dir}: {entry.name} ({meta.name})")
-                        file.write(meta.name, tensor)
-                report(num_bytes, total)
-            return file.close()
+            return _write_safetensors(directory, job, metas, parameter, turn, report, total)
 
         return {job.file: digest for job, digest in zip(mine, run_jobs(mine, convert), strict=True)}
 
@@ -227,12 +203,6 @@ def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelS
     return origin, read_hf_config(origin)
 
 
-def whole_parameter(stored: StoredCheckpoint, entry: Entry) -> Tensor:
-    """A parameter over all ranks."""
-    parts = [stored.read(block) for block in entry.blocks()]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
 def differing_tensors(
     hf_dir: Path,
     stored_dir: Path,
@@ -257,7 +227,7 @@ def differing_tensors(
     total = sum(sizes.values())
     differing = []
     for entry in mine:
-        pieces = entry.part(whole_parameter(stored, entry))
+        pieces = entry.part(stored.read(entry))
         for piece, tensor in zip(entry.pieces, pieces, strict=True):
             if not _same_bits(checkpoint.read(piece), tensor):
                 differing.append(piece.name)
@@ -356,9 +326,84 @@ def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[lis
     return [entry for entry in everything if entry.name.startswith("mtp.")], source
 
 
+def _has_nan(tensor: Tensor) -> bool:
+    """amax hands NaN on, and is faster than isnan."""
+    return bool(tensor.numel() and torch.isnan(tensor.amax()))
+
+
 def _warn_of_nan(tensor: Tensor, name: str) -> None:
-    if tensor.numel() and torch.isnan(tensor.amax()):  # amax hands NaN on, and is faster than isnan
+    if _has_nan(tensor):
         logger.warning("%s holds NaN", name)
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+def _write_distcp(
+    directory: Path, job: Job[_Share], checkpoint: Checkpoint, turn: Turn, report: Report, total: int
+) -> tuple[list[Record], str]:
+    """One file of a Megatron checkpoint. Returns what is in it, and its digest."""
+    file = DistcpFile(directory / job.file)
+    for share in job.items:
+        with _joined(checkpoint, share, turn) as shard:
+            blocks = share.entry.blocks(share.rank, share.ranks)
+            sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
+            for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
+                file.add(block, part)
+            report(shard.nbytes, total)
+    return file.records, file.close()
+
+
+def _write_safetensors(
+    directory: Path,
+    job: Job[Entry],
+    metas: dict[str, list[TensorMeta]],
+    parameter: Callable[[Entry, Turn], AbstractContextManager[Tensor]],
+    turn: Turn,
+    report: Report,
+    total: int,
+) -> str:
+    """One file of a Hugging Face checkpoint. Returns its digest."""
+    file = SafetensorsFile(directory / job.file, [meta for entry in job.items for meta in metas[entry.name]])
+    for entry in job.items:
+        with parameter(entry, turn) as whole:
+            for number, meta in enumerate(metas[entry.name]):
+                spans = sorted(span for span in entry.spans() if span.piece == number)
+                file.write(meta.name, *(whole[span.shard_row :][: span.rows] for span in spans))
+            report(whole.nbytes, total)
+    return file.close()
+
+
+@contextmanager
+def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
+    """A shard, contiguous: where it lies in a file if nothing has to be moved for it."""
+    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in share.entry.pieces]
+    spans = share.entry.spans(share.ranks)
+    in_place = len(spans) == 1 and cuts[0].is_contiguous()
+    with nullcontext(cuts[0]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
+        turn.check()
+        if not in_place:
+            for span in spans:
+                rows = cuts[span.piece][span.piece_row :][: span.rows]
+                shard[span.shard_row :][: span.rows].copy_(rows)
+        if _has_nan(shard):
+            for piece, cut in zip(share.entry.pieces, cuts, strict=True):
+                _warn_of_nan(cut, f"{checkpoint.directory}: {piece.name}")
+        yield shard
+
+
+@contextmanager
+def _stored(stored: StoredCheckpoint, entry: Entry, turn: Turn) -> Iterator[Tensor]:
+    """A parameter of a Megatron checkpoint, contiguous: where it lies in a file if it lies there whole."""
+    whole = stored.view(entry)
+    with (
+        nullcontext(whole) if whole is not None else turn(entry.shape, stored.dtype(entry.blocks()[0])) as out
+    ):
+        turn.check()
+        if whole is None:
+            stored.read(entry, out)
+        _warn_of_nan(out, f"{stored.directory}: {entry.name} ({entry.pieces[0].name})")
+        yield out
 
 
 # ---------------------------------------------------------------------------------------------- planning
@@ -373,8 +418,19 @@ class _Share:
     ranks: int
 
     @property
+    def dim(self) -> int:
+        """That is divided."""
+        return self.entry.cut.dim if self.entry.cut else 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.entry.shape)
+        shape[self.dim] //= self.ranks if self.entry.cut else 1
+        return tuple(shape)
+
+    @property
     def numel(self) -> int:
-        return math.prod(self.entry.shape) // (self.ranks if self.entry.cut else 1)
+        return math.prod(self.shape)
 
 
 def _shares(

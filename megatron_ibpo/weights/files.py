@@ -32,8 +32,10 @@ T = TypeVar("T")
 
 MANIFEST = "integrity.json"
 ALGORITHM = "sha256"
-FLUSH_BYTES = 256 * 1024**2
-"""Written to the disk at least this often, so that it is busy from the start and few pages are dirty."""
+SMALL_BYTES = 64 * 1024
+"""Less is collected before it is hashed and written."""
+FLUSH_BYTES = 64 * 1024**2
+"""The disk is asked to begin with what was written this often, so that it is busy from the start."""
 
 
 class DiskSpaceError(OSError):
@@ -48,30 +50,44 @@ class HashedFile:
         self.size = 0
         self._file = path.open("xb", buffering=0)
         self._hash = hashlib.new(ALGORITHM)
+        self._small = bytearray()
         self._flushed = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Raises DiskSpaceError, naming the file, when the disk is full."""
+        num_bytes = memoryview(data).nbytes
+        self.size += num_bytes
+        if num_bytes < SMALL_BYTES:
+            self._small += data
+        if num_bytes >= SMALL_BYTES or len(self._small) >= SMALL_BYTES:
+            self._write_out(bytes(self._small))
+            self._small.clear()
+        if num_bytes >= SMALL_BYTES:
+            self._write_out(data)
+        return num_bytes
+
+    def _write_out(self, data: bytes | memoryview) -> None:
         left = memoryview(data).cast("B")
         self._hash.update(left)
-        self.size += left.nbytes
         try:
             while left.nbytes:
                 left = left[self._file.write(left) :]
             if self.size - self._flushed >= FLUSH_BYTES:
-                os.fdatasync(self._file.fileno())
+                # "do not need" starts writing dirty pages without waiting for it; it drops clean ones only
+                length = self.size - self._flushed
+                os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
                 self._flushed = self.size
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise DiskSpaceError(f"{self.path}: no room after {self.size} bytes: {error}") from None
             raise
-        return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """For those who take this for an ordinary file: `write` keeps nothing back."""
+        """For those who take this for an ordinary file: what is small is kept back until `close`."""
 
     def close(self) -> str:
         """The digest of what was written."""
+        self._write_out(bytes(self._small))
         os.fsync(self._file.fileno())
         self._file.close()
         return self._hash.hexdigest()

@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
-MAPPED_BYTES = 256 * 1024**2
+MAPPED_BYTES = 64 * 1024**2
 """Read from files before they are unmapped: pages that were read count as this process's memory."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """By safetensors' names: what weights may be."""
@@ -240,12 +240,15 @@ class SafetensorsFile:
         self._file = HashedFile(path)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write(self, name: str, *parts: Tensor) -> None:
+        """The next tensor, in one part or in several of consecutive rows."""
         meta = next(self._expected)
-        found = TensorMeta(name, tensor.dtype, tuple(tensor.shape))
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        found = TensorMeta(name, parts[0].dtype, shape)
         assert found == meta, f"{meta} was announced, {found} is written"
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(raw.numpy().data)
+        for part in parts:
+            raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._file.write(raw.numpy().data)
 
     def close(self) -> str:
         """The file's digest."""

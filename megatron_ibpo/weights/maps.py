@@ -9,9 +9,12 @@ holds the parameter in `Block`s, which do not depend on the layout either.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ __all__ = [
     "Entry",
     "Fused",
     "Piece",
+    "Span",
     "global_name",
     "is_ignored",
     "mtp_layers",
@@ -98,6 +102,15 @@ class Block:
     sizes: tuple[int, ...]
 
 
+class Span(NamedTuple):
+    """Rows of a piece's cut that lie together in the shard of its parameter."""
+
+    piece: int
+    piece_row: int
+    shard_row: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class Entry:
     """One Megatron parameter."""
@@ -124,6 +137,10 @@ class Entry:
         first = self.pieces[0].shape
         return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
 
+    def spans(self, ranks: int = 1) -> tuple[Span, ...]:
+        """What `join` does, as moves of rows, by rows of the shard."""
+        return _spans(self.join, tuple(piece.shard_shape(ranks)[0] for piece in self.pieces))
+
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
         """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along
         the cut's dimension."""
@@ -146,6 +163,25 @@ class Entry:
             return Block(key, shape, tuple(offsets), tuple(sizes))
         together = key.removesuffix(str(self.expert)).replace(".experts.", ".experts.experts.")
         return Block(together, (self.num_experts, *shape), (self.expert, *offsets), (1, *sizes))
+
+
+@lru_cache(maxsize=256)
+def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> tuple[Span, ...]:
+    """Let `join` arrange the numbers of the rows, and see where each comes to lie."""
+    numbers = torch.arange(sum(counts)).view(-1, 1).split(list(counts))
+    joined = join(list(numbers)).flatten()
+    breaks = (joined.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist(), len(joined)]
+    firsts = [0, *itertools.accumulate(counts)]
+    spans = []
+    for row, end in itertools.pairwise(starts):
+        source, left = int(joined[row]), end - row
+        while left:  # consecutive numbers may go on from one piece to the next
+            piece = next(i for i in range(len(counts)) if source < firsts[i + 1])
+            rows = min(left, firsts[piece + 1] - source)
+            spans.append(Span(piece, source - firsts[piece], end - left, rows))
+            source, left = source + rows, left - rows
+    return tuple(spans)
 
 
 def _ranges(shape: tuple[int, ...], cut: Cut, rank: int, ranks: int) -> list[tuple[int, int]]:

@@ -7,9 +7,7 @@ belong there: it cannot run code.
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable
@@ -31,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.files import HashedFile
+from megatron_ibpo.weights.mapped import MappedFiles
 from megatron_ibpo.weights.maps import Block, Entry
 
 __all__ = [
@@ -144,6 +143,7 @@ class StoredCheckpoint:
     def __init__(self, directory: Path):
         """Raises CheckpointError as `read_metadata`, or if files of it are missing."""
         self.directory = directory
+        self._files = MappedFiles(directory)
         self._metadata = read_metadata(directory)
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: meta
@@ -219,47 +219,73 @@ class StoredCheckpoint:
         assert found is not None, f"{block.key}: presence is checked before reading"
         return self.tensors[found.key].properties.dtype
 
-    def read(self, block: Block) -> Tensor:
-        """The block's elements, without the axes of length one that are layer and expert.
+    def read(self, entry: Entry, out: Tensor | None = None) -> Tensor:
+        """A parameter over all ranks.
+
+        Args:
+            out: contiguous memory of the parameter's shape and dtype to put it in; fresh when None.
 
         Raises:
             CheckpointError: a piece of it is missing or damaged; names file and tensor.
         """
+        blocks = entry.blocks()
+        if out is None:
+            out = torch.empty(entry.shape, dtype=self.dtype(blocks[0]))
+        row = 0
+        for block in blocks:
+            rows = _own_dims(block)[0]
+            self._read_block(block, out[row : row + rows])
+            row += rows
+        return out
+
+    def view(self, entry: Entry) -> Tensor | None:
+        """A parameter as it lies in a file; None unless it lies there in one contiguous piece.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        first, *others = entry.blocks()
+        found = self._find(first)
+        exact = None if found is None else self._chunks[found.key].get(found.offsets)
+        if others or found is None or exact is None or tuple(exact.sizes) != found.sizes:
+            return None
+        tensor = self._load(found.key, exact)
+        return tensor.view(entry.shape) if tensor.is_contiguous() else None
+
+    def _read_block(self, block: Block, out: Tensor) -> None:
         found = self._find(block)
         assert found is not None, f"{block.key}: presence is checked before reading"
-        dims = _own_dims(block)
-        exact = self._chunks[found.key].get(found.offsets)
-        if exact is not None and tuple(exact.sizes) == found.sizes:
-            return self._load(found.key, exact).reshape(dims)
-        whole = torch.empty(found.sizes, dtype=self.tensors[found.key].properties.dtype)
+        whole = out.view(found.sizes)
         covered = 0
-        for chunk in self._chunks[found.key].values():
+        for chunk in self._candidates(found):
             overlap = _overlap(found, chunk)
-            if overlap is None:
-                continue
-            ours, theirs = overlap
-            whole[ours] = self._load(found.key, chunk)[theirs]
-            covered += whole[ours].numel()
+            if overlap is not None:
+                ours, theirs = overlap
+                whole[ours].copy_(self._load(found.key, chunk)[theirs])
+                covered += whole[ours].numel()
         if covered != whole.numel():
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {found.key}")
-        return whole.reshape(dims)
+
+    def _candidates(self, block: Block) -> Iterable[ChunkStorageMetadata]:
+        """Pieces that may overlap the block: the one that begins with it, if it is the block."""
+        exact = self._chunks[block.key].get(block.offsets)
+        if exact is not None and tuple(exact.sizes) == block.sizes:
+            return [exact]
+        return self._chunks[block.key].values()
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A piece as it lies in the file."""
         place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {key}")
         path = self.directory / place.relative_path
         try:
-            with path.open("rb") as file:
-                data = os.pread(file.fileno(), place.length, place.offset)
-            if len(data) != place.length:
-                raise EOFError(f"{place.length} bytes at {place.offset} wanted, {len(data)} found")
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+            tensor = self._files.tensor(place.relative_path, place.offset, place.length)
+        except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise CheckpointError(f"{path}: {key} cannot be read, the file is damaged: {reason}") from None
         expected = self.tensors[key].properties.dtype
-        if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or tensor.dtype != expected:
+        if tensor.shape != chunk.sizes or tensor.dtype != expected:
             raise CheckpointError(f"{path}: {key} is not the tensor that {METADATA} describes")
         return tensor
 
@@ -313,10 +339,10 @@ class DistcpFile:
         self._file = HashedFile(path)
 
     def add(self, block: Block, tensor: Tensor) -> None:
-        """`tensor`: the block's elements, of any shape; a view's storage is not written with it."""
-        tensor = tensor.reshape(block.sizes).contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
+        """`tensor`: the block's elements, contiguous."""
+        first = tensor.storage_offset() * tensor.itemsize
+        own = tensor.untyped_storage()[first : first + tensor.nbytes]  # else all of a view's storage is saved
+        tensor = torch.empty(0, dtype=tensor.dtype).set_(own).view(block.sizes)
         start = self._file.size
         torch.save(tensor, self._file)  # type: ignore[arg-type]
         length = self._file.size - start

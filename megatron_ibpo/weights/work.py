@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 __all__ = ["Job", "Turn", "run_jobs"]
 
@@ -36,34 +39,62 @@ class Stopped(Exception):
 
 
 class Turn:
-    """Lets threads begin a tensor when there is memory for it, and ends them when one has failed."""
+    """Gives threads memory to work in when there is some, and ends them when one has failed.
+
+    Memory is used again and again: the kernel takes longer to hand out fresh pages than it takes to fill
+    them.
+    """
 
     def __init__(self) -> None:
         self._used = 0
+        self._free: list[mmap.mmap] = []
         self._stopping = False
         self._changed = threading.Condition()
 
     @contextmanager
-    def __call__(self, num_bytes: int) -> Iterator[None]:
-        """Raises Stopped instead when the work has been given up."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopping or not self._used or self._used + num_bytes <= MEMORY
-            )
-            if self._stopping:
-                raise Stopped
-            self._used += num_bytes
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+        """A tensor of any content. Raises Stopped instead when the work has been given up."""
+        count = math.prod(shape)
+        memory = self._take(max(count * dtype.itemsize, mmap.PAGESIZE))
         try:
-            yield
+            yield torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
         finally:
             with self._changed:
-                self._used -= num_bytes
+                self._free.append(memory)
                 self._changed.notify_all()
+
+    def _take(self, num_bytes: int) -> mmap.mmap:
+        with self._changed:
+            while not self._stopping:
+                fitting = [memory for memory in self._free if len(memory) >= num_bytes]
+                if fitting:
+                    memory = min(fitting, key=len)
+                    self._free.remove(memory)
+                    return memory
+                self._used -= sum(len(memory) for memory in self._free)  # all of it too small
+                self._free.clear()
+                if not self._used or self._used + num_bytes <= MEMORY:
+                    self._used += num_bytes
+                    return _fresh(num_bytes)
+                self._changed.wait()
+            raise Stopped
+
+    def check(self) -> None:
+        """Raises Stopped when the work has been given up."""
+        if self._stopping:
+            raise Stopped
 
     def stop(self) -> None:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+
+
+def _fresh(num_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def run_jobs(jobs: list[Job[Item]], work: Callable[[Job[Item], Turn], Result]) -> list[Result]:
