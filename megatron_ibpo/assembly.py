@@ -299,7 +299,14 @@ def assemble(config: Config) -> Iterator[Run]:
                 reporter = stack.enter_context(Report(config, completed_steps=first_step))
                 parameters = sum(math.prod(meta.shape) for meta in export.metadata())
                 engines = None if pool is None else pool.num_engines
-                reporter.sizes(run_sizes(config, world.size, parameters=parameters, engines=engines))
+                sizes = run_sizes(
+                    config,
+                    world.size,
+                    parameters=parameters,
+                    engines=engines,
+                    loss_backend=str(trainer.loss_backend),
+                )
+                reporter.sizes(sizes)
             if pool is not None:
                 pool.wait_ready()
         run = Run(

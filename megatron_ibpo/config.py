@@ -53,6 +53,10 @@ class ParallelConfig:
     """TP: ranks that share each matrix."""
     pipeline_model_parallel_size: int = 1
     """PP: consecutive groups of layers."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline stage, which also holds the embeddings; an even share when None."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline stage, which also holds the head; an even share when None."""
     expert_model_parallel_size: int = 1
     """EP: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int = 1
@@ -94,13 +98,24 @@ class LossConfig:
     """The policy-gradient loss."""
 
     loss_variant: str = "gspo"
-    """Name in `megatron_ibpo.loss.VARIANTS`."""
-    eps_clip: float = 3e-4
-    """Lower clip range; 3e-4 as the field uses with GSPO's length-normalised ratio."""
-    eps_clip_high: float | None = 4e-4
-    """Upper clip range; equal to --eps-clip when None."""
-    loss_backend: Literal["auto", "torch"] = "auto"
-    """What computes the loss; "auto" takes the fastest that is available and prints it."""
+    """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
+    dapo, dr-grpo, cispo, sapo, gmpo."""
+    eps_clip: float | None = None
+    """Lower clip range. The variant's own when None: 3e-4 for gspo, as the field uses with its
+    length-normalised ratio, .2 for grpo."""
+    eps_clip_high: float | None = None
+    """Upper clip range. When None equal to --eps-clip, or where that is None too the variant's own: 4e-4 for
+    gspo, .2 for grpo, .28 for dapo."""
+    loss_aggregation: Literal["variant", "sequence-mean", "token-mean", "constant"] = "variant"
+    """What a sequence's sum over tokens is divided by: its own length, the mean length of the mini-batch
+    (every token counts the same), or --rollout-max-response-len. "variant" is as it was published."""
+    loss_backend: Literal["auto", "triton", "torch"] = "auto"
+    """What computes the loss. "auto" takes the Triton kernels on GPUs wherever they can be used, else plain
+    torch; the one in use is printed at start."""
+    fuse_lm_head: bool = False
+    """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
+    held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
+    of the LM head's size. Off because its speed on GPUs has not been measured."""
     use_tis: bool = False
     """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
     tis_clip: float = 2.0

@@ -11,8 +11,8 @@ PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
     "train", "launch", "assembly", "dry_run", "report", "cli", "rollout", "evaluate", "rewards", "credit",
-    "data", "policy", "loss", "edit_distance", "weights", "shape", "world", "config", "records", "seeds",
-    "versions", "quiet", "interrupts",
+    "data", "policy", "loss", "kernels", "edit_distance", "weights", "shape", "world", "config", "records",
+    "seeds", "versions", "quiet", "interrupts",
 ]  # fmt: skip
 """From the loop down: a room may import only from rooms after it."""
 
@@ -20,6 +20,7 @@ LIBRARIES = {
     "megatron": {"policy", "weights", "dry_run"},
     "vllm": {"rollout", "weights"},
     "transformers": {"data"},
+    "triton": {"kernels"},
 }
 """Who may import what, anywhere in its code."""
 
@@ -41,6 +42,7 @@ def imports(path):
 
 
 FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE]
+FILES += [path for path in (PACKAGE / "kernels").glob("*.py") if path not in FILES]  # behind a link
 
 
 def test_every_room_has_its_place():
@@ -58,6 +60,17 @@ def test_arrows_run_one_way():
             if target in ROOMS and target != here and ROOMS.index(target) <= ROOMS.index(here):
                 upward.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert upward == []
+
+
+def test_the_kernels_know_nothing_of_the_package():
+    strays = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in FILES
+        if room_of(path) == "kernels"
+        for name in imports(path)
+        if name.startswith("megatron_ibpo") and not name.startswith("megatron_ibpo.kernels")
+    ]
+    assert strays == []
 
 
 def test_heavy_libraries_stay_in_their_rooms():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.loss import VARIANTS, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs, packed_sequence_loss
 from megatron_ibpo.loss import logprobs as logprobs_module
 
 
@@ -72,17 +74,185 @@ def test_each_sequence_counts_the_same_whatever_its_length():
     torch.testing.assert_close(gradient, logits.grad)
 
 
+def options_for(variant, eps=0.5):
+    """Wide clips where the variant has them, and the constant where it wants one."""
+    params = {name: eps for name in VARIANTS[variant].params if name.startswith("eps")}
+    constant = VARIANTS[variant].aggregation == "constant"
+    return {"variant": variant, "params": params, "aggregation": 6.0 if constant else None}
+
+
+@pytest.mark.parametrize("kl", [None, "k1", "k2", "k3"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_gradients_equal_finite_differences(variant):
+def test_gradients_equal_finite_differences(variant, kl):
     batch = random_batch()
-    batch["old_logprobs_N"] = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0] + 0.03
+    now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
+    batch["old_logprobs_N"] = now + 0.03 * torch.linspace(-1, 1, 18)
+    if variant == "cispo":  # its clip is detached: differences see the gradient only where the ratio is 1
+        batch["old_logprobs_N"] = None
+    penalty = {"ref_logprobs_N": now + 0.4, "kl": kl, "kl_coef": 0.7} if kl else {}
     temperature = torch.tensor([0.7, 1.0, 1.3], dtype=torch.float64)
 
     def loss(logits):
-        options = {"variant": variant, "params": WIDE, "temperature": temperature}
+        options = options_for(variant) | penalty | {"temperature": temperature}
         return packed_sequence_loss(**{**batch, "logits_NV": logits}, **options)[0]
 
     assert torch.autograd.gradcheck(loss, batch["logits_NV"].clone().requires_grad_())
+
+
+def two_sequences(ratios, advantages, **options):
+    """(loss, gradient of each log-prob, stats) of sequences of two and one tokens with the given ratios.
+
+    Two words of equal logits: every log-prob is log ½, and its gradient is twice that of its logit."""
+    old = math.log(0.5) - torch.tensor(ratios, dtype=torch.float64).log()
+    logits = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    loss, stats = packed_sequence_loss(
+        logits,
+        torch.tensor([0, 1, 0]),
+        old,
+        torch.ones(3),
+        torch.tensor([0, 2, 3], dtype=torch.int32),
+        torch.tensor(advantages, dtype=torch.float64),
+        **options,
+    )
+    loss.backward()
+    own = logits.grad.gather(1, torch.tensor([[0], [1], [0]])).squeeze(1)
+    return loss.item(), (2 * own).tolist(), stats
+
+
+CLIP = {"eps_low": 0.2, "eps_high": 0.25}
+
+GOLDEN = {
+    # ratios 1.5 and .9 of the first sequence (A = 2), .5 of the second (A = -1); values before weights
+    # sequence ratios √1.35 = 1.1619 and .5, cut at .8 for A = -1
+    "gspo": (CLIP, None, (-2 * 1.35**0.5 + 0.8) / 2, (-(1.35**0.5) / 2, -(1.35**0.5) / 2, 0)),
+    "gspo-token": (CLIP, None, (-2 * 1.35**0.5 + 0.8) / 2, (-(1.35**0.5) / 2, -(1.35**0.5) / 2, 0)),
+    # 1.5 cut at 1.25, .5 cut at .8
+    "grpo": (CLIP, None, (-(1.25 + 0.9) + 0.8) / 2, (0, -0.9 / 2, 0)),
+    "ppo-clip": (CLIP, None, (-2 * (1.25 + 0.9) + 0.8) / 3, (0, -2 * 0.9 / 3, 0)),
+    "dapo": (CLIP, None, (-2 * (1.25 + 0.9) + 0.8) / 3, (0, -2 * 0.9 / 3, 0)),
+    # a constant of 10 tokens for each sequence
+    "dr-grpo": (CLIP, 10, (-2 * (1.25 + 0.9) + 0.8) / 20, (0, -2 * 0.9 / 20, 0)),
+    # at most .7·|A| for A < 0
+    "dual-clip": ({**CLIP, "bound": 0.7}, None, (-2 * (1.25 + 0.9) + 0.7) / 3, (0, -2 * 0.9 / 3, 0)),
+    "gspo-dual-clip": (
+        {**CLIP, "bound": 0.7},
+        None,
+        (-2 * 1.35**0.5 + 0.7) / 2,
+        (-(1.35**0.5) / 2, -(1.35**0.5) / 2, 0),
+    ),
+    # every log π is log ½; no gradient is lost
+    "cispo": (
+        CLIP,
+        None,
+        -math.log(0.5) * (2 * (1.25 + 0.9) - 0.8) / 3,
+        (-2 * 1.25 / 3, -2 * 0.9 / 3, 0.8 / 3),
+    ),
+    # log-ratios cut at ln 1.1 above for A > 0, at ln .9 below for A < 0: √(1.1·.9) and .9
+    "gmpo": (
+        {"eps_low": -math.log(0.9), "eps_high": math.log(1.1)},
+        None,
+        (-2 * 0.99**0.5 + 0.9) / 2,
+        (0, -(0.99**0.5) / 2, 0),
+    ),
+    # gates: 4σ(½) = 2.48984 and 4σ(-.1) = 1.90008 at τ 1, 2σ(-1) = .53788 at τ 2; slopes 4σ(1-σ)r
+    "sapo": (
+        {"tau_pos": 1.0, "tau_neg": 2.0},
+        None,
+        (-(2.4898373 + 1.9000832) + 0.5378828) / 2,
+        (-1.4100223 / 2, -0.8977540 / 2, 0.3932239 / 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_every_variant_by_hand(variant):
+    params, aggregation, expected, gradient = GOLDEN[variant]
+    loss, found, _ = two_sequences(
+        (1.5, 0.9, 0.5), (2.0, -1.0), variant=variant, params=params, aggregation=aggregation
+    )
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert found == pytest.approx(gradient, abs=1e-6)
+
+
+def test_clips_of_gspo_from_both_sides():
+    """Above and below, for advantages of both signs: the clip only ever lowers the objective."""
+    for ratio, advantage, clipped in [(1.5, 1, True), (0.5, 1, False), (1.5, -1, False), (0.5, -1, True)]:
+        loss, gradient, stats = two_sequences((ratio,) * 3, (advantage,) * 2, variant="gspo", params=CLIP)
+        bounded = min(max(ratio, 0.8), 1.25) if clipped else ratio
+        assert loss == pytest.approx(-bounded * advantage)
+        assert gradient[2] == pytest.approx(0 if clipped else -ratio * advantage / 2)
+        assert stats.clipped.tolist() == [clipped, clipped]
+
+
+def test_advantages_of_tokens_give_gspo_token_its_own_clips():
+    """s = √1.35 is cut at 1.1 where the token's advantage is positive, and nowhere else."""
+    params = {"eps_low": 0.2, "eps_high": 0.1}
+    s = 1.35**0.5
+    loss, gradient, stats = two_sequences(
+        (1.5, 0.9, 1.0), (1.0, -2.0, 0.0), variant="gspo-token", params=params
+    )
+    assert loss == pytest.approx((-1.1 + 2 * s) / 2 / 2)
+    assert gradient == pytest.approx([0, 2 * s / 2 / 2, 0])
+    assert stats.clipped.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kl", "each", "slope"),
+    [
+        ("k1", math.log(2), 1.0),
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", 0.5 - 1 + math.log(2), 1 - 0.5),
+    ],
+)
+def test_the_penalty_by_hand(kl, each, slope):
+    """log π - log π_ref = ln 2 everywhere; no advantage, and weights of tokens do not scale it."""
+    ref = torch.full((3,), math.log(0.25), dtype=torch.float64)
+    weights = torch.tensor([0.0, 1.0, 5.0])
+    loss, gradient, stats = two_sequences(
+        (1.0, 1.0, 1.0), (0.0, 0.0), ref_logprobs_N=ref, kl=kl, kl_coef=0.3, token_weights_N=weights
+    )
+    assert loss == pytest.approx(0.3 * each)
+    assert gradient == pytest.approx([0.3 * slope / 4, 0.3 * slope / 4, 0.3 * slope / 2])
+    assert stats.kl_N.tolist() == pytest.approx([each] * 3)
+
+
+def test_without_a_coefficient_the_penalty_is_measured_and_has_no_gradient():
+    ref = torch.full((3,), math.log(0.25), dtype=torch.float64)
+    loss, gradient, stats = two_sequences((1.0, 1.0, 1.0), (0.0, 0.0), ref_logprobs_N=ref, kl="k1")
+    assert loss == 0
+    assert gradient == [0, 0, 0]
+    assert stats.kl_N.tolist() == pytest.approx([math.log(2)] * 3)
+
+
+@pytest.mark.parametrize("variant", ["gspo", "grpo"])
+@pytest.mark.parametrize(
+    ("aggregation", "share"),
+    [("sequence-mean", (0.4 / 2, 0.6)), ("token-mean", (0.4 / 1.4, 0.6 / 1.4)), (5, (0.08, 0.12))],
+)
+def test_aggregation_by_hand(variant, aggregation, share):
+    """Weights .4 and .6 of sequences of two and one tokens; the weighted mean length is 1.4."""
+    weights = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    loss, gradient, _ = two_sequences(
+        (1.0, 1.0, 1.0), (1.0, -2.0), variant=variant, aggregation=aggregation, sequence_weights_S=weights
+    )
+    assert loss == pytest.approx(-2 * share[0] + 2 * share[1])
+    assert gradient == pytest.approx([-share[0], -share[0], 2 * share[1]])
+
+
+def test_one_call_with_a_token_mean_is_two_with_its_number():
+    """A mini-batch in two micro-batches: the mean length of all its sequences is the divisor of each."""
+    batch = random_batch(lengths=(3, 7))
+    options = {"variant": "dapo", "sequence_weights_S": torch.tensor([0.5, 0.5])}
+    whole, gradient, _ = loss_and_gradient(batch, **options)
+    parts = []
+    for rows, sequence in ((slice(0, 5), 0), (slice(5, 14), 1)):
+        part = {name: value[rows] for name, value in batch.items() if len(value) == 14}
+        part["cu_seqlens"] = torch.tensor([0, len(part["targets_N"])], dtype=torch.int32)
+        part["advantages"] = batch["advantages"][sequence : sequence + 1]
+        options = {"variant": "dapo", "sequence_weights_S": torch.tensor([0.5]), "aggregation": 5}
+        parts.append(loss_and_gradient(part, **options))
+    torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
+    torch.testing.assert_close(gradient, torch.cat([parts[0][1], parts[1][1]]))
 
 
 def test_chunks_and_inplace_change_nothing(monkeypatch):
@@ -143,7 +313,7 @@ def test_extreme_ratios_give_no_nan(variant, advantage, offset):
     batch = random_batch(dtype=torch.float32)
     batch["old_logprobs_N"] = batch["old_logprobs_N"] - offset
     batch["advantages"] = torch.full((3,), advantage)
-    loss, gradient, _ = loss_and_gradient(batch, variant=variant)
+    loss, gradient, _ = loss_and_gradient(batch, **options_for(variant))
     assert loss.isfinite()
     assert gradient.isfinite().all()
     if advantage == 0:
@@ -203,7 +373,19 @@ def test_bf16_logits_get_fp32_statistics():
         ({"variant": "nope"}, "unknown loss variant"),
         ({"params": {"epsilon": 1.0}}, "no parameter epsilon"),
         ({"advantages": torch.ones(2)}, "advantages have shape"),
+        ({"advantages": torch.ones(18)}, "advantages have shape"),  # gspo's are of sequences
         ({"cu_seqlens": torch.tensor([0, 5, 12, 17])}, "cu_seqlens must rise"),
+        ({"cu_seqlens": torch.tensor([2, 5, 12, 18])}, "cannot be cut across micro-batches"),
+        ({"variant": "dr-grpo"}, "give the number of tokens"),
+        ({"aggregation": "mean"}, "unknown aggregation 'mean'"),
+        ({"aggregation": 0}, "must be above 0"),
+        ({"kl": "k4"}, "unknown KL estimator 'k4'"),
+        ({"kl_coef": 0.1}, "needs ref_logprobs_N"),
+        ({"ref_logprobs_N": torch.zeros(3)}, "ref_logprobs_N has shape"),
+        ({"old_logprobs_N": torch.zeros(3)}, "old_logprobs_N has shape"),
+        ({"sequence_weights_S": torch.ones(2)}, "sequence_weights_S has shape"),
+        ({"temperature": torch.ones(2)}, "temperature has shape"),
+        ({"vocab_range": (0, 12)}, "does not fit 11 columns"),
         ({"targets_N": torch.full((18,), 11)}, "target id 11 is outside the vocabulary"),
         ({"backend": "cuda"}, "unknown loss backend"),
     ],
@@ -211,3 +393,41 @@ def test_bf16_logits_get_fp32_statistics():
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         packed_sequence_loss(**{**random_batch(), **change})
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import torch
+from megatron_ibpo.loss import choose_backend, packed_sequence_loss
+logits = torch.zeros(3, 2, requires_grad=True)
+cu, ones = torch.tensor([0, 2, 3]), torch.ones(3)
+loss, _ = packed_sequence_loss(logits, torch.tensor([0, 1, 0]), None, ones, cu, torch.ones(2))
+loss.backward()
+print(loss.item(), choose_backend("auto", torch.device("cpu"), torch.float32))
+print(choose_backend("auto", torch.device("cuda"), torch.float32))
+"""
+
+
+def test_on_a_cpu_triton_is_neither_needed_nor_imported():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "-1.0 torch (no CUDA device)",
+        "torch (the package triton is not installed)",
+    ], done.stderr
+
+
+def test_the_backend_is_chosen_by_what_can_be_used(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cuda, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
+    assert str(choose_backend("auto", cpu, bf16)) == "torch (no CUDA device)"
+    assert str(choose_backend("torch", cuda, bf16)) == "torch (as asked)"
+    with pytest.raises(
+        ValueError, match="--loss-backend triton: the kernels run on CUDA devices, not on cpu"
+    ):
+        choose_backend("triton", cpu, bf16)
+    pytest.importorskip("triton")
+    assert str(choose_backend("auto", cuda, bf16, "gspo")) == "triton (CUDA device)"
+    assert "not torch.float64" in choose_backend("auto", cuda, torch.float64).reason
+    monkeypatch.setitem(VARIANTS, "new", VARIANTS["grpo"])
+    assert "'new' has no terms in kernels/variants.py" in choose_backend("auto", cuda, bf16, "new").reason

@@ -1,6 +1,7 @@
 """Log-probs and entropies of packed rows: vocabulary-parallel, statistics in fp32, chunk by chunk.
 
-The one log-softmax of the project: the loss, old log-probs and reference log-probs all come from here.
+The one log-softmax of the project: the loss, old log-probs and reference log-probs all come from here. In
+plain torch below, and in Triton by `kernels/row_logprobs.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["packed_logprobs"]
+from megatron_ibpo.loss.backend import LossBackend, choose_backend
+
+__all__ = ["own_vocab_range", "packed_logprobs", "row_statistics", "write_gradient"]
 
 CHUNK_BYTES = 64 * 1024**2
 """Of fp32 logits held at once."""
@@ -25,8 +28,10 @@ def packed_logprobs(
     temperature_N: Tensor | float = 1.0,
     tp_group: Any = None,
     vocab_range: tuple[int, int] | None = None,
+    entropy: bool = True,
     inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
+    backend: LossBackend = "auto",
+) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each row's target, and entropy of each row's distribution, at its temperature.
 
     Args:
@@ -37,74 +42,136 @@ def packed_logprobs(
         tp_group: process group over which the vocabulary is sharded; one all-gather of row statistics.
         vocab_range: (start, stop) of the global ids in this rank's columns; columns from stop - start on are
             padding and take no part. Equal contiguous shards when None.
+        entropy: False leaves it out, which is a little faster.
         inplace: let the backward pass write the gradient over the logits, which must not be used after.
+        backend: what computes it, see `choose_backend`.
 
     Returns:
-        (logprobs_N, entropy_N), fp32 (fp64 for fp64 logits). Only the first carries a gradient.
+        (logprobs_N, entropy_N or None), fp32 (fp64 for fp64 logits). Only the first carries a gradient.
 
     Raises:
-        ValueError: shapes that do not fit, or a target outside the whole vocabulary.
+        ValueError: shapes that do not fit, a target outside the whole vocabulary (an assertion of the
+            device on GPUs), or a backend that cannot be used.
     """
-    num_rows, num_columns = logits_NV.shape
+    num_rows = len(logits_NV)
     if targets_N.shape != (num_rows,):
         raise ValueError(f"targets_N has shape {tuple(targets_N.shape)}, logits_NV has {num_rows} rows")
-    if vocab_range is None:
-        rank = 0 if tp_group is None else dist.get_rank(tp_group)
-        vocab_range = (rank * num_columns, (rank + 1) * num_columns)
-    if not 0 < vocab_range[1] - vocab_range[0] <= num_columns:
-        raise ValueError(f"vocab_range {vocab_range} does not fit {num_columns} columns")
+    vocab_range = own_vocab_range(vocab_range, logits_NV.shape[1], tp_group)
+    if choose_backend(backend, logits_NV.device, logits_NV.dtype).name == "triton":
+        from megatron_ibpo.kernels.row_logprobs import RowLogprobs
+
+        return RowLogprobs.apply(
+            logits_NV, targets_N, response_mask_N, temperature_N, tp_group, vocab_range, entropy, inplace
+        )
     rows = (
         torch.arange(num_rows, device=logits_NV.device)
         if response_mask_N is None
         else response_mask_N.nonzero().squeeze(1)
     )
     temperature = torch.as_tensor(temperature_N, device=logits_NV.device).expand(num_rows)
-    return _RowLogprobs.apply(logits_NV, targets_N, rows, temperature, tp_group, vocab_range, inplace)
+    return _RowLogprobs.apply(
+        logits_NV, targets_N, rows, temperature, tp_group, vocab_range, entropy, inplace
+    )
+
+
+def own_vocab_range(vocab_range: tuple[int, int] | None, num_columns: int, tp_group: Any) -> tuple[int, int]:
+    """The global ids in this rank's columns: as given, or equal contiguous shards.
+
+    Raises:
+        ValueError: a range that the columns cannot hold.
+    """
+    if vocab_range is None:
+        rank = 0 if tp_group is None else dist.get_rank(tp_group)
+        return rank * num_columns, (rank + 1) * num_columns
+    if not 0 < vocab_range[1] - vocab_range[0] <= num_columns:
+        raise ValueError(f"vocab_range {vocab_range} does not fit {num_columns} columns")
+    return vocab_range
 
 
 class _RowLogprobs(torch.autograd.Function):
     """Keeps the logits and one statistic a row; the softmax is recomputed chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, inplace):
-        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        local_4R = torch.empty(4, len(rows), dtype=dtype, device=logits_NV.device)
-        for part in _chunks(rows, logits_NV.shape[1]):
-            x_RV = _scaled(logits_NV, rows[part], temperature_N, vocab_range, dtype)
-            local_4R[:, part] = _row_statistics(x_RV, targets_N[rows[part]], vocab_range)
-        log_sum_exp, target_logit, mean_logit = _combine(local_4R, tp_group)
-        if not bool(target_logit.isfinite().all()) and bool(log_sum_exp.isfinite().all()):
-            bad = targets_N[rows][~target_logit.isfinite()][0].item()
-            raise ValueError(f"target id {bad} is outside the vocabulary of the logits")
-
-        logprobs_N = torch.zeros(logits_NV.shape[0], dtype=dtype, device=logits_NV.device)
-        entropy_N = torch.zeros_like(logprobs_N)
-        logprobs_N[rows] = target_logit - log_sum_exp
-        entropy_N[rows] = log_sum_exp - mean_logit
-        ctx.save_for_backward(logits_NV, targets_N, rows, temperature_N, log_sum_exp)
+    def forward(ctx, logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, entropy, inplace):
+        log_sum_exp_R, logprobs_R, entropy_R = row_statistics(
+            logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, entropy=entropy
+        )
+        zeros_N = torch.zeros(len(logits_NV), dtype=logprobs_R.dtype, device=logits_NV.device)
+        logprobs_N = zeros_N.index_copy(0, rows, logprobs_R)
+        entropy_N = None if entropy_R is None else zeros_N.index_copy(0, rows, entropy_R)
+        ctx.save_for_backward(logits_NV, targets_N, rows, temperature_N, log_sum_exp_R)
         ctx.vocab_range, ctx.inplace = vocab_range, inplace
-        ctx.mark_non_differentiable(entropy_N)
+        if entropy_N is not None:
+            ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, *grads):
-        logits_NV, targets_N, rows, temperature_N, log_sum_exp = ctx.saved_tensors
-        start, stop = ctx.vocab_range
-        coefficient_R = (grads[0] / temperature_N)[rows].to(log_sum_exp.dtype)
-        out_NV = logits_NV.detach() if ctx.inplace else torch.zeros_like(logits_NV)
-        for part in _chunks(rows, logits_NV.shape[1]):
-            x_RV = _scaled(logits_NV, rows[part], temperature_N, ctx.vocab_range, log_sum_exp.dtype)
-            grad_RV = (x_RV - log_sum_exp[part, None]).exp_().neg_()
-            own, column = _own_targets(targets_N[rows[part]], start, stop)
-            grad_RV[own, column[own]] += 1.0
-            grad_RV *= coefficient_R[part, None]
-            out_NV[rows[part], : stop - start] = grad_RV.to(out_NV.dtype)
-        if ctx.inplace:
-            untouched = torch.ones(len(out_NV), dtype=torch.bool, device=out_NV.device)
-            untouched[rows] = False
-            out_NV[untouched] = 0
-            out_NV[:, stop - start :] = 0
-        return out_NV, None, None, None, None, None, None
+        logits_NV, targets_N, rows, temperature_N, log_sum_exp_R = ctx.saved_tensors
+        out_NV = logits_NV.detach() if ctx.inplace else torch.empty_like(logits_NV)
+        write_gradient(
+            out_NV, logits_NV, targets_N, rows, temperature_N, log_sum_exp_R, grads[0][rows], ctx.vocab_range
+        )
+        return out_NV, *(None,) * 7
+
+
+def row_statistics(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    rows_R: Tensor,
+    temperature_N: Tensor,
+    tp_group: Any,
+    vocab_range: tuple[int, int],
+    *,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-sum-exp, log-prob of the target, entropy or None) [R] of the rows rows_R, over all shards.
+
+    Raises:
+        ValueError: a target outside the vocabulary of all shards.
+    """
+    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+    local_4R = torch.empty(4, len(rows_R), dtype=dtype, device=logits_NV.device)
+    for part in _chunks(rows_R, logits_NV.shape[1]):
+        x_RV = _scaled(logits_NV, rows_R[part], temperature_N, vocab_range, dtype)
+        local_4R[:, part] = _shard_statistics(x_RV, targets_N[rows_R[part]], vocab_range, entropy)
+    log_sum_exp, target_logit, mean_logit = _combine(local_4R, tp_group)
+    if not bool(target_logit.isfinite().all()) and bool(log_sum_exp.isfinite().all()):
+        bad = targets_N[rows_R][~target_logit.isfinite()][0].item()
+        raise ValueError(f"target id {bad} is outside the vocabulary of the logits")
+    return log_sum_exp, target_logit - log_sum_exp, log_sum_exp - mean_logit if entropy else None
+
+
+def write_gradient(
+    out_NV: Tensor,
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    rows_R: Tensor,
+    temperature_N: Tensor,
+    log_sum_exp_R: Tensor,
+    coefficients_R: Tensor,
+    vocab_range: tuple[int, int],
+) -> None:
+    """Write coefficient/temperature · (onehot(target) - softmax) of the rows named, and 0 everywhere else.
+
+    Args:
+        out_NV: written; may be logits_NV.
+        coefficients_R: the gradient of each row's log-prob.
+    """
+    start, stop = vocab_range
+    width = stop - start
+    scale_R = (coefficients_R / temperature_N[rows_R]).to(log_sum_exp_R.dtype)
+    for part in _chunks(rows_R, logits_NV.shape[1]):
+        x_RV = _scaled(logits_NV, rows_R[part], temperature_N, vocab_range, log_sum_exp_R.dtype)
+        grad_RV = (x_RV - log_sum_exp_R[part, None]).exp_().neg_()
+        own, column = _own_targets(targets_N[rows_R[part]], start, stop)
+        grad_RV[own, column[own]] += 1.0
+        grad_RV *= scale_R[part, None]
+        out_NV[rows_R[part], :width] = grad_RV.to(out_NV.dtype)
+    others = torch.ones(len(out_NV), dtype=torch.bool, device=out_NV.device)
+    others[rows_R] = False
+    out_NV[others] = 0
+    out_NV[:, width:] = 0
 
 
 def _chunks(rows: Tensor, num_columns: int) -> list[slice]:
@@ -126,13 +193,16 @@ def _own_targets(targets_R: Tensor, start: int, stop: int) -> tuple[Tensor, Tens
     return own, torch.where(own, targets_R - start, 0)
 
 
-def _row_statistics(x_RV: Tensor, targets_R: Tensor, vocab_range: tuple[int, int]) -> Tensor:
-    """[4, R]: max, sum of exp(x - max), sum of x·exp(x - max), target logit (-inf where not here)."""
+def _shard_statistics(x_RV: Tensor, targets_R: Tensor, vocab_range: tuple[int, int], entropy: bool) -> Tensor:
+    """[4, R]: max, Σ exp(x - max), Σ x·exp(x - max) for the entropy, target logit (-inf where not here)."""
     own, column = _own_targets(targets_R, *vocab_range)
     target = x_RV.gather(1, column[:, None]).squeeze(1).masked_fill(~own, -torch.inf)
     largest = x_RV.amax(1)
     weights_RV = (x_RV - largest[:, None]).exp_()
-    return torch.stack([largest, weights_RV.sum(1), (weights_RV * x_RV).sum(1), target])
+    total = weights_RV.sum(1)
+    lowest = torch.finfo(x_RV.dtype).min  # a logit of -inf has weight 0, and 0 times -inf is not 0
+    moment = weights_RV.mul_(x_RV.clamp_(min=lowest)).sum(1) if entropy else torch.zeros_like(total)
+    return torch.stack([largest, total, moment, target])
 
 
 def _combine(local_4R: Tensor, tp_group: Any) -> tuple[Tensor, Tensor, Tensor]:

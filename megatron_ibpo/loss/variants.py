@@ -1,18 +1,20 @@
 """Loss variants: each a few lines of torch, registered by name.
 
-A variant says what one sequence, or one token, loses; everything else (log-probs, packing, masks,
-aggregation, tensor parallelism) is the same for all of them. Gradients come from autograd.
+A variant says what one token, or one sequence, loses; everything else (log-probs, packing, masks, weights,
+KL penalty, aggregation, parallel layouts) is the same for all of them. Gradients come from autograd, and what
+is detached here has none. `kernels/variants.py` has the same terms for Triton, under the same names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["VARIANTS", "Variant"]
+__all__ = ["VARIANTS", "Variant", "resolve_variant"]
 
 # exp(80) is the last power of ten below float32's largest: ratios beyond it are clipped anyway, and an
 # infinite one would turn a zero coefficient into NaN.
@@ -23,38 +25,137 @@ Term = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the two terms, and the parameters it takes.
+    """One or both terms, the parameters they take, and what the publication combines them with.
 
-    sequence_term(log_ratio_S, advantages_S, **params) -> (loss_S, clipped_S): log_ratio_S is the mean over
-        the sequence's response tokens of log π - log π_old.
-    token_term(log_ratio_N, advantages_N, **params) -> (loss_N, clipped_N): the sequence's loss is the mean
-        over its response tokens.
+    token_term(log_ratio_N, logprobs_N, advantages_N, **params) -> (value_N, clipped_N): log_ratio is
+        log π - log π_old of each response token, logprobs log π itself.
+    sequence_term(log_ratio_S, lengths_S, advantages_S, **params) -> (loss_S, clipped_S): log_ratio is the
+        mean over the sequence's `lengths` response tokens of log π - log π_old, or, if there is a token
+        term too, of its values.
+
+    Without a sequence term the sequence's loss is the mean of its token values. Both terms must be finite
+    for log-ratios of any size, and 0 for an advantage of 0.
     """
 
-    sequence_term: Term | None = None
     token_term: Term | None = None
+    sequence_term: Term | None = None
     params: Mapping[str, float] = field(default_factory=dict)
-    """Parameters with their defaults; unknown ones are refused."""
+    """With their defaults, in the order in which the Triton terms take them; unknown ones are refused."""
+    aggregation: Literal["sequence-mean", "token-mean", "constant"] = "sequence-mean"
+    """How token values become one loss, unless the caller says: see `packed_sequence_loss`."""
+    sequence_ratio: bool = False
+    """Hand the token term the sequence's mean log-ratio instead of the token's own. Its value counts, the
+    gradient goes through the token's own log-prob (arXiv 2507.18071, eq. 13)."""
 
     def __post_init__(self) -> None:
-        if (self.sequence_term is None) == (self.token_term is None):
-            raise ValueError("a variant has either a sequence_term or a token_term")
+        if self.token_term is None and self.sequence_term is None:
+            raise ValueError("a variant needs a token_term, a sequence_term or both")
+        if self.sequence_ratio and (self.token_term is None or self.sequence_term is not None):
+            raise ValueError("sequence_ratio is for variants with a token_term alone")
+
+    @property
+    def takes_token_advantages(self) -> bool:
+        """Whether advantages may differ inside a sequence."""
+        return self.sequence_term is None
+
+
+def resolve_variant(name: str, params: Mapping[str, float] | None) -> tuple[Variant, dict[str, float]]:
+    """The variant of that name and all its parameters, in its order.
+
+    Raises:
+        ValueError: unknown variant or parameter.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"unknown loss variant {name!r}; there are {', '.join(sorted(VARIANTS))}")
+    variant = VARIANTS[name]
+    unknown = set(params or {}) - set(variant.params)
+    if unknown:
+        has = f"it has {', '.join(variant.params)}" if variant.params else "it has none"
+        raise ValueError(f"loss variant {name!r} has no parameter {', '.join(sorted(unknown))}; {has}")
+    return variant, {**variant.params, **(params or {})}
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
     """-min(s·A, clip(s, 1-ε_low, 1+ε_high)·A) with s = exp(log_ratio).
 
-    Of a sequence it is GSPO (arXiv 2507.18071, eq. 5), of a token PPO's clip as in GRPO.
+    Of a sequence it is GSPO (arXiv 2507.18071, eq. 5), of a token PPO's clip (arXiv 1707.06347, eq. 7) as
+    in GRPO, DAPO and Dr. GRPO.
     """
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    ratio = _ratio(log_ratio)
     plain = ratio * advantages
     clipped = ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * advantages
     return -torch.minimum(plain, clipped), clipped < plain
 
 
+def dual_clip(
+    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, bound: float
+) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate, and for A < 0 at most bound·|A| (arXiv 1912.09729)."""
+    loss, clipped = clipped_surrogate(log_ratio, _, advantages, eps_low=eps_low, eps_high=eps_high)
+    ceiling = -bound * advantages
+    beyond = (advantages < 0) & (loss > ceiling)
+    return torch.where(beyond, ceiling, loss), clipped | beyond
+
+
+def cispo(
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """-clip(r, 1-ε_low, 1+ε_high)·A·log π with a detached clip: no token loses its gradient
+    (arXiv 2506.13585). The default has no lower bound and lets ratios up to 5 through."""
+    ratio = _ratio(log_ratio.detach())
+    bounded = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
+    return -bounded * advantages * logprobs, bounded != ratio
+
+
+def sapo(
+    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float
+) -> tuple[Tensor, Tensor]:
+    """-(4/τ)·sigmoid(τ(r - 1))·A, a soft gate in place of the clip, with a τ for each sign of A
+    (arXiv 2511.20347)."""
+    tau = torch.full_like(advantages, tau_pos).where(advantages > 0, tau_neg)
+    gate = torch.sigmoid(tau * (_ratio(log_ratio) - 1.0)) * 4.0 / tau
+    return -gate * advantages, torch.zeros_like(gate, dtype=torch.bool)
+
+
+def gmpo_token(
+    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """The token's log-ratio, cut at ε_high for A > 0 and at -ε_low for A < 0 (arXiv 2507.20673)."""
+    cut = torch.where(advantages > 0, log_ratio.clamp(max=eps_high), log_ratio.clamp(min=-eps_low))
+    return cut, cut != log_ratio
+
+
+def gmpo_sequence(
+    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """-A times the geometric mean of the tokens' cut ratios."""
+    loss = -_ratio(log_ratio) * advantages
+    return loss, torch.zeros_like(loss, dtype=torch.bool)
+
+
+_GSPO = {"eps_low": 3e-4, "eps_high": 4e-4}
+_PPO = {"eps_low": 0.2, "eps_high": 0.2}
+
 VARIANTS: dict[str, Variant] = {
-    "gspo": Variant(sequence_term=clipped_surrogate, params={"eps_low": 3e-4, "eps_high": 4e-4}),
-    "grpo": Variant(token_term=clipped_surrogate, params={"eps_low": 0.2, "eps_high": 0.2}),
+    "gspo": Variant(sequence_term=clipped_surrogate, params=_GSPO),
+    "gspo-token": Variant(token_term=clipped_surrogate, params=_GSPO, sequence_ratio=True),
+    "gspo-dual-clip": Variant(sequence_term=dual_clip, params={**_GSPO, "bound": 3.0}),
+    "grpo": Variant(token_term=clipped_surrogate, params=_PPO),
+    "ppo-clip": Variant(token_term=clipped_surrogate, params=_PPO, aggregation="token-mean"),
+    "dual-clip": Variant(token_term=dual_clip, params={**_PPO, "bound": 3.0}, aggregation="token-mean"),
+    "dapo": Variant(
+        token_term=clipped_surrogate, params={"eps_low": 0.2, "eps_high": 0.28}, aggregation="token-mean"
+    ),
+    "dr-grpo": Variant(token_term=clipped_surrogate, params=_PPO, aggregation="constant"),
+    "cispo": Variant(token_term=cispo, params={"eps_low": 1.0, "eps_high": 4.0}, aggregation="token-mean"),
+    "sapo": Variant(token_term=sapo, params={"tau_pos": 1.0, "tau_neg": 1.05}),
+    "gmpo": Variant(
+        token_term=gmpo_token, sequence_term=gmpo_sequence, params={"eps_low": 0.4, "eps_high": 0.4}
+    ),
 }

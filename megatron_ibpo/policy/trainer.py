@@ -24,8 +24,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.loss import LossStats, packed_logprobs, packed_sequence_loss
-from megatron_ibpo.loss.variants import VARIANTS
+from megatron_ibpo.loss import (
+    LossStats,
+    linear_packed_logprobs,
+    linear_packed_sequence_loss,
+    packed_logprobs,
+    packed_sequence_loss,
+    resolve_variant,
+)
+from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
+from megatron_ibpo.policy.objective import aggregation, backend_in_use, clip_params
 from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches, split_minibatches
 from megatron_ibpo.records import TrainSequence
 from megatron_ibpo.world import World
@@ -42,8 +50,13 @@ class Trainer:
             chunks: what `build_model` made for this rank.
             vocab_size: true vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+
+        Raises:
+            ValueError: a loss that is unknown, or that its flags do not fit.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
+        self.clip_params = clip_params(config.loss)
+        self.loss_backend = backend_in_use(config, world.device)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
@@ -70,6 +83,7 @@ class Trainer:
         started = time.perf_counter()
         loss_config = self.config.loss
         minibatches = split_minibatches(sequences, loss_config.num_steps_per_rollout)
+        divisors = [aggregation(self.config, part) for part in minibatches]
         live = [[s for s in part if s.advantage != 0] for part in minibatches]
         # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
         for part in live if loss_config.use_tis else live[1:]:
@@ -79,7 +93,7 @@ class Trainer:
         totals = _Totals()
         for number, part in enumerate(live):
             own_old = number == 0 and not loss_config.use_tis
-            totals.merge(self._optimizer_step(part, own_old))
+            totals.merge(self._optimizer_step(part, own_old, divisors[number]))
         metrics = totals.metrics()
         metrics["loss"] /= len(live)
         metrics["sequences_trained"] = sum(len(part) for part in live)
@@ -117,7 +131,8 @@ class Trainer:
         """Truncated importance weights of trainer over rollout (ibpo step 14): on the sequence's weight for
         sequence-level variants, on each token's weight for token-level ones. Returns the weights."""
         cap = self.config.loss.tis_clip
-        token_level = VARIANTS[self.config.loss.loss_variant].token_term is not None
+        variant, _ = resolve_variant(self.config.loss.loss_variant, None)
+        token_level = variant.sequence_term is None and not variant.sequence_ratio
         weights: list[float] = []
         for s in sequences:
             if s.rollout_logprobs is None or s.old_logprobs is None:
@@ -133,7 +148,9 @@ class Trainer:
                 s.weight *= weights[-1]
         return weights
 
-    def _optimizer_step(self, sequences: list[TrainSequence], own_old_logprobs: bool) -> _Totals:
+    def _optimizer_step(
+        self, sequences: list[TrainSequence], own_old_logprobs: bool, divisor: str | float
+    ) -> _Totals:
         totals = _Totals()
         self.scheduler.step(1)
         if not sequences:
@@ -145,7 +162,7 @@ class Trainer:
         self.optimizer.zero_grad()
         # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
         scale = len(batches) * parallel_state.get_data_parallel_world_size()
-        stored = self._run(batches, partial(self._loss_output, scale), forward_only=False)
+        stored = self._run(batches, partial(self._loss_output, scale, divisor), forward_only=False)
         for part in self.world.all_gather(stored if _is_reporting_rank() else []):
             for piece in part:
                 totals.merge(piece)
@@ -187,7 +204,13 @@ class Trainer:
                 max_seqlen_q=batch.max_seqlen,
                 max_seqlen_kv=batch.max_seqlen,
             )
-            logits = model(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
+            logits = model(
+                batch.input_ids_1N,
+                batch.position_ids_1N,
+                None,
+                packed_seq_params=packed,
+                output_processor=whole_hidden_states if self.config.loss.fuse_lm_head else None,
+            )
             return logits, partial(output, batch)
 
         return get_forward_backward_func()(
@@ -200,47 +223,58 @@ class Trainer:
             forward_only=forward_only,
         )
 
-    def _loss_output(self, scale: float, batch: PackedBatch, logits: Tensor) -> tuple[Tensor, _Totals]:
-        loss_config = self.config.loss
-        high = loss_config.eps_clip if loss_config.eps_clip_high is None else loss_config.eps_clip_high
-        loss, stats = packed_sequence_loss(
-            logits[0],
-            batch.targets_N,
-            batch.old_logprobs_N,
-            batch.response_mask_N,
-            batch.cu_seqlens,
-            batch.advantages_S,
+    def _loss_output(
+        self, scale: float, divisor: str | float, batch: PackedBatch, output: Tensor
+    ) -> tuple[Tensor, _Totals]:
+        if self.config.loss.fuse_lm_head:
+            weight = head_weight(self.chunks[-1].module)
+            policy_loss = partial(linear_packed_sequence_loss, output[0], weight, into_main_grad=True)
+            width = len(weight)
+        else:
+            policy_loss = partial(packed_sequence_loss, output[0], inplace=True)
+            width = output.shape[-1]
+        loss, stats = policy_loss(
+            targets_N=batch.targets_N,
+            old_logprobs_N=batch.old_logprobs_N,
+            response_mask_N=batch.response_mask_N,
+            cu_seqlens=batch.cu_seqlens,
+            advantages=batch.advantages_S,
             token_weights_N=batch.token_weights_N,
             sequence_weights_S=batch.weights_S,
-            variant=loss_config.loss_variant,
-            params={"eps_low": loss_config.eps_clip, "eps_high": high},
+            variant=self.config.loss.loss_variant,
+            params=self.clip_params,
+            aggregation=divisor,
             temperature=batch.temperature_S,
-            inplace=True,
-            backend=loss_config.loss_backend,
-            **self._vocabulary(logits),
+            backend=self.loss_backend.name,
+            **self._vocabulary(width),
         )
         return loss * scale, _observed(batch, loss, stats)
 
-    def _logprob_output(self, batch: PackedBatch, logits: Tensor) -> tuple[Tensor, dict]:
+    def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, dict]:
         lengths = batch.cu_seqlens.diff().long()
-        logprobs_N, _ = packed_logprobs(
-            logits[0],
-            batch.targets_N,
-            response_mask_N=batch.response_mask_N.bool(),
-            temperature_N=batch.temperature_S.repeat_interleave(lengths),
-            **self._vocabulary(logits),
-        )
-        bounds = batch.cu_seqlens.tolist()
         mask_N = batch.response_mask_N.bool()
+        rows: dict[str, Any] = {
+            "targets_N": batch.targets_N,
+            "response_mask_N": mask_N,
+            "temperature_N": batch.temperature_S.repeat_interleave(lengths),
+            "backend": self.loss_backend.name,
+        }
+        if self.config.loss.fuse_lm_head:
+            weight = head_weight(self.chunks[-1].module)
+            logprobs_N = linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
+        else:
+            vocabulary = self._vocabulary(output.shape[-1])
+            logprobs_N, _ = packed_logprobs(output[0], entropy=False, **rows, **vocabulary)
+        bounds = batch.cu_seqlens.tolist()
         found = {}
         for place, member in enumerate(batch.members):
-            rows = slice(bounds[place], bounds[place + 1])
-            found[member] = tuple(logprobs_N[rows][mask_N[rows]].tolist())
-        return logits.new_zeros(()), found
+            own = slice(bounds[place], bounds[place + 1])
+            found[member] = tuple(logprobs_N[own][mask_N[own]].tolist())
+        return output.new_zeros(()), found
 
-    def _vocabulary(self, logits: Tensor) -> dict[str, Any]:
-        rank, width = parallel_state.get_tensor_model_parallel_rank(), logits.shape[-1]
-        start = rank * width
+    def _vocabulary(self, width: int) -> dict[str, Any]:
+        """This rank's columns of the vocabulary, of which there are `width` with padding."""
+        start = parallel_state.get_tensor_model_parallel_rank() * width
         return {
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_range": (start, min(start + width, self.vocab_size)),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.report.display import Size
 
 __all__ = ["run_sizes"]
 
 
 def run_sizes(
-    config: Config, world_size: int, *, parameters: int | None = None, engines: int | None = None
+    config: Config,
+    world_size: int,
+    *,
+    parameters: int | None = None,
+    engines: int | None = None,
+    loss_backend: str | None = None,
 ) -> list[Size]:
-    """What happens how often in one step, and on how many ranks; of the model and engines what is known."""
+    """What happens how often in one step, and on how many ranks; of the model and engines what is known.
+
+    loss_backend: what computes the loss and why, once that is known.
+    """
     rollout, algorithm, loss, parallel = config.rollout, config.algorithm, config.loss, config.parallel
     prompts, samples, corrections = (
         rollout.rollout_batch_size,
@@ -40,8 +48,9 @@ def run_sizes(
         Size(
             "layout",
             f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
-            f"of {world_size} ranks; loss by {loss.loss_backend}",
+            f"of {world_size} ranks",
         ),
+        Size("loss", loss.loss_variant, _computed_by(loss, loss_backend)),
     ]
     if parameters is not None:
         sizes.append(Size("parameters", parameters, "of the whole model"))
@@ -49,3 +58,8 @@ def run_sizes(
         per_engine = rollout.rollout_num_gpus_per_engine
         sizes.append(Size("engines", engines, f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"))
     return [size for size in sizes if corrections or not size.name.startswith("corrections")]
+
+
+def _computed_by(loss: LossConfig, backend: str | None) -> str:
+    head = ", LM head fused, --fuse-lm-head" if loss.fuse_lm_head else ""
+    return f"computed by {backend or loss.loss_backend}, --loss-backend{head}"

@@ -71,7 +71,7 @@ class HFExport:
             bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
                 tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
-        place = my_place(shape)
+        place = my_place(shape, chunks)
         self._rank = dist.get_rank()
         self._parameters = dict(parameters_by_global_name(chunks, place))
         first = next(iter(self._parameters.values()))

@@ -1,0 +1,286 @@
+"""From log-probs to the loss and its gradient, by sequences: `megatron_ibpo.loss.segments` in three kernels.
+
+Sums over each sequence, then the sequences' losses, then each token's coefficient. One program walks one
+sequence (the second: all of them), so that nothing is atomic and the result does not depend on the order of
+programs. All of it is [N] and [S] floats; beside a pass over the logits it takes no time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ibpo.kernels.kl import KL_TERMS
+from megatron_ibpo.kernels.variants import KERNEL_TERMS
+
+__all__ = ["triton_segment_loss"]
+
+BLOCK = 1024
+BLOCK_S = 256
+NUM_WARPS = 4
+_AGGREGATIONS = {"sequence-mean": 0, "token-mean": 1}
+_CONSTANT = 2
+
+
+@triton.jit
+def load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr):
+    """(which rows are of the response, their log-prob, their log-ratio); 0 in others, whatever lies there."""
+    kept = tl.load(mask_ptr + row, mask=row < end, other=0) != 0
+    logprob = tl.load(logprobs_ptr + row, mask=kept, other=0.0)
+    log_ratio = tl.zeros_like(logprob)
+    if old_ptr is not None:
+        log_ratio = logprob - tl.load(old_ptr + row, mask=kept, other=0.0)
+    return kept, logprob, log_ratio
+
+
+@triton.jit
+def load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN: tl.constexpr):
+    if ADVANTAGE_PER_TOKEN:
+        return tl.load(advantages_ptr + row, mask=kept, other=0.0)
+    return tl.where(kept, tl.load(advantages_ptr + sequence), 0.0)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def segment_sums_kernel(
+    logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, mean_log_ratio_ptr, out_ptr,
+    num_sequences, params,
+    TOKEN_TERM: tl.constexpr, KL: tl.constexpr, ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence a program. out [4, S] fp32: response tokens, Σ log-ratio, Σ KL, Σ token term.
+
+    With mean_log_ratio_ptr the token term sees that of the sequence in place of the token's own.
+    """
+    sequence = tl.program_id(0)
+    begin, end = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
+    count = tl.zeros((BLOCK,), tl.float32)
+    ratio_sum = tl.zeros((BLOCK,), tl.float32)
+    kl_sum = tl.zeros((BLOCK,), tl.float32)
+    value_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(begin, end, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        kept, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
+        count += tl.where(kept, 1.0, 0.0)
+        ratio_sum += log_ratio
+        if KL is not None:
+            kl, _ = KL(logprob - tl.load(ref_ptr + row, mask=kept, other=0.0))
+            kl_sum += tl.where(kept, kl, 0.0)
+        if TOKEN_TERM is not None:
+            advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
+            if mean_log_ratio_ptr is not None:
+                log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
+            value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, *params)
+            value_sum += tl.where(advantage != 0, value, 0.0)
+    out_ptr += sequence
+    tl.store(out_ptr, tl.sum(count, 0))
+    tl.store(out_ptr + num_sequences, tl.sum(ratio_sum, 0))
+    tl.store(out_ptr + 2 * num_sequences, tl.sum(kl_sum, 0))
+    tl.store(out_ptr + 3 * num_sequences, tl.sum(value_sum, 0))
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def sequence_loss_kernel(
+    sums_ptr, advantages_ptr, weights_ptr,
+    loss_ptr, mean_log_ratio_ptr, slope_ptr, kl_slope_ptr, clipped_ptr,
+    num_sequences, constant, kl_coef, params,
+    SEQUENCE_TERM: tl.constexpr, HAS_TOKEN_TERM: tl.constexpr, AGGREGATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program over all sequences: the loss, and by what each scales its tokens' derivatives."""
+    divisor = tl.zeros((BLOCK,), tl.float32) + constant
+    if AGGREGATION == 1:
+        tokens = tl.zeros((BLOCK,), tl.float32)
+        weights = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, num_sequences, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            weight = tl.load(weights_ptr + i, mask=i < num_sequences, other=0.0)
+            tokens += weight * tl.load(sums_ptr + i, mask=i < num_sequences, other=0.0)
+            weights += weight
+        mean_length = tl.sum(tokens, 0) / tl.sum(weights, 0)
+        divisor = tl.zeros((BLOCK,), tl.float32) + tl.where(mean_length > 0, mean_length, 1.0)
+    loss_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_sequences, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        real = i < num_sequences
+        count = tl.load(sums_ptr + i, mask=real, other=0.0)
+        n = tl.maximum(count, 1.0)
+        mean_log_ratio = tl.load(sums_ptr + num_sequences + i, mask=real, other=0.0) / n
+        kl_sum = tl.load(sums_ptr + 2 * num_sequences + i, mask=real, other=0.0)
+        mean = mean_log_ratio
+        if HAS_TOKEN_TERM:
+            mean = tl.load(sums_ptr + 3 * num_sequences + i, mask=real, other=0.0) / n
+        weight = tl.load(weights_ptr + i, mask=real, other=0.0)
+        if AGGREGATION == 0:
+            divisor = n
+        loss, slope = mean, tl.full((BLOCK,), 1.0, tl.float32)
+        if SEQUENCE_TERM is not None:
+            advantage = tl.load(advantages_ptr + i, mask=real, other=0.0)
+            live = (advantage != 0) & (count > 0)
+            loss, slope, clipped = SEQUENCE_TERM(tl.where(live, mean, 0.0), n, advantage, *params)
+            loss, slope = tl.where(live, loss, 0.0), tl.where(live, slope, 0.0)
+            tl.store(clipped_ptr + i, clipped & live, mask=real)
+        loss_sum += weight * (loss * (count / divisor) + kl_coef * kl_sum / divisor)
+        tl.store(mean_log_ratio_ptr + i, mean_log_ratio, mask=real)
+        tl.store(slope_ptr + i, weight * slope / divisor, mask=real)
+        tl.store(kl_slope_ptr + i, weight * kl_coef / divisor, mask=real)
+    tl.store(loss_ptr, tl.sum(loss_sum, 0))
+
+
+@triton.jit
+def token_coefficients_kernel(
+    logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, token_weights_ptr,
+    mean_log_ratio_ptr, slope_ptr, kl_slope_ptr,
+    out_ptr, kl_ptr, clipped_ptr,
+    params,
+    TOKEN_TERM: tl.constexpr, SEQUENCE_RATIO: tl.constexpr, KL: tl.constexpr,
+    ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence a program: the gradient of the loss by each log-prob, KL estimates, token clips."""
+    sequence = tl.program_id(0)
+    begin, end = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
+    slope = tl.load(slope_ptr + sequence)
+    for start in range(begin, end, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        kept, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
+        coefficient = tl.where(kept, slope, 0.0)
+        if TOKEN_TERM is not None:
+            advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
+            if SEQUENCE_RATIO:
+                log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
+            _, derivative, clipped = TOKEN_TERM(log_ratio, logprob, advantage, *params)
+            live = advantage != 0
+            coefficient *= tl.where(live, derivative, 0.0)
+            tl.store(clipped_ptr + row, clipped & live, mask=row < end)
+        if token_weights_ptr is not None:
+            coefficient *= tl.load(token_weights_ptr + row, mask=kept, other=0.0)
+        if KL is not None:
+            kl, derivative = KL(logprob - tl.load(ref_ptr + row, mask=kept, other=0.0))
+            coefficient += tl.where(kept, tl.load(kl_slope_ptr + sequence) * derivative, 0.0)
+            tl.store(kl_ptr + row, tl.where(kept, kl, 0.0), mask=row < end)
+        tl.store(out_ptr + row, coefficient, mask=row < end)
+
+
+def triton_segment_loss(
+    logprobs_N: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    mask_N: Tensor,
+    old_logprobs_N: Tensor | None,
+    ref_logprobs_N: Tensor | None,
+    token_weights_N: Tensor | None,
+    advantages: Tensor,
+    sequence_weights_S: Tensor,
+    variant: str,
+    params: tuple[float, ...],
+    sequence_ratio: bool,
+    aggregation: str | float,
+    kl: str,
+    kl_coef: float,
+    cp_group: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N.
+
+    Arguments as `megatron_ibpo.loss.segments.segment_loss` has them, all on one device; float tensors of any
+    precision are read as fp32.
+    """
+
+    def floats(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(torch.float32).contiguous()
+
+    return _SegmentLoss.apply(
+        logprobs_N.contiguous(),
+        cu_seqlens.contiguous(),
+        mask_N.contiguous(),
+        floats(old_logprobs_N),
+        floats(ref_logprobs_N),
+        floats(token_weights_N),
+        floats(advantages),
+        floats(sequence_weights_S),
+        (variant, params, sequence_ratio, aggregation, kl, float(kl_coef)),
+        cp_group,
+    )
+
+
+class _SegmentLoss(torch.autograd.Function):
+    """The gradient is known when the loss is: forward keeps it, backward scales it."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        logprobs_N,
+        cu_seqlens,
+        mask_N,
+        old_N,
+        ref_N,
+        token_weights_N,
+        advantages,
+        weights_S,
+        how,
+        cp_group,
+    ):
+        variant, params, sequence_ratio, aggregation, kl, kl_coef = how
+        token_term, sequence_term = KERNEL_TERMS[variant]
+        num_sequences = len(cu_seqlens) - 1
+        per_token = len(advantages) != num_sequences
+        kl_term = None if ref_N is None else KL_TERMS[kl]
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=logprobs_N.device)
+
+        def sums(term: Any, mean_log_ratio_S: Tensor | None) -> Tensor:
+            sums_4S = empty(4, num_sequences)
+            segment_sums_kernel[(num_sequences,)](
+                logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, mean_log_ratio_S, sums_4S,
+                num_sequences, params,
+                TOKEN_TERM=term, KL=kl_term, ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
+            return sums_4S
+
+        sums_4S = sums(None if sequence_ratio else token_term, None)
+        used = 2 if token_term is None or sequence_ratio else 4
+        _sum_over_ranks(sums_4S, [0, 1, *([2] if kl_term else []), *([3] if used == 4 else [])], cp_group)
+        mean_log_ratio_S = empty(num_sequences)
+        if sequence_ratio:
+            mean_log_ratio_S = sums_4S[1] / sums_4S[0].clamp(min=1.0)
+            sums_4S[3] = sums(token_term, mean_log_ratio_S)[3]
+            _sum_over_ranks(sums_4S, [3], cp_group)
+
+        loss, slope_S, kl_slope_S = empty(), empty(num_sequences), empty(num_sequences)
+        clipped_S = empty(num_sequences, dtype=torch.bool)
+        code = _AGGREGATIONS.get(aggregation, _CONSTANT) if isinstance(aggregation, str) else _CONSTANT
+        sequence_loss_kernel[(1,)](
+            sums_4S, advantages, weights_S, loss, mean_log_ratio_S, slope_S, kl_slope_S, clipped_S,
+            num_sequences, float(aggregation) if code == _CONSTANT else 1.0, kl_coef, params,
+            SEQUENCE_TERM=sequence_term, HAS_TOKEN_TERM=token_term is not None, AGGREGATION=code,
+            BLOCK=BLOCK_S, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        coefficients_N = torch.empty_like(logprobs_N)
+        kl_N = None if kl_term is None else torch.empty_like(logprobs_N)
+        clipped_N = None if token_term is None else torch.empty_like(mask_N)
+        token_coefficients_kernel[(num_sequences,)](
+            logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, token_weights_N,
+            mean_log_ratio_S, slope_S, kl_slope_S, coefficients_N, kl_N, clipped_N, params,
+            TOKEN_TERM=token_term, SEQUENCE_RATIO=sequence_ratio, KL=kl_term,
+            ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        ctx.save_for_backward(coefficients_N)
+        clipped = clipped_S if clipped_N is None else clipped_N
+        ctx.mark_non_differentiable(*(t for t in (mean_log_ratio_S, clipped, kl_N) if t is not None))
+        return loss, mean_log_ratio_S, clipped, kl_N
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (coefficients_N,) = ctx.saved_tensors
+        return (coefficients_N * grads[0], *(None,) * 9)
+
+
+def _sum_over_ranks(sums_4S: Tensor, rows: list[int], group: Any) -> None:
+    """Add up these rows over the group, in place; one all-reduce."""
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    shared = sums_4S[rows]
+    dist.all_reduce(shared, group=group)
+    sums_4S[rows] = shared

@@ -1,0 +1,68 @@
+"""Which implementation computes the loss: the Triton kernels or plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["ChosenBackend", "LossBackend", "choose_backend"]
+
+LossBackend = Literal["auto", "triton", "torch"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class ChosenBackend:
+    """What is used and why, in a few words."""
+
+    name: Literal["triton", "torch"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose_backend(
+    asked: LossBackend, device: torch.device, dtype: torch.dtype, variant: str | None = None
+) -> ChosenBackend:
+    """The implementation for logits of that device and dtype and, if named, for that variant.
+
+    "auto" takes the kernels on CUDA devices wherever they can be used, and torch everywhere else. "triton" on
+    a CPU needs Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
+
+    Raises:
+        ValueError: an unknown name, or "triton" where the kernels cannot be used.
+    """
+    if asked not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown loss backend {asked!r}; there are 'auto', 'triton' and 'torch'")
+    if asked == "torch":
+        return ChosenBackend("torch", "as asked")
+    if asked == "auto" and device.type != "cuda":
+        return ChosenBackend("torch", "no CUDA device")
+    obstacle = _obstacle(device, dtype, variant)
+    if obstacle is None:
+        return ChosenBackend("triton", "as asked" if asked == "triton" else "CUDA device")
+    if asked == "triton":
+        raise ValueError(f"--loss-backend triton: {obstacle}; use auto or torch")
+    return ChosenBackend("torch", obstacle)
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, variant: str | None) -> str | None:
+    """Why the kernels cannot be used, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the kernels run on CUDA devices, not on {device.type}, except under TRITON_INTERPRET=1"
+    if dtype not in _DTYPES:
+        return f"the kernels take bfloat16, float16 and float32 logits, not {dtype}"
+    if variant is not None:
+        from megatron_ibpo.kernels.variants import KERNEL_TERMS
+
+        if variant not in KERNEL_TERMS:
+            return f"loss variant {variant!r} has no terms in kernels/variants.py"
+    return None

@@ -1,0 +1,173 @@
+"""From the log-probs of packed rows to the loss: the part of every variant that knows of sequences.
+
+All of it is [N] and [S] floats, so this plain torch is the definition on every device; the Triton kernels of
+`kernels/segment_loss.py` do the same in three launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ibpo.loss.kl import KL_ESTIMATORS
+from megatron_ibpo.loss.variants import Variant
+
+__all__ = ["Objective", "SegmentStats", "Segments", "divisors", "segment_loss", "sum_over_ranks"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised."""
+
+    variant: Variant
+    params: Mapping[str, float]
+    aggregation: str | float
+    """"sequence-mean", "token-mean", or tokens to divide a sequence's sum of token values by."""
+    kl: str
+    kl_coef: float
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The packed rows of this rank and what is known of them beside their log-probs."""
+
+    cu_seqlens: Tensor
+    """[S + 1] int32, from 0 to N: this rank's rows of each sequence."""
+    mask_N: Tensor
+    """bool: response rows."""
+    old_logprobs_N: Tensor | None
+    """None: the present ones, detached."""
+    advantages: Tensor
+    """[S] or [N]."""
+    token_weights_N: Tensor | None
+    sequence_weights_S: Tensor
+    ref_logprobs_N: Tensor | None
+    cp_group: Any
+    """Ranks that share each sequence; None: this one alone."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def sequence_of_row(self) -> Tensor:
+        """[N] int64."""
+        device, rows = self.mask_N.device, len(self.mask_N)
+        numbers = torch.arange(self.num_sequences, device=device)
+        return torch.repeat_interleave(numbers, self.cu_seqlens.diff().long(), output_size=rows)
+
+
+@dataclass(frozen=True)
+class SegmentStats:
+    mean_log_ratio_S: Tensor
+    clipped: Tensor
+    kl_N: Tensor | None
+
+
+def segment_loss(logprobs_N: Tensor, segments: Segments, objective: Objective) -> tuple[Tensor, SegmentStats]:
+    """Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t): L_i is the sequence's loss by the variant, n_i its response
+    tokens, w_i its weight and D_i the divisor that the aggregation says (n_i for "sequence-mean").
+
+    Args:
+        logprobs_N: fp32 or fp64; the loss is differentiable in it.
+
+    Returns:
+        (scalar loss, the same on every rank of cp_group, SegmentStats).
+    """
+    variant, mask_N, dtype = objective.variant, segments.mask_N, logprobs_N.dtype
+    sequence_N, size = segments.sequence_of_row(), segments.num_sequences
+    advantages = segments.advantages.to(dtype)
+    per_token = len(advantages) != size  # one row per sequence means the same either way
+    advantages_N = advantages if per_token else advantages[sequence_N]
+
+    old_N = logprobs_N.detach() if segments.old_logprobs_N is None else segments.old_logprobs_N.to(dtype)
+    weighted_N = _scale_gradient(logprobs_N, segments.token_weights_N)
+    log_ratio_N = torch.where(mask_N, weighted_N - old_N, 0.0)
+    kl_N = _kl_estimate(logprobs_N, segments, objective)
+
+    def sums(*columns_N: Tensor) -> Tensor:
+        """[K, S] over the response rows of each sequence, on all ranks."""
+        masked = torch.where(mask_N, torch.stack(columns_N), 0.0)
+        zeros = torch.zeros(len(columns_N), size, dtype=dtype, device=mask_N.device)
+        return sum_over_ranks(zeros.index_add(1, sequence_N, masked), segments.cp_group)
+
+    live_N = mask_N & (advantages_N != 0)
+    columns = [mask_N.to(dtype), log_ratio_N] + ([] if kl_N is None else [kl_N])
+    token_clipped = None
+    if variant.token_term is not None and not variant.sequence_ratio:
+        value_N, token_clipped = variant.token_term(
+            torch.where(live_N, log_ratio_N, 0.0), weighted_N, advantages_N, **objective.params
+        )
+        columns.append(torch.where(live_N, value_N, 0.0))
+    count_S, log_ratio_sum_S, *more = sums(*columns)
+    kl_sum_S = None if kl_N is None else more.pop(0)
+    value_sum_S = more.pop() if more else None
+    n_S = count_S.clamp(min=1.0)
+    mean_log_ratio_S = log_ratio_sum_S / n_S
+    if variant.sequence_ratio:
+        assert variant.token_term is not None
+        own_N = mean_log_ratio_S.detach()[sequence_N] + (log_ratio_N - log_ratio_N.detach())
+        value_N, token_clipped = variant.token_term(
+            torch.where(live_N, own_N, 0.0), weighted_N, advantages_N, **objective.params
+        )
+        value_sum_S = sums(torch.where(live_N, value_N, 0.0))[0]
+    mean_S = mean_log_ratio_S if value_sum_S is None else value_sum_S / n_S
+
+    if variant.sequence_term is None:
+        loss_S, sequence_clipped = mean_S, None
+    else:
+        live_S = (advantages != 0) & (count_S > 0)
+        loss_S, sequence_clipped = variant.sequence_term(
+            torch.where(live_S, mean_S, 0.0), n_S, advantages, **objective.params
+        )
+        loss_S, sequence_clipped = torch.where(live_S, loss_S, 0.0), sequence_clipped & live_S
+    weights_S = segments.sequence_weights_S.to(dtype)
+    divisor_S = divisors(objective.aggregation, count_S, weights_S)
+    loss_S = loss_S * (count_S / divisor_S)
+    if kl_sum_S is not None:
+        loss_S = loss_S + objective.kl_coef * kl_sum_S / divisor_S
+    clipped = sequence_clipped if token_clipped is None else token_clipped & live_N
+    assert clipped is not None
+    stats = SegmentStats(mean_log_ratio_S.detach(), clipped, None if kl_N is None else kl_N.detach())
+    return (weights_S * loss_S).sum(), stats
+
+
+def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:
+    """[S] what each sequence's sum over tokens is divided by, never 0.
+
+    "token-mean" is the weighted mean length: with equal weights Σ_i Σ_t / Σ_i n_i.
+    """
+    if aggregation == "sequence-mean":
+        return counts_S.clamp(min=1.0)
+    if aggregation == "token-mean":
+        mean = (weights_S * counts_S).sum() / weights_S.sum()
+        return torch.where(mean > 0, mean, 1.0).expand_as(counts_S)
+    return torch.full_like(counts_S, float(aggregation))
+
+
+def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
+    """Sum over the group; the gradient is that of this rank's own share. One all-reduce."""
+    if group is None or dist.get_world_size(group) == 1:
+        return values
+    total = values.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total + (values - values.detach())  # exactly `total`, so equal on every rank
+
+
+def _scale_gradient(values_N: Tensor, weights_N: Tensor | None) -> Tensor:
+    """The same values; their gradient is scaled by the weights."""
+    if weights_N is None:
+        return values_N
+    fixed = values_N.detach()
+    return fixed + weights_N.to(values_N.dtype) * (values_N - fixed)
+
+
+def _kl_estimate(logprobs_N: Tensor, segments: Segments, objective: Objective) -> Tensor | None:
+    if segments.ref_logprobs_N is None:
+        return None
+    gap = logprobs_N - segments.ref_logprobs_N.to(logprobs_N.dtype)
+    return KL_ESTIMATORS[objective.kl](torch.where(segments.mask_N, gap, 0.0))

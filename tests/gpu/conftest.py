@@ -1,0 +1,22 @@
+"""These tests are collected everywhere and run where there is a CUDA device. They have not run yet: no
+GPU was at hand. `tests/gpu_sanitizer.sh` runs them under compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@pytest.fixture(scope="session")
+def device():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; the same suite runs under Triton's interpreter in tests/test_kernels.py")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1 would run the kernels on the CPU")
+    return "cuda"

@@ -1,0 +1,17 @@
+"""The kernels under Triton's interpreter. `tests/test_kernels.py` runs this file in a process where
+TRITON_INTERPRET=1 was set before Triton was imported."""
+
+from __future__ import annotations
+
+import kernel_cases as cases
+import pytest
+from kernel_suite import *  # noqa: F403
+
+
+@pytest.fixture(scope="session")
+def device():
+    return "cpu"
+
+
+def test_a_target_outside_the_vocabulary_is_named(device):
+    cases.check_targets_outside(device)
