@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from megatron_ibpo.weights.memory import Memory
 from megatron_ibpo.weights.regions import (
     Message,
     Need,
@@ -660,6 +661,18 @@ def memory_in_use(kind: str) -> int:
     """Bytes of this process: VmRSS now, VmHWM at its peak."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(kind))
+
+
+def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before():
+    memory = Memory(step=MIB)
+    first = memory.take(8 * MIB)
+    place = first.data_ptr()
+    view = first[4:12].view(torch.float32)
+    del first
+    assert memory.take(8 * MIB).data_ptr() != place
+    del view
+    assert memory.take(7 * MIB + 5).data_ptr() == place
+    assert memory.take(3 * MIB).data_ptr() != place  # less than half of it
 
 
 class Counted:

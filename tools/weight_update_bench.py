@@ -50,7 +50,7 @@ class Update:
 def update(arguments: Update) -> None:
     from megatron_ibpo.versions import installed_versions
 
-    results = []
+    results, load = [], [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="weight-update-") as scratch:
         for family in arguments.families:
             checkpoint = _make_checkpoint(Path(scratch) / family, family, int(arguments.gigabytes * 1e9))
@@ -59,9 +59,11 @@ def update(arguments: Update) -> None:
                 print({name: value for name, value in result.items() if name != "all_seconds"}, flush=True)
                 results.append(result)
             shutil.rmtree(checkpoint)
+    load.append(os.getloadavg()[0])
     if arguments.save is not None:
         options = {"bucket_mib": arguments.bucket_mib, "rounds": arguments.rounds}
-        _save(arguments.save, {"options": options, "versions": installed_versions(), "results": results})
+        machine = {"versions": installed_versions(), "load_average_before_and_after": load}
+        _save(arguments.save, {"options": options, **machine, "results": results})
 
 
 def _save(path: Path, record: dict[str, Any]) -> None:

@@ -69,27 +69,6 @@ class Piece:
         assert self.cut is not None
         return _ranges(self.shape, self.cut, rank, ranks)
 
-    def shard_shape(self, ranks: int) -> tuple[int, ...]:
-        if self.cut is None:
-            return self.shape
-        shape = list(self.shape)
-        shape[self.cut.dim] //= ranks
-        return tuple(shape)
-
-    def merge(self, shards: list[Tensor]) -> Tensor:
-        """The whole tensor from the shards of all ranks, in rank order."""
-        if len(shards) == 1:
-            return shards[0]
-        assert self.cut is not None
-        whole = torch.empty(self.shape, dtype=shards[0].dtype, device=shards[0].device)
-        for rank, shard in enumerate(shards):
-            taken = 0
-            for start, length in self.ranges(rank, len(shards)):
-                part = shard.narrow(self.cut.dim, taken, length)
-                whole.narrow(self.cut.dim, start, length).copy_(part)
-                taken += length
-        return whole
-
 
 @dataclass(frozen=True)
 class Block:

@@ -161,15 +161,13 @@ def pack(message: Message, held: Mapping[int, Held], room: Tensor | None = None)
     """The message as bytes, uint8 [num_bytes], from what this rank holds of the bucket's tensors.
 
     Args:
-        room: memory to write it to, uint8 [num_bytes or more]; fresh memory where None.
+        room: memory to write it to, uint8 [num_bytes]; fresh memory where None.
     """
     if room is None:
-        device = next(iter(held[message.parts[0].number].values())).device
-        room = receive_buffer(message, device)
-    flat = room[: message.num_bytes]
-    for view, part in zip(unpack(message, flat), local_parts(message, held), strict=True):
+        room = receive_buffer(message, next(iter(held[message.parts[0].number].values())).device)
+    for view, part in zip(unpack(message, room), local_parts(message, held), strict=True):
         view.copy_(part)
-    return flat
+    return room
 
 
 def local_parts(message: Message, held: Mapping[int, Held]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ibpo.weights.memory import Memory
 from megatron_ibpo.weights.regions import (
     Message,
     Need,
@@ -28,7 +29,6 @@ from megatron_ibpo.weights.regions import (
     pack,
     parts_by_tensor,
     plan_buckets,
-    receive_buffer,
 )
 from megatron_ibpo.weights.source import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import part_checksums
@@ -41,6 +41,8 @@ __all__ = ["GlooReceiver", "GlooTransport", "join_group"]
 LOOPBACK = "127.0.0.1"
 BUCKETS_UNDERWAY = 2
 """Messages of so many buckets travel while one more is packed or loaded."""
+BLOCKS_IN_A_BUCKET = 8
+"""Memory is taken in such parts of a bucket."""
 MOMENT_S = 0.1
 """What an engine is given at least when another one has used up the time."""
 MEET_TIMEOUT = timedelta(seconds=60)
@@ -104,17 +106,17 @@ class GlooTransport:
         failures = start(links, "update_weights", lambda _: ({},))
         groups = {engine: group for engine, group in self._groups.items() if engine in engines}
         outbox = _Outbox(groups, self._first_worker, self._timeout)
+        memory = Memory(self._bucket_bytes // BLOCKS_IN_A_BUCKET)
         local = source.local()
         sums: dict[str, int] = {}
         for number, (bucket, deliveries) in enumerate(zip(self._buckets, self._deliveries, strict=True)):
             held = dict(zip(bucket, islice(local, len(bucket)), strict=True))
             outbox.wait(BUCKETS_UNDERWAY)
             for delivery in deliveries:
-                room = outbox.room(delivery.message.num_bytes)
-                flat = pack(delivery.message, held, room)
+                flat = pack(delivery.message, held, memory.take(delivery.message.num_bytes))
                 if check:
                     sums |= part_checksums(delivery.message, flat, self._metas)
-                outbox.send(number, flat, room, delivery.workers)
+                outbox.send(number, flat, delivery.workers)
         outbox.wait(0)
         collect(links, failures, self._timeout)
         for engine in outbox.failures:
@@ -197,31 +199,19 @@ class GlooTransport:
 
 
 class _Outbox:
-    """Messages that are under way, and their memory, which later messages use again: fresh memory costs as
-    much as sending it."""
+    """Messages that are under way."""
 
     def __init__(self, groups: dict[int, Any], first_worker: int, timeout: float) -> None:
         self._groups = groups
         self._first_worker = first_worker
         self._timeout = timeout
-        self._underway: deque[tuple[int, torch.Tensor, list[tuple[int, Any]]]] = deque()
-        """(bucket, memory of the message, works by engine)"""
-        self._free: list[torch.Tensor] = []
+        self._underway: deque[tuple[int, list[tuple[int, Any]]]] = deque()
+        """(bucket, works by engine), of each message; a work keeps what it sends"""
         self.failures: Failures = {}
         self.num_bytes = 0
 
-    def room(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a message, uint8 [num_bytes or up to twice as many]."""
-        for place, buffer in enumerate(self._free):
-            if num_bytes <= buffer.nbytes <= 2 * num_bytes:
-                return self._free.pop(place)
-        self._free.clear()
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def send(
-        self, bucket: int, flat: torch.Tensor, room: torch.Tensor, workers: Sequence[tuple[int, int]]
-    ) -> None:
-        """Start sending `flat`, which lies in `room`, to those of the workers' engines that still listen."""
+    def send(self, bucket: int, flat: torch.Tensor, workers: Sequence[tuple[int, int]]) -> None:
+        """Start sending `flat` to those of the workers' engines that still listen."""
         works = []
         for engine, worker in workers:
             if engine not in self._groups or engine in self.failures:
@@ -231,21 +221,20 @@ class _Outbox:
                 self.num_bytes += flat.nbytes
             except RuntimeError as error:
                 self.failures[engine] = error
-        self._underway.append((bucket, room, works))
+        self._underway.append((bucket, works))
 
     def wait(self, buckets: int) -> None:
         """Until messages of at most `buckets` buckets are under way; engines that do not take theirs in time
         have failed."""
         deadline = time.monotonic() + self._timeout
         while self._underway and len({bucket for bucket, *_ in self._underway}) > buckets:
-            _, room, works = self._underway.popleft()
+            _, works = self._underway.popleft()
             for engine, work in works:
                 if engine not in self.failures:
                     try:
                         work.wait(timedelta(seconds=max(MOMENT_S, deadline - time.monotonic())))
                     except RuntimeError as error:
                         self.failures[engine] = error
-            self._free.append(room)
 
 
 def open_group(store: Any, host: str, rank: int, size: int) -> Any:
@@ -277,6 +266,7 @@ class GlooReceiver:
         """
         self._group = group
         self._metas = plan.metas
+        self._bucket_bytes = plan.bucket_bytes
         self._needs = needs
         self._timeout = timedelta(seconds=timeout)
         self._buckets = [(bucket, messages(bucket, plan.senders, needs)) for bucket in plan.buckets]
@@ -290,7 +280,8 @@ class GlooReceiver:
         Raises:
             RuntimeError: a trainer has gone, or sent nothing in time.
         """
-        coming = (self._post(place) for place in range(len(self._buckets)))
+        memory = Memory(self._bucket_bytes // BLOCKS_IN_A_BUCKET)
+        coming = (self._post(place, memory) for place in range(len(self._buckets)))
         underway = deque(islice(coming, BUCKETS_UNDERWAY))
         for place in range(len(self._buckets)):
             flats = self._arrived(underway.popleft())
@@ -318,11 +309,11 @@ class GlooReceiver:
             if need is not None:
                 yield meta.name, assemble(meta.shape, need, parts.pop(number), blank=receipt is not None)
 
-    def _post(self, place: int) -> dict[int, tuple[torch.Tensor, Any]]:
+    def _post(self, place: int, memory: Memory) -> dict[int, tuple[torch.Tensor, Any]]:
         """Start receiving the messages of a bucket: (buffer, work) by sender."""
         posted = {}
         for sender, message in self._buckets[place][1].items():
-            flat = receive_buffer(message, "cpu")
+            flat = memory.take(message.num_bytes)
             posted[sender] = (flat, self._group.recv([flat], sender, place))
         return posted
 
