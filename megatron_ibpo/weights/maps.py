@@ -69,6 +69,13 @@ class Piece:
         assert self.cut is not None
         return _ranges(self.shape, self.cut, rank, ranks)
 
+    def shard_shape(self, ranks: int) -> tuple[int, ...]:
+        if self.cut is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.cut.dim] //= ranks
+        return tuple(shape)
+
 
 @dataclass(frozen=True)
 class Block:
