@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ibpo import credit as credit_room
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import AlgorithmConfig, Config
 from megatron_ibpo.data import CorrectionTemplate, PromptSource, Tokenizer, load_tokenizer, open_source
 from megatron_ibpo.evaluate import evaluate
 from megatron_ibpo.policy import parallel
@@ -20,6 +20,7 @@ from megatron_ibpo.policy.checkpoint import (
     load_run_state,
     save_checkpoint,
 )
+from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
@@ -44,6 +45,12 @@ __all__ = ["START_ERRORS", "NotFiniteError", "Run", "assemble"]
 
 START_ERRORS = (ValueError, OSError, EngineError, RemoteError)
 """What `assemble` raises for input that cannot work."""
+
+
+GSPO = AlgorithmConfig(
+    advantage_estimator="gspo", ibpo_lambda=0.0, ibpo_corrections=0, ibpo_joint=False
+)
+"""Plain advantages of the responses alone: what the gradient meter compares with."""
 
 
 class NotFiniteError(RuntimeError):
@@ -93,20 +100,24 @@ class Run:
 
     def credit(self, groups: list[Group], step: int) -> credit_room.Credit:
         """Corrections, advantages and weights: what the algorithm makes of the groups."""
-        rollout = self.config.rollout
         with self.stages("credit"):
-            return credit_room.assign_credit(
-                groups,
-                self.config.algorithm,
-                sample=self._generate,
-                score=self._score,
-                correction_prompt=self.template,
-                rollout=rollout,
-                max_context=self.max_context,
-                seed=self.config.run.seed,
-                step=step,
-                reward_threshold=self.config.data.reward_threshold,
-            )
+            return self._assign_credit(groups, step, self.config.algorithm)
+
+    def measure_gradient_if_due(
+        self, groups: list[Group], sequences: Sequence[TrainSequence], step: int
+    ) -> dict[str, float]:
+        """Every --gradient-meter-interval steps, before the update: how noisy the gradient is over prompts,
+        and what GSPO's would be on the same responses."""
+        run = self.config.run
+        if run.gradient_meter_interval is None or step % run.gradient_meter_interval:
+            return {}
+        if run.debug_rollout_only:
+            return {}
+        if self.pool is not None:
+            self.pool.sleep()
+        with self.stages("gradient meter"):
+            plain = self._assign_credit(groups, step, GSPO).sequences
+            return compare_with_gspo(self.trainer, sequences, plain, run.gradient_meter_blocks)
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """The optimizer steps of one rollout.
@@ -216,6 +227,22 @@ class Run:
         limit = self.config.rollout.rollout_max_context_len
         assert limit is not None  # `assemble` resolved it
         return limit
+
+    def _assign_credit(
+        self, groups: list[Group], step: int, algorithm: AlgorithmConfig
+    ) -> credit_room.Credit:
+        return credit_room.assign_credit(
+            groups,
+            algorithm,
+            sample=self._generate,
+            score=self._score,
+            correction_prompt=self.template,
+            rollout=self.config.rollout,
+            max_context=self.max_context,
+            seed=self.config.run.seed,
+            step=step,
+            reward_threshold=self.config.data.reward_threshold,
+        )
 
     def _generate(self, requests: list[SampleRequest]) -> list[Response]:
         if self.pool is None:

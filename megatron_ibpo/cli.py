@@ -284,6 +284,8 @@ _RANGES: dict[str, _Rule] = {
     "eval_interval": _AT_LEAST_1,
     "eval_num_prompts": _NOT_NEGATIVE,
     "n_samples_per_eval_prompt": _AT_LEAST_1,
+    "gradient_meter_interval": _AT_LEAST_1,
+    "gradient_meter_blocks": (lambda value: value >= 2, "at least 2 (a spread needs two of them)"),
     "max_nonfinite_steps": _AT_LEAST_1,
     "dry_run_world_size": _AT_LEAST_1,
     "dry_run_gpus_per_node": _AT_LEAST_1,

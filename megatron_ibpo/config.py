@@ -241,6 +241,12 @@ class RunConfig:
     """Train on the records kept in this directory instead of sampling; no engine is started."""
     debug_rollout_only: bool = False
     """Sample and score, do not train."""
+    gradient_meter_interval: int | None = None
+    """Steps between measurements of the policy gradient's noise over prompts, for the objective in use and
+    for GSPO on the same responses. None: never; each costs about two backward passes of a step."""
+    gradient_meter_blocks: int | None = None
+    """Parts that the prompts of a measurement are cut into. None: each prompt by itself, exact. 2: two
+    halves, for models where a backward pass a prompt would cost too much."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_nonfinite_steps: int = 3

@@ -60,7 +60,8 @@ def train(config: Config) -> int:
         while step < config.run.num_rollout:
             groups = run.sample(step)
             credit = run.credit(groups, step)
-            metrics = run.update(credit.sequences)
+            metrics = run.measure_gradient_if_due(groups, credit.sequences, step)
+            metrics |= run.update(credit.sequences)
             step += 1
             metrics |= run.sync(step)
             run.report(step, groups, credit.metrics | metrics)
