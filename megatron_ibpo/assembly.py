@@ -47,9 +47,7 @@ START_ERRORS = (ValueError, OSError, EngineError, RemoteError)
 """What `assemble` raises for input that cannot work."""
 
 
-GSPO = AlgorithmConfig(
-    advantage_estimator="gspo", ibpo_lambda=0.0, ibpo_corrections=0, ibpo_joint=False
-)
+GSPO = AlgorithmConfig(advantage_estimator="gspo", ibpo_lambda=0.0, ibpo_corrections=0, ibpo_joint=False)
 """Plain advantages of the responses alone: what the gradient meter compares with."""
 
 

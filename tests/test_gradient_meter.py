@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -35,8 +36,8 @@ def measured(world, hf_dir, config, rows, blocks):
 
 
 def by_autograd(hf_dir, rows):
-    """[P, parameters]: each prompt's gradient of GSPO at ratio 1, by transformers and plain autograd, scaled so
-    that their mean is the step's gradient."""
+    """[P, parameters]: each prompt's gradient of GSPO at ratio 1, by transformers and plain autograd, scaled
+    so that their mean is the step's gradient."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
@@ -91,7 +92,7 @@ def test_each_prompt_by_itself_is_the_sample_covariance(case):
     gradients = scale * rng.normal(size=(prompts, 5))
     total = gradients.mean(0)
     cuts = np.round(np.linspace(0, prompts, blocks + 1)).astype(int)
-    parts = [gradients[a:b].sum(0) / prompts for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [gradients[a:b].sum(0) / prompts for a, b in pairwise(cuts)]
     noise = estimate_noise(np.diff(cuts).tolist(), [float(g @ g) for g in parts], float(total @ total))
     means = np.stack([g * prompts / m for g, m in zip(parts, np.diff(cuts), strict=True)])
     between = (np.diff(cuts)[:, None] * (means - total) ** 2).sum() / (blocks - 1)
@@ -145,7 +146,7 @@ def under_layouts(world, cases, rows):
 
 
 def test_every_layout_measures_the_same(checkpoints):
-    """Each parameter counts once: TP shares matrices and repeats norms, EP spreads experts, DP repeats all."""
+    """Each parameter counts once: TP shares matrices and repeats norms, EP spreads experts."""
     rows = sequences()
     dense, hybrid = checkpoints["dense"], checkpoints["next"]
     layouts = {
