@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -22,7 +23,7 @@ class Objective:
     clip_params: dict[str, float]
     divisor: str | float
     """What divides a sequence's sum over tokens: see `aggregation`."""
-    backend: str
+    backend: Literal["triton", "torch"]
 
 
 def gspo_objective(config: Config, device: torch.device) -> Objective:
