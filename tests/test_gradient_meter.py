@@ -18,6 +18,9 @@ from tiny_models import make_qwen3, make_qwen3_next
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo, estimate_noise, measure_gradient
 from megatron_ibpo.records import TrainSequence
 
+EXACT = 1000
+"""Blocks: more than there are prompts."""
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
@@ -69,7 +72,7 @@ def test_it_measures_what_autograd_says_of_each_prompt(checkpoints):
     variance = ((gradients - mean) ** 2).sum() / (len(gradients) - 1)
     signal = mean @ mean - variance / len(gradients)
     halves = gradients.reshape(2, 2, -1).mean(1)  # four prompts
-    exact, two = run_ranks(measured, 1, checkpoints["dense"], config_for(layout()), rows, [None, 2])[0]
+    exact, two = run_ranks(measured, 1, checkpoints["dense"], config_for(layout()), rows, [EXACT, 2])[0]
     assert (exact.prompts, exact.blocks) == (4, 4)
     assert exact.variance == pytest.approx(variance, rel=1e-4)
     assert exact.signal == pytest.approx(signal, rel=1e-3)
@@ -135,14 +138,14 @@ def test_a_gradient_that_is_pure_noise_has_no_signal(checkpoints):
         for prompt in range(prompts)
         for _ in range(2)
     ]
-    (noise,) = run_ranks(measured, 1, checkpoints["dense"], config_for(layout()), rows, [None])[0]
+    (noise,) = run_ranks(measured, 1, checkpoints["dense"], config_for(layout()), rows, [EXACT])[0]
     plain = (noise.signal + noise.variance / prompts) / noise.variance
     assert plain == pytest.approx(1 / prompts, rel=0.5)
     assert abs(noise.snr) < 0.5 / prompts
 
 
 def under_layouts(world, cases, rows):
-    return [measured(world, hf_dir, config_for(chosen), rows, [None, 2]) for hf_dir, chosen in cases]
+    return [measured(world, hf_dir, config_for(chosen), rows, [EXACT, 2]) for hf_dir, chosen in cases]
 
 
 def test_every_layout_measures_the_same(checkpoints):
@@ -176,7 +179,7 @@ def trained(world, hf_dir, rows, plain, interval):
     trainer, export, _ = open_trainer(world, hf_dir, config)
     metrics = []
     for step in range(3):
-        found = compare_with_gspo(trainer, rows, plain) if interval and step % interval == 0 else {}
+        found = compare_with_gspo(trainer, rows, plain, EXACT) if interval and step % interval == 0 else {}
         metrics.append((found, trainer.update(rows)["loss"]))
     weights = {name: tensor.clone() for name, tensor in export}
     close_trainer()
@@ -200,7 +203,7 @@ def test_training_does_not_notice_it(checkpoints, family):
 def compared_with_itself(world, hf_dir, rows, use_tis):
     config = config_for(layout(), use_tis=use_tis, tis_clip=1.5)
     trainer, _, _ = open_trainer(world, hf_dir, config)
-    found = compare_with_gspo(trainer, rows, rows)
+    found = compare_with_gspo(trainer, rows, rows, EXACT)
     close_trainer()
     return found
 
@@ -215,7 +218,7 @@ def test_gspo_is_as_noisy_as_itself_and_its_importance_weights_are_counted(check
 
 
 def test_one_prompt_says_nothing():
-    assert measure_gradient(None, [TrainSequence((1,), (2,), 1.0, 1.0, group=0)], None) is None
+    assert measure_gradient(None, [TrainSequence((1,), (2,), 1.0, 1.0, group=0)], None, EXACT) is None
 
 
 def test_prompts_that_all_pull_alike_have_no_spread():

@@ -50,7 +50,7 @@ def compare_with_gspo(
     trainer: Trainer,
     sequences: Sequence[TrainSequence],
     plain: Sequence[TrainSequence],
-    blocks: int | None = None,
+    blocks: int,
 ) -> dict[str, float]:
     """Metrics of the run's objective on `sequences`, and under the prefix gspo_ of GSPO on `plain`.
 
@@ -70,7 +70,7 @@ def compare_with_gspo(
 
 
 def measure_gradient(
-    trainer: Trainer, sequences: Sequence[TrainSequence], objective: Objective, blocks: int | None = None
+    trainer: Trainer, sequences: Sequence[TrainSequence], objective: Objective, blocks: int
 ) -> GradientNoise | None:
     """Measure at the trainer's present weights, which stay as they are; only gradient buffers are used.
 
@@ -81,14 +81,14 @@ def measure_gradient(
     Args:
         sequences: a whole step's; weights as they are trained with. Ratios are 1: old log-probs are the
             forward pass's own. A prompt whose advantages are all 0 counts, with a gradient of 0.
-        blocks: parts that the prompts are cut into. None: each prompt is one, exact. 2: two halves, the
-            cheapest unbiased estimate, for models where a backward pass a prompt would cost too much.
+        blocks: at most so many parts are made of the prompts. As many as prompts: each is one, exact. 2: two
+            halves, the cheapest unbiased estimate, for models where a backward pass costs much.
 
     Returns:
         None for fewer than two prompts, of which nothing can be said.
     """
     prompts = sorted({s.group for s in sequences})
-    count = min(blocks or len(prompts), len(prompts))
+    count = min(blocks, len(prompts))
     if count < 2:
         return None
     cuts = [round(i * len(prompts) / count) for i in range(count + 1)]
