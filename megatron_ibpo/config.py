@@ -244,10 +244,10 @@ class RunConfig:
     gradient_meter_interval: int | None = None
     """Steps between measurements of the policy gradient's noise over prompts, for the objective in use and
     for GSPO on the same responses; never when None."""
-    gradient_meter_blocks: int = 8
+    gradient_meter_blocks: int = 4
     """Parts that the prompts of a measurement are cut into, a backward pass each. From --rollout-batch-size
     on each prompt is one, which is exact; 2 are two halves, the cheapest. All are unbiased; more are less
-    scattered. 8 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
+    scattered. 4 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_nonfinite_steps: int = 3
