@@ -278,6 +278,7 @@ _RANGES: dict[str, _Rule] = {
     "rollout_timeout": _POSITIVE,
     "update_weight_buffer_size": _AT_LEAST_1,
     "num_rollout": _AT_LEAST_1,
+    "budget": _POSITIVE,
     "seed": _NOT_NEGATIVE,
     "data_seed": _NOT_NEGATIVE,
     "save_interval": _AT_LEAST_1,
@@ -335,6 +336,12 @@ def _contradictions(config: Config) -> list[str]:
         problems.append(
             f"--rollout-max-context-len: {context} leaves no room for a prompt beside "
             f"--rollout-max-response-len {rollout.rollout_max_response_len}"
+        )
+    schedule = config.optimizer
+    if run.budget is not None and (schedule.lr_decay_style != "constant" or schedule.lr_warmup_fraction > 0):
+        problems.append(
+            "--budget: how many steps it allows is not known beforehand, so the learning rate can follow no "
+            "schedule; use --lr-decay-style constant --lr-warmup-fraction 0"
         )
     if run.debug_rollout_only and run.load_debug_rollout_data is not None:
         problems.append("--debug-rollout-only: cannot be combined with --load-debug-rollout-data")

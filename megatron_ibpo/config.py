@@ -221,6 +221,12 @@ class RunConfig:
     checkpoints, hf."""
     num_rollout: int = 60
     """Steps: one rollout and its updates each."""
+    budget: float | None = None
+    """Stop after the step with which so much is spent, in --budget-unit; --num-rollout steps at most. What
+    only observes (evaluation, saving, reports, the gradient meter) is free. None: no such limit."""
+    budget_unit: Literal["accelerator-seconds", "tokens", "flops"] = "accelerator-seconds"
+    """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
+    floating-point operations."""
     seed: int = 0
     """Of sampling, pairing and initialisation."""
     save: bool = True

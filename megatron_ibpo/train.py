@@ -57,7 +57,7 @@ def train(config: Config) -> int:
             return _refuse(error)
         step = run.first_step
         run.evaluate_if_due(step)
-        while step < config.run.num_rollout:
+        while not run.done(step):
             groups = run.sample(step)
             credit = run.credit(groups, step)
             metrics = run.measure_gradient_if_due(groups, credit.sequences, step)

@@ -193,6 +193,8 @@ def breaking(section: str, **fields):
         breaking("rollout", rollout_top_k=0),
         breaking("rollout", rollout_temperature=0.0),
         breaking("run", load=Path("nowhere")),
+        breaking("run", budget=100.0),  # with the default schedule
+        breaking("run", gradient_meter_blocks=1),
         breaking("run", debug_rollout_only=True, load_debug_rollout_data=Path(".")),
         breaking("data", prompt_data=None),
         breaking("model", hf_checkpoint=Path("nowhere")),

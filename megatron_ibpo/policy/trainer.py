@@ -30,7 +30,17 @@ from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches, 
 from megatron_ibpo.records import TrainSequence
 from megatron_ibpo.world import World
 
-__all__ = ["Trainer"]
+__all__ = ["Passes", "Trainer"]
+
+
+@dataclass
+class Passes:
+    """Sequences that went through the model, by their lengths in tokens."""
+
+    forward: list[int] = field(default_factory=list)
+    """In a forward pass alone, for log-probs."""
+    updates: list[int] = field(default_factory=list)
+    """In a forward and backward pass of an optimizer step."""
 
 
 class Trainer:
@@ -62,6 +72,7 @@ class Trainer:
         model_config.finalize_model_grads_func = finalize_model_grads
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.no_sync_func = self.chunks[0].no_sync
+        self._passes = Passes()
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One rollout's optimizer steps over the same sequences, given on every rank.
@@ -103,6 +114,7 @@ class Trainer:
         """Log-prob of every response token under the present weights, on every rank, in order."""
         if not sequences:
             return []
+        self._passes.forward += [s.num_tokens for s in sequences]
         batches = self._micro_batches(sequences, own_old_logprobs=True)
         for chunk in self.chunks:
             chunk.eval()
@@ -116,6 +128,11 @@ class Trainer:
             for piece in part:
                 found.update(piece)
         return [found[i] for i in range(len(sequences))]
+
+    def take_passes(self) -> Passes:
+        """What was computed since the last take."""
+        taken, self._passes = self._passes, Passes()
+        return taken
 
     def _fill_old_logprobs(self, sequences: list[TrainSequence]) -> None:
         for sequence, logprobs in zip(sequences, self.logprobs(sequences), strict=True):
@@ -150,6 +167,7 @@ class Trainer:
         if not sequences:
             totals.add("updates_empty", 1)
             return totals
+        self._passes.updates += [s.num_tokens for s in sequences]
         pieces = self.accumulate_gradients(
             sequences, self.objective(divisor), own_old_logprobs=own_old_logprobs
         )
