@@ -46,7 +46,7 @@ def load_outcomes(path: Path) -> dict[int, float]:
         return {int(index): _share(kept["sampled"]) for index, kept in problems.items()}
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: holds no outcomes of an evaluation: {error!r}") from error
 
 
