@@ -141,9 +141,16 @@ class Run:
             return {}
         if self.pool is not None:
             self.pool.sleep()
+        recording = self.config.run.save_debug_rollout_data
+        if recording:
+            for sequence, logprobs in zip(sequences, self._observed_logprobs(sequences), strict=True):
+                sequence.old_logprobs = logprobs
         with self.stages("train"):
             metrics = self.trainer.update(sequences)
         self._count_passes()
+        if recording:
+            for sequence, logprobs in zip(sequences, self._observed_logprobs(sequences), strict=True):
+                sequence.new_logprobs = logprobs
         self.steps_skipped_in_a_row = self.steps_skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
         if self.steps_skipped_in_a_row >= self.config.run.max_nonfinite_steps:
             raise NotFiniteError(
@@ -177,7 +184,13 @@ class Run:
         self.world.on_driver(lambda: shutil.rmtree(directory))
         self.weights_checked = True
 
-    def report(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+    def report(
+        self,
+        step: int,
+        groups: list[Group],
+        sequences: Sequence[TrainSequence],
+        metrics: dict[str, float],
+    ) -> None:
         """Record step `step` (counted from 1), and what was spent with it."""
         seconds = self.stages.take()
         self.cost.time(self.world.on_driver(lambda: seconds))
@@ -186,7 +199,7 @@ class Run:
                 return
             if self.config.run.save_debug_rollout_data:
                 path = rollout_path(self.config.run.run_dir / "rollouts", step)
-                save_groups(path, step, groups, self.tokenizer.decode)
+                save_groups(path, step, groups, self.tokenizer.decode, sequences)
             restarts = self.pool.restarts if self.pool else 0
             metrics = {**metrics, **self.cost.spent.metrics(), "engine_restarts": restarts}
             self.reporter.step(step, metrics, seconds)
@@ -281,6 +294,13 @@ class Run:
             responses = self._ask_engines(requests)
         self.cost.sampling(requests, responses)
         return responses
+
+    def _observed_logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+        """For the record: free, and no part of training."""
+        with self.stages("record"):
+            logprobs = self.trainer.logprobs(sequences)
+        self.trainer.take_passes()
+        return logprobs
 
     def _count_passes(self) -> None:
         passes = self.trainer.take_passes()

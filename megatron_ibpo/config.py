@@ -242,7 +242,8 @@ class RunConfig:
     n_samples_per_eval_prompt: int = 1
     """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it."""
     save_debug_rollout_data: bool = False
-    """Keep every step's records as readable JSON in run_dir/rollouts."""
+    """Keep every step's records as readable JSON in run_dir/rollouts, with token weights and the trainer's
+    log-probs before and after the update: two more forward passes a step. tools/run_page.py shows them."""
     load_debug_rollout_data: Path | None = None
     """Train on the records kept in this directory instead of sampling; no engine is started."""
     debug_rollout_only: bool = False

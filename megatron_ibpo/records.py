@@ -136,6 +136,8 @@ class TrainSequence:
     """Scale the gradient of each response token; None means all ones."""
     old_logprobs: tuple[float, ...] | None = None
     """Filled by the trainer before the update; None means that the update's own forward gives them."""
+    new_logprobs: tuple[float, ...] | None = None
+    """After the update; with --save-debug-rollout-data only, for the record."""
 
     @property
     def num_tokens(self) -> int:

@@ -64,7 +64,7 @@ def train(config: Config) -> int:
             metrics |= run.update(credit.sequences)
             step += 1
             metrics |= run.sync(step)
-            run.report(step, groups, credit.metrics | metrics)
+            run.report(step, groups, credit.sequences, credit.metrics | metrics)
             stopping = run.agree_to_stop(stop.requested)
             run.save_if_due(step, stopping=stopping)
             if stopping:
