@@ -1,4 +1,4 @@
-"""Make the page of a run: one HTML file with its curves, groups and every wrong response beside its correction.
+"""Make the page of a run: one HTML file with curves, groups, and every wrong response beside its correction.
 
     python tools/run_page.py runs/a            # writes runs/a/page.html; open it in a browser
 

@@ -37,7 +37,7 @@ function drawn(tag, attributes) {
 }
 
 function shown(value, digits = 3) {
-  return value === null || value === undefined ? "–" : Number(value).toPrecision(digits).replace(/\.?0+$/, "");
+  return value === null || value === undefined ? "–" : String(Number(Number(value).toPrecision(digits)));
 }
 
 // ------------------------------------------------------------------------------------------------ curves
@@ -218,13 +218,19 @@ function showDetail(item) {
 
 function showGroups(items) {
   const table = document.getElementById("groups");
-  const names = ["prompt", "correct", "corrections", "successful", "rewritten", "no-op", "skipped"];
-  table.tHead.replaceChildren(element("tr", {}, ...names.map((name) => element("th", {}, name))));
+  const names = {
+    "prompt": "its end", "right": "correct responses", "corr.": "corrections made", "succ.": "corrections that are correct",
+    "rewr.": "corrections that are rewrites", "no-op": "corrections equal to the response",
+    "skip": "pairs too long for the context",
+  };
+  const heads = Object.entries(names).map(([name, title]) => element("th", { title }, name));
+  table.tHead.replaceChildren(element("tr", {}, ...heads));
   const current = items[state.item];
   const rows = (data.steps[state.step]?.groups ?? []).map((group, number) => {
     const count = (test) => group.corrections.filter(test).length;
     const cells = [
-      group.prompt, `${group.responses.filter((r) => r.correct).length}/${group.responses.length}`,
+      group.prompt.length > 30 ? "…" + group.prompt.slice(-29) : group.prompt,
+      `${group.responses.filter((r) => r.correct).length}/${group.responses.length}`,
       group.corrections.length, count((c) => c.response.correct), count((c) => c.rewritten), count((c) => c.noop),
       group.skipped_pairs,
     ];

@@ -55,7 +55,7 @@ def build_run_page(
     if tokenizer is None and paths:
         tokenizer = load_tokenizer(config["hf-checkpoint"])
     vocabulary = _Vocabulary(tokenizer)
-    data = {
+    data: dict[str, Any] = {
         "title": f"{config['advantage-estimator']}, {Path(config['hf-checkpoint']).name}: {run_dir.name}",
         "facts": _facts(run_dir),
         "rows": [
