@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_a_step_of_the_tiny_task_ends_with_its_result():
     text = "5+9=14+8=-22#22"
     bounds = step_boundaries(list(text))
-    assert [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)] == ["5+9=14", "+8=-22", "#22"]
+    assert [text[a:b] for a, b in pairwise(bounds)] == ["5+9=14", "+8=-22", "#22"]
 
 
 def test_steps_of_prose_are_sentences_and_lines():
     tokens = ["First", " we", " add", ".", " Then", " x", " =", " 3.5", ",", " so", "\n", "the", " end"]
     bounds = step_boundaries(tokens)
-    steps = ["".join(tokens[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    steps = ["".join(tokens[a:b]) for a, b in pairwise(bounds)]
     assert steps == ["First we add.", " Then x = 3.5", ", so\n", "the end"]
 
 
@@ -141,7 +142,7 @@ def test_what_differs_between_prompts_alone_is_no_merit_within_them():
     easy = [wrong([0.9, 0.9, 0.0], [1, 0, 0, 0], prompt=p, phi=0.5) for p in (0, 0, 1, 1)]
     hard = [wrong([0.3, 0.3, 0.0], [1, 0, 0, 0], prompt=p, phi=0.0) for p in (2, 2, 3, 3)]
     found = audit([*easy, *hard])["phi"]
-    assert found["rank_correlation"]["estimate"] == 1.0
+    assert found["rank_correlation"]["estimate"] == pytest.approx(1.0)
     assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
 
 
@@ -195,7 +196,7 @@ def test_the_picture_is_drawn(tmp_path):
 
 
 def test_a_run_is_audited_through_its_own_engine(tmp_path):
-    """The policy that a run started from, on a few prompts; the run itself needs no more than its config.yaml."""
+    """The policy that a run started from, on a few prompts; of the run it needs its config.yaml alone."""
     recipe = yaml.safe_load((ROOT / "examples/recipes/tiny_qwen3_study.yaml").read_text())
     recipe["hf-checkpoint"] = str(ROOT / "examples/tiny_qwen3")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))

@@ -1,8 +1,9 @@
 """Does credit fall where the value falls? The statistics of the audit, on plain numbers.
 
 The value of a prefix is the chance that the policy, writing on from there, ends correct. In a wrong response
-it falls from the prompt's to 0, and the step with the largest drop is where the response went wrong, as far as
-rollouts can tell. A token mask is compared with that step by step within each response, φ between responses.
+it falls from the prompt's to 0, and the step with the largest drop is where the response went wrong, as far
+as rollouts can tell. A token mask is compared with that step by step within each response, φ between
+responses.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Credit = Callable[["AuditedResponse"], list[Array]]
 """Token weights for a response; several where they are drawn."""
 
 RESAMPLES = 2000
-RANDOM_MASKS = 100
+RANDOM_MASKS = 20
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,16 @@ class AuditedResponse:
     @property
     def drops(self) -> Array:
         """[n] by how much the value falls over each step."""
-        return -np.diff(self.values)
+        return _drops(self.values)
 
     @property
     def nearness(self) -> float:
         """Mean value of the boundaries inside: how long the response could still have ended well."""
         return float(np.mean(self.values[1:-1])) if len(self.values) > 2 else 0.0
+
+
+def _drops(values: Sequence[float]) -> Array:
+    return np.round(-np.diff(values), 9)  # equal ones stay equal
 
 
 def step_shares(weights: Sequence[float] | Array, boundaries: Sequence[int]) -> Array:
@@ -67,8 +72,7 @@ def step_shares(weights: Sequence[float] | Array, boundaries: Sequence[int]) -> 
 
 def step_auc(scores: Array, step: int) -> float:
     """Chance that `step` has a higher score than another step of the response, ties counting half."""
-    others = np.delete(scores, step)
-    return float(stats.mannwhitneyu(scores[step : step + 1], others).statistic / len(others))
+    return float((stats.rankdata(scores)[step] - 1) / (len(scores) - 1))
 
 
 def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> dict[str, Any]:
@@ -158,9 +162,9 @@ def _first_is_error(scores: Array, drops: Array) -> float:
 
 
 def _ceiling_auc(response: AuditedResponse) -> float:
-    """What the drops that half of the rollouts see say of the error that the other half sees: no credit can be
-    expected to agree better with values known from so few rollouts."""
-    return step_auc(-np.diff(response.first_half), int((-np.diff(response.second_half)).argmax()))
+    """What the drops that half of the rollouts see say of the error that the other half sees: no credit can
+    be expected to agree better with values known from so few rollouts."""
+    return step_auc(_drops(response.first_half), int(_drops(response.second_half).argmax()))
 
 
 def _position(response: AuditedResponse) -> float:
@@ -199,14 +203,15 @@ def _phi_auc(responses: Sequence[AuditedResponse]) -> float:
 
 
 def _centred(values: Sequence[float]) -> Array:
-    return np.asarray(values) - np.mean(values)
+    return np.round(np.asarray(values) - np.mean(values), 9)
 
 
 def _rank(x: Array, y: Array) -> float:
     """Spearman's rank correlation; 0 where one side is constant and so says nothing."""
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return 0.0
-    return float(stats.spearmanr(x, y).statistic)
+    # as scipy's spearmanr, without its test, which would take most of a bootstrap's time
+    return float(np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1])
 
 
 # --------------------------------------------------------------------------------------------- intervals
