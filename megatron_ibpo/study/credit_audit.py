@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +28,7 @@ Measure = Callable[[Array, Array], float]
 Credit = Callable[["AuditedResponse"], list[Array]]
 """Token weights for a response; several where they are drawn."""
 
-RESAMPLES = 2000
+RESAMPLES = 1000
 RANDOM_MASKS = 20
 
 
@@ -50,19 +50,19 @@ class AuditedResponse:
     """[tokens] 1 where corrections that earn credit change the response; None where none does."""
     phi: float
 
-    @property
+    @cached_property
     def drops(self) -> Array:
         """[n] by how much the value falls over each step."""
         return _drops(self.values)
 
-    @property
+    @cached_property
     def nearness(self) -> float:
         """Mean value of the boundaries inside: how long the response could still have ended well."""
         return float(np.mean(self.values[1:-1])) if len(self.values) > 2 else 0.0
 
 
 def _drops(values: Sequence[float]) -> Array:
-    return np.round(-np.diff(values), 9)  # equal ones stay equal
+    return np.round(-np.diff(np.asarray(values, dtype=np.float64)), 9)  # equal ones stay equal
 
 
 def step_shares(weights: Sequence[float] | Array, boundaries: Sequence[int]) -> Array:
