@@ -62,7 +62,8 @@ class AuditedResponse:
 
 
 def _drops(values: Sequence[float]) -> Array:
-    return np.round(-np.diff(np.asarray(values, dtype=np.float64)), 9)  # equal ones stay equal
+    falls: Array = -np.diff(np.asarray(values, dtype=np.float64))
+    return falls.round(9)  # equal ones stay equal
 
 
 def step_shares(weights: Sequence[float] | Array, boundaries: Sequence[int]) -> Array:
