@@ -11,13 +11,15 @@
 //
 // D is not kept. The band's forward pass keeps the state at the corners of tiles. From the end to the start each
 // stripe's tiles that optimal paths touch are run again, every cell they visit (a few a token) gets the most matches
-// that can follow it, and at last the path is walked from the start. Memory: the corners, the tiles of one stripe, and
-// four bytes a visited cell up to kMostSteps; what is beyond is forgotten and computed once more in the walk.
+// that can follow it, and at last the path is walked from the start. Memory: the corners, the tiles of one stripe, what
+// a few stripes read, and four bytes a visited cell up to kMostSteps; what is beyond is forgotten and computed once
+// more in the walk. A pair of one stripe is run but once.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -30,34 +32,65 @@ namespace ibpo {
 
 class Alignment {
 public:
-    // Sets a flag for every row and column: it is matched. False: the distance is above `limit`, and none is set.
-    bool trace(const Kernels& kernels, const Grid& grid, const Seeds* seeds, Position limit, bool rows_are_a,
-               std::uint8_t* matched_rows, std::uint8_t* matched_columns) {
+    // The next stripe of a band started with BandUse::traced, kept for the way back; of two bands, at once where that
+    // pays.
+    void advance(Band& band) {
+        TracedStripe& stripe = add_stripe(band);
+        StripeArgs args = band.args();
+        if (stripe.is_recorded) {
+            args.planes = tiles_.room(stripe, args.num_columns);
+            stripe.kernel->record(args);
+            return band.complete();
+        }
+        for (Position left = args.num_columns; left > 0; left -= std::min(left, stripe.tile)) {
+            keep_corner(stripe, args);
+            ibpo::advance(*stripe.kernel, args, std::min(left, stripe.tile));
+        }
+        complete(band, stripe);
+    }
+    static void advance(Alignment& alignment, Band& band, Alignment& other, Band& other_band) {
+        if (!can_advance_together(band, other_band) || is_recorded(band) || is_recorded(other_band)) {
+            alignment.advance(band);
+            return other.advance(other_band);
+        }
+        TracedStripe &stripe = alignment.add_stripe(band), &other_stripe = other.add_stripe(other_band);
+        StripeArgs args = band.args(), other_args = other_band.args();
+        for (Position left = args.num_columns, other_left = other_args.num_columns; left > 0 || other_left > 0;) {
+            if (left > 0) keep_corner(stripe, args);
+            if (other_left > 0) keep_corner(other_stripe, other_args);
+            const Position count = std::min(left, stripe.tile), other_count = std::min(other_left, stripe.tile);
+            ibpo::advance(*stripe.kernel, args, count, other_args, other_count);
+            left -= count;
+            other_left -= other_count;
+        }
+        complete(band, stripe);
+        complete(other_band, other_stripe);
+    }
+
+    // The way back, after the last stripe: sets a flag for every row and column, it is matched.
+    void trace(const Kernels& kernels, const Grid& grid, bool rows_are_a, std::uint8_t* matched_rows,
+               std::uint8_t* matched_columns) {
         kernels_ = &kernels;
         grid_ = grid;
         row_step_ = rows_are_a ? 2 : 1;
         column_step_ = rows_are_a ? 1 : 2;
-        if (!forward(seeds, limit)) return false;
         num_steps_ = 0;
         frontier_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
         above_.reserve(static_cast<std::size_t>(grid.num_columns) + 2);
         frontier_[0] = vertex(static_cast<std::uint64_t>(grid.num_columns), 0, kDiagonal);
         num_frontier_ = 1;
-        for (std::size_t s = stripes_.size(); s-- > 0;) {
+        for (std::size_t s = num_stripes_; s-- > 0;) {
             stripes_[s].below.assign(frontier_.data(), frontier_.data() + num_frontier_);
             sweep(stripes_[s]);
             num_steps_ += stripes_[s].steps.size();
             if (num_steps_ > kMostSteps) forget(stripes_[s]);
         }
         walk(matched_rows, matched_columns);
-        return true;
     }
 
-    Position distance() const { return distance_; }
-
 private:
-    static constexpr Position kTile = 512;                         // columns
-    static constexpr std::uint64_t kTop = std::uint64_t{1} << 63;
+    // Columns of a tile, in words of its stripe: the more, the less its slanted ends cost, but the more is run in vain.
+    static constexpr Position kTileWords = 32, kMostTile = 512;
     static constexpr std::size_t kMostSteps = std::size_t{1} << 23;  // kept at once, four bytes each
 
     // A corner of cells: so many columns, and as many rows as the list it is in says, lie before it. In one word, so that
@@ -85,6 +118,11 @@ private:
     struct TracedStripe {
         StripeRange range;
         const StripeKernel* kernel;
+        Position tile;                       // columns
+        bool is_recorded;                    // the forward pass has kept all bits
+        bool has_table;                      // and of these two, if not, what it read
+        Buffer<std::uint64_t> matches;
+        Buffer<std::uint16_t> columns;
         std::vector<std::uint64_t> above;    // bits of the row above: rises, then falls
         std::vector<std::uint64_t> corners;  // vertical state left of each tile: rises, then falls
         std::vector<Vertex> below;           // vertices of the row below that paths come through
@@ -94,52 +132,45 @@ private:
 
     // ---- forward: the band, keeping the corners of tiles ----
 
-    bool forward(const Seeds* seeds, Position limit) {
-        stripes_.clear();
-        band_.start(*kernels_, grid_, seeds, limit, BandUse::traced);
-        while (band_.prepare()) {
-            stripes_.emplace_back();
-            TracedStripe& stripe = stripes_.back();
-            stripe.range = band_.range();
-            stripe.kernel = &band_.kernel();
-            keep_above(stripe);
-            advance_by_tiles(stripe);
-            band_.complete();
-        }
-        distance_ = band_.distance();
-        return distance_ <= limit;
-    }
-
-    void keep_above(TracedStripe& stripe) {
-        const Position count = stripe.range.last_column - stripe.range.first_column;
+    TracedStripe& add_stripe(const Band& band) {
+        const StripeRange range = band.range();
+        if (range.first_row == 0) num_stripes_ = 0;  // the band has begun anew
+        if (num_stripes_ == stripes_.size()) stripes_.emplace_back();
+        TracedStripe& stripe = stripes_[num_stripes_++];
+        stripe.corners.clear();
+        stripe.range = range;
+        stripe.kernel = &band.kernel();
+        stripe.is_recorded = is_recorded(band);
+        stripe.has_table = !stripe.is_recorded && num_stripes_ <= kTablesKept;
+        if (stripe.is_recorded) return stripe;
+        stripe.tile = std::min(kMostTile, kTileWords * stripe.kernel->words);
+        // the last word takes in some of the frontier's padding, which no one reads
+        const Position count = range.last_column - range.first_column;
         const auto words = static_cast<std::size_t>((count + 63) / 64);
         stripe.above.resize(2 * words);
-        for (std::size_t word = 0; word < words; ++word) {
-            const std::size_t from = 64 * word;
-            const std::uint64_t *rises = band_.args().rises + from, *falls = band_.args().falls + from;
-            std::uint64_t rises_bits = 0, falls_bits = 0;
-            for (int j = 0; j < 64; ++j) {  // the last word takes in some of the frontier's padding, which no one reads
-                rises_bits = rises_bits >> 1 | (rises[j] & kTop);
-                falls_bits = falls_bits >> 1 | (falls[j] & kTop);
-            }
-            stripe.above[word] = rises_bits;
-            stripe.above[words + word] = falls_bits;
-        }
+        band.kernels().top_bits(band.args().rises, count, stripe.above.data());
+        band.kernels().top_bits(band.args().falls, count, stripe.above.data() + words);
+        return stripe;
     }
 
-    void advance_by_tiles(TracedStripe& stripe) {
+    // Whether a band is but one stripe, and not a long one: then its bits are kept at once, and no tile is run again.
+    static bool is_recorded(const Band& band) {
+        const StripeRange range = band.range();
+        return range.first_row == 0 && range.last_row == band.grid().num_rows &&
+               (range.last_column - range.first_column) * band.kernel().words <= kMostRecorded;
+    }
+    static constexpr Position kMostRecorded = 1 << 13;  // words of a plane
+    static constexpr std::size_t kTablesKept = 8;       // so few that they stay in the caches
+
+    static void complete(Band& band, TracedStripe& stripe) {
+        if (stripe.has_table) band.hand_over(stripe.matches, stripe.columns);
+        band.complete();
+    }
+
+    static void keep_corner(TracedStripe& stripe, const StripeArgs& args) {
         const int words = stripe.kernel->words;
-        StripeArgs args = band_.args();
-        const Position count = args.num_columns;
-        for (Position from = 0; from < count; from += kTile) {
-            stripe.corners.insert(stripe.corners.end(), args.vertical_rises, args.vertical_rises + words);
-            stripe.corners.insert(stripe.corners.end(), args.vertical_falls, args.vertical_falls + words);
-            args.num_columns = std::min(kTile, count - from);
-            stripe.kernel->advance(args);
-            args.columns += args.num_columns;
-            args.rises += args.num_columns;
-            args.falls += args.num_columns;
-        }
+        stripe.corners.insert(stripe.corners.end(), args.vertical_rises, args.vertical_rises + words);
+        stripe.corners.insert(stripe.corners.end(), args.vertical_falls, args.vertical_falls + words);
     }
 
     // ---- backward: tiles once more, with all their bits ----
@@ -148,26 +179,44 @@ private:
     class Tiles {
     public:
         void start(const Kernels& kernels, const Grid& grid, const TracedStripe& stripe, StripeTable& table) {
-            kernels_ = &kernels;
             stripe_ = &stripe;
             const StripeRange& range = stripe.range;
-            table.build(kernels, stripe.kernel->words, grid, range.first_row, range.last_row);
-            columns_ = table.columns(grid, range.first_column, range.last_column);
-            matches_ = table.matches();
-            const Position count = range.last_column - range.first_column;
-            planes_of_.assign(static_cast<std::size_t>((count + kTile - 1) / kTile), nullptr);
-            num_used_ = 0;
-            tile_column_ = range.last_column;  // none is at hand yet
             plane_stride_ = static_cast<std::size_t>(stripe.kernel->words);
+            for (int word = 0; word < stripe.kernel->words; ++word)
+                offsets_[word] = static_cast<std::size_t>(word) * kPlanes * plane_stride_ +
+                                 static_cast<std::size_t>(kernels.position(word));
+            if (stripe.is_recorded) return;
+            if (stripe.has_table) {
+                matches_ = stripe.matches.data();
+                columns_ = stripe.columns.data() + kColumnPad;
+            } else {
+                table.build(kernels, stripe.kernel->words, grid, range.first_row, range.last_row);
+                matches_ = table.matches();
+                columns_ = table.columns(grid, range.first_column, range.last_column, columns_made_);
+                table.clear(grid, range.first_row, range.last_row);
+            }
+            const Position count = range.last_column - range.first_column;
+            planes_of_.assign(static_cast<std::size_t>((count + stripe.tile - 1) / stripe.tile), nullptr);
+            num_used_ = 0;
+            tile_columns_ = static_cast<std::size_t>(stripe.tile);
+            tile_column_ = range.last_column;  // none is at hand yet
+        }
+        // For the planes of a whole stripe, which the forward pass writes itself.
+        std::uint64_t* room(const TracedStripe& stripe, Position num_columns) {
+            num_used_ = 0;
+            tile_columns_ = static_cast<std::size_t>(num_columns);
+            tile_column_ = stripe.range.first_column;
+            std::uint64_t* planes = next_planes(static_cast<std::size_t>(stripe.kernel->words));
+            tile_planes_ = planes;
+            return planes;
         }
         void set_row(Position row) {
-            const int word = static_cast<int>((row - stripe_->range.first_row) / 64);
+            offset_ = offsets_[(row - stripe_->range.first_row) / 64];
             bit_ = static_cast<int>((row - stripe_->range.first_row) % 64);
-            offset_ = static_cast<std::size_t>(word) * kPlanes * plane_stride_ + static_cast<std::size_t>(kernels_->position(word));
         }
         // The words of the planes, one after another at a distance of plane_stride(), for the row set and this column.
         const std::uint64_t* at(Position column) {
-            if (static_cast<std::size_t>(column - tile_column_) >= kTile) fetch(column);
+            if (static_cast<std::size_t>(column - tile_column_) >= tile_columns_) fetch(column);
             return tile_planes_ + static_cast<std::size_t>(column - tile_column_) * kPlanes * plane_stride_ + offset_;
         }
         std::size_t plane_stride() const { return plane_stride_; }
@@ -175,47 +224,54 @@ private:
 
     private:
         void fetch(Position column) {
-            const auto tile = static_cast<std::size_t>((column - stripe_->range.first_column) / kTile);
+            const auto tile = static_cast<std::size_t>(column - stripe_->range.first_column) / tile_columns_;
             if (planes_of_[tile] == nullptr) run(tile);
             tile_planes_ = planes_of_[tile];
-            tile_column_ = stripe_->range.first_column + static_cast<Position>(tile) * kTile;
+            tile_column_ = first_column(tile);
         }
 
         void run(std::size_t tile) {
             const auto words = static_cast<std::size_t>(stripe_->kernel->words);
-            const Position from = static_cast<Position>(tile) * kTile;
-            const Position count =
-                std::min(kTile, stripe_->range.last_column - stripe_->range.first_column - from);
-            if (num_used_ == planes_.size()) planes_.push_back(std::make_unique<Buffer<std::uint64_t>>());
-            std::uint64_t* planes = planes_[num_used_++]->reserve(static_cast<std::size_t>(kTile + kMaxWords + 2) * kPlanes * words);
-            std::uint64_t* rises = rises_.reserve(static_cast<std::size_t>(kTile + kColumnPad));
-            std::uint64_t* falls = falls_.reserve(static_cast<std::size_t>(kTile + kColumnPad));
-            const std::size_t above_words = stripe_->above.size() / 2;
+            const Position left = stripe_->range.last_column - first_column(tile), count = std::min(stripe_->tile, left);
+            const std::size_t from = tile * tile_columns_, above_words = stripe_->above.size() / 2;
+            std::uint64_t* rises = rises_.reserve(static_cast<std::size_t>(count + kColumnPad));
+            std::uint64_t* falls = falls_.reserve(static_cast<std::size_t>(count + kColumnPad));
             for (Position j = 0; j < count; ++j) {
-                const auto at = static_cast<std::size_t>((from + j) / 64);
-                rises[j] = stripe_->above[at] << (63 - (from + j) % 64);
-                falls[j] = stripe_->above[above_words + at] << (63 - (from + j) % 64);
+                const std::size_t column = from + static_cast<std::size_t>(j), at = column / 64;
+                rises[j] = stripe_->above[at] << (63 - column % 64);
+                falls[j] = stripe_->above[above_words + at] << (63 - column % 64);
             }
             std::fill(rises + count, rises + count + kColumnPad, 0);
             std::fill(falls + count, falls + count + kColumnPad, 0);
             const std::uint64_t* corner = stripe_->corners.data() + tile * 2 * words;
             std::copy(corner, corner + words, state_.rises);
             std::copy(corner + words, corner + 2 * words, state_.falls);
-            stripe_->kernel->record({columns_ + from, count, matches_, rises, falls, state_.rises, state_.falls, planes});
+            std::uint64_t* planes = next_planes(words);
+            stripe_->kernel->record(
+                {columns_ + from, count, matches_, rises, falls, state_.rises, state_.falls, planes});
             planes_of_[tile] = planes;
         }
 
-        const Kernels* kernels_ = nullptr;
+        std::uint64_t* next_planes(std::size_t words) {
+            if (num_used_ == planes_.size()) planes_.push_back(std::make_unique<Buffer<std::uint64_t>>());
+            return planes_[num_used_++]->reserve((tile_columns_ + kMaxWords + 2) * kPlanes * words);
+        }
+
+        Position first_column(std::size_t tile) const {
+            return stripe_->range.first_column + static_cast<Position>(tile) * stripe_->tile;
+        }
         const TracedStripe* stripe_ = nullptr;
-        const std::uint16_t* columns_ = nullptr;
         const std::uint64_t* matches_ = nullptr;
+        const std::uint16_t* columns_ = nullptr;
         std::vector<const std::uint64_t*> planes_of_;  // by tile; null: not run yet
         std::vector<std::unique_ptr<Buffer<std::uint64_t>>> planes_;
         const std::uint64_t* tile_planes_ = nullptr;  // of the tile that begins at tile_column_
         Position tile_column_ = 0;
-        std::size_t num_used_ = 0, plane_stride_ = 0, offset_ = 0;
+        std::size_t num_used_ = 0, tile_columns_ = 0, plane_stride_ = 0, offset_ = 0;
+        std::size_t offsets_[kMaxWords];  // by word
         int bit_ = 0;
         Buffer<std::uint64_t> rises_, falls_;
+        Buffer<std::uint16_t> columns_made_;
         VerticalState state_;
     };
 
@@ -233,8 +289,7 @@ private:
             if (!match_one(stripe, row)) sweep_row(stripe, row);
             *row_end++ = stripe.steps.size();
         }
-        stripe.steps.fit();
-        table_.clear(grid_, stripe.range.first_row, stripe.range.last_row);
+        if (num_stripes_ > kTablesKept) stripe.steps.fit();
     }
 
     // What sweep_row() does, if all paths come through one vertex and its two tokens match: no tile is looked at.
@@ -276,9 +331,9 @@ private:
             }
             const std::uint64_t* planes = tiles_.at(static_cast<Position>(column - 1));
             const std::uint64_t equal = columns[column - 1] == token;
-            const std::uint64_t up = ~equal & planes[kUp * stride] >> bit & 1;
-            const std::uint64_t sideways = ~equal & planes[kLeft * stride] >> bit & 1;
-            const std::uint64_t diagonal = (equal | ~(planes[kZeroDiagonal * stride] >> bit)) & 1;
+            const std::uint64_t up = planes[kFromAbove * stride] >> bit & 1;
+            const std::uint64_t sideways = planes[kFromLeft * stride] >> bit & 1;
+            const std::uint64_t diagonal = ~(planes[kNotDiagonal * stride] >> bit) & 1;
             offer(above, num_above, vertex(column, matches, row_step), up != 0);
             above[num_above] = vertex(column - 1, matches + equal, kDiagonal, equal);
             num_above += diagonal;
@@ -313,7 +368,8 @@ private:
         auto column = static_cast<Position>(column_of(start));
         Position row = 0;
         std::uint64_t step = kept_step(start) & 3;
-        for (TracedStripe& stripe : stripes_) {
+        for (std::size_t s = 0; s < num_stripes_; ++s) {
+            TracedStripe& stripe = stripes_[s];
             const bool forgotten = stripe.row_ends.size() == 0;
             if (forgotten) sweep(stripe);
             const bool is_last = stripe.range.last_row == grid_.num_rows;
@@ -343,10 +399,11 @@ private:
         const auto from_below = static_cast<std::size_t>(stripe.range.last_row - row);
         const std::size_t first = from_below == 0 ? 0 : stripe.row_ends[from_below - 1];
         const std::uint32_t* found = stripe.steps.data() + first;
-        const std::uint32_t* end = stripe.steps.data() + stripe.row_ends[from_below];
         const auto wanted = static_cast<std::uint32_t>(column);
+        const std::uint32_t* end = stripe.steps.data() + stripe.row_ends[from_below];
         if (end - found > kFewSteps)
-            found = std::lower_bound(found, end, wanted, [](std::uint32_t step, std::uint32_t value) { return step >> 2 > value; });
+            found = std::lower_bound(found, end, wanted,
+                                     [](std::uint32_t step, std::uint32_t value) { return step >> 2 > value; });
         while (*found >> 2 != wanted) ++found;
         return *found & 3;
     }
@@ -355,12 +412,11 @@ private:
     const Kernels* kernels_ = nullptr;
     Grid grid_{};
     std::uint64_t row_step_ = 0, column_step_ = 0;
-    Position distance_ = 0;
     std::size_t num_steps_ = 0;
-    Band band_;
     StripeTable table_;
     Tiles tiles_;
-    std::vector<TracedStripe> stripes_;
+    std::deque<TracedStripe> stripes_;  // with memory from other pairs
+    std::size_t num_stripes_ = 0;
     Buffer<Vertex> frontier_, above_;  // of the row that sweep() is at, from the right
     std::size_t num_frontier_ = 0;
     Buffer<std::uint8_t> kept_rows_, kept_columns_;

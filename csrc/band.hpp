@@ -52,10 +52,11 @@ public:
         std::uint16_t* by_id = by_id_.data();
         for (Position i = first_row; i < last_row; ++i) by_id[grid.rows[i]] = 0;
     }
-    // Of columns [first, last): the row of the table of each. The result has kColumnPad zeros on either side.
-    const std::uint16_t* columns(const Grid& grid, Position first, Position last) {
+    // Of columns [first, last): the row of the table of each. The result, in `buffer`, has kColumnPad zeros on either
+    // side.
+    const std::uint16_t* columns(const Grid& grid, Position first, Position last, Buffer<std::uint16_t>& buffer) const {
         const Position count = last - first;
-        std::uint16_t* padded = columns_.reserve(static_cast<std::size_t>(count + 2 * kColumnPad));
+        std::uint16_t* padded = buffer.reserve(static_cast<std::size_t>(count + 2 * kColumnPad));
         std::uint16_t* out = padded + kColumnPad;
         std::memset(padded, 0, kColumnPad * sizeof *padded);
         std::memset(out + count, 0, kColumnPad * sizeof *padded);
@@ -67,12 +68,13 @@ public:
         return out;
     }
     const std::uint64_t* matches() const { return matches_.data(); }
+    void swap_matches(Buffer<std::uint64_t>& other) { matches_.swap(other); }
 
 private:
     int words_ = 0;
     std::size_t num_ids_ = 0;
     Buffer<std::uint64_t> matches_;
-    Buffer<std::uint16_t> by_id_, columns_;
+    Buffer<std::uint16_t> by_id_;
 };
 
 // Horizontal differences below the last stripe, for a window of columns that slides to the right.
@@ -127,10 +129,9 @@ struct VerticalState {
     }
 };
 
-enum class BandUse {
-    alone,
-    paired,  // most stripes will be advanced together with another band's
-    traced,  // an alignment is wanted
+struct BandUse {
+    bool paired = false;  // most stripes will be advanced together with another band's
+    bool traced = false;  // an alignment is wanted
 };
 
 // The distance of one pair, stripe by stripe: prepare() says what a kernel must do next, complete() takes note of it.
@@ -160,13 +161,21 @@ public:
         last_ = end;
         table_.build(*kernels_, kernel_->words, grid_, top_, bottom_);
         state_.start(kernel_->words);
-        args_ = {table_.columns(grid_, first_, last_), last_ - first_, table_.matches(), frontier_.rises(first_),
+        args_ = {table_.columns(grid_, first_, last_, columns_), last_ - first_, table_.matches(), frontier_.rises(first_),
                  frontier_.falls(first_), state_.rises, state_.falls, nullptr};
         return true;
     }
 
+    const Kernels& kernels() const { return *kernels_; }
+    const Grid& grid() const { return grid_; }
     const StripeKernel& kernel() const { return *kernel_; }
     const StripeArgs& args() const { return args_; }
+
+    // Gives what args() has of matches and columns away for other memory: before complete(), if it is wanted later.
+    void hand_over(Buffer<std::uint64_t>& matches, Buffer<std::uint16_t>& columns) {
+        table_.swap_matches(matches);
+        columns_.swap(columns);
+    }
 
     void complete() {
         table_.clear(grid_, top_, bottom_);
@@ -186,8 +195,6 @@ public:
 
     // What is being worked on, for a traceback.
     StripeRange range() const { return {top_, bottom_, first_, last_}; }
-    Frontier& frontier() { return frontier_; }
-    VerticalState& state() { return state_; }
 
 private:
     Position seeds_from(Position row) const { return seeds_ == nullptr ? 0 : seeds_->from(row); }
@@ -199,8 +206,8 @@ private:
         for (const StripeKernel& kernel : kernels_->stripes) {
             const Position bottom = std::min(grid_.num_rows, top_ + 64 * kernel.words);
             const Position steps = last_column(bottom) - first_ + kernel.words;
-            const int column_cost = use_ == BandUse::paired ? kernel.paired_column_cost : kernel.column_cost;
-            const int row_cost = kernel.row_cost + (use_ == BandUse::traced ? kernel.traced_row_cost : 0);
+            const int column_cost = use_.paired ? kernel.paired_column_cost : kernel.column_cost;
+            const int row_cost = kernel.row_cost + (use_.traced ? kernel.traced_row_cost : 0);
             const double cost = row_cost + double(column_cost) * double(steps) / double(bottom - top_);
             if (best == nullptr || cost < least) best = &kernel, least = cost;
         }
@@ -233,16 +240,48 @@ private:
     Grid grid_{};
     const Seeds* seeds_ = nullptr;
     Position limit_ = 0, result_ = 0;
-    BandUse use_ = BandUse::alone;
+    BandUse use_;
     bool finished_ = true;
     Position top_ = 0, bottom_ = 0;    // rows of the stripe
     Position first_ = 0, last_ = 0;    // columns of the band, in row top_
     Position at_first_ = 0, at_last_ = 0;  // D at (top_, first_) and at (top_, last_)
     StripeArgs args_{};
     StripeTable table_;
+    Buffer<std::uint16_t> columns_;
     Frontier frontier_;
     VerticalState state_;
 };
+
+// The next `count` columns of a stripe; `args` then stand behind them.
+inline void advance(const StripeKernel& kernel, StripeArgs& args, Position count) {
+    if (count == 0) return;
+    args.num_columns = count;
+    kernel.advance(args);
+    args.columns += count;
+    args.rises += count;
+    args.falls += count;
+}
+
+// Of two stripes, at once as far as that goes.
+inline void advance(const StripeKernel& kernel, StripeArgs& args, Position count, StripeArgs& other,
+                    Position other_count) {
+    const Position together = std::min(count, other_count);
+    if (together > 0) {
+        args.num_columns = other.num_columns = together;
+        kernel.advance_two(args, other);
+        for (StripeArgs* passed : {&args, &other}) {
+            passed->columns += together;
+            passed->rises += together;
+            passed->falls += together;
+        }
+    }
+    advance(kernel, args, count - together);
+    advance(kernel, other, other_count - together);
+}
+
+inline bool can_advance_together(const Band& band, const Band& other) {
+    return &band.kernel() == &other.kernel() && band.kernel().advance_two != nullptr;
+}
 
 // The next stripe of one band, or of two at once where that pays.
 inline void advance(Band& band) {
@@ -251,25 +290,11 @@ inline void advance(Band& band) {
 }
 
 inline void advance(Band& band, Band& other) {
-    const StripeKernel& kernel = band.kernel();
-    if (&kernel == &other.kernel() && kernel.advance_two != nullptr) {
+    if (can_advance_together(band, other)) {
         StripeArgs args = band.args(), other_args = other.args();
-        const Position together = std::min(args.num_columns, other_args.num_columns);
-        const Position more = args.num_columns - together, other_more = other_args.num_columns - together;
-        args.num_columns = other_args.num_columns = together;
-        kernel.advance_two(args, other_args);
-        const auto rest = [&](StripeArgs& from, Position columns) {
-            if (columns == 0) return;
-            from.columns += together;
-            from.rises += together;
-            from.falls += together;
-            from.num_columns = columns;
-            kernel.advance(from);
-        };
-        rest(args, more);
-        rest(other_args, other_more);
+        advance(band.kernel(), args, args.num_columns, other_args, other_args.num_columns);
     } else {
-        kernel.advance(band.args());
+        band.kernel().advance(band.args());
         other.kernel().advance(other.args());
     }
     band.complete();

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "levenshtein.hpp"
@@ -38,6 +39,23 @@ struct Pairs {
     }
 };
 
+// Works on two tasks at a time. begin(task), called whenever one is done, takes note of its result and begins another in
+// its place; it returns false when there are no more. A Task has done(), advance() and advance(task, other).
+template <typename Task, typename Begin>
+void run_two_at_a_time(Task (&tasks)[2], Begin begin) {
+    bool busy[2] = {true, true};
+    while (true) {
+        for (int slot = 0; slot < 2; ++slot)
+            while (busy[slot] && tasks[slot].done()) busy[slot] = begin(tasks[slot]);
+        if (busy[0] && busy[1])
+            Task::advance(tasks[0], tasks[1]);
+        else if (busy[0] || busy[1])
+            tasks[busy[1]].advance();
+        else
+            return;
+    }
+}
+
 template <typename Id>
 class BatchDistance {
 public:
@@ -63,12 +81,18 @@ public:
     }
 
 private:
+    static constexpr std::size_t kNone = ~std::size_t{0};
+    struct Numbered : Job<Id> {
+        std::size_t number = kNone;  // of the pair
+    };
     struct Scratch {
         Tools tools;
-        Job<Id> jobs[2];
+        Numbered jobs[2];
         PackedPairs packed;
         GridIds ids;
     };
+    static constexpr Position kOneWord = 64;           // rows in a group so fast that nothing else need be tried
+    static constexpr std::size_t kWindow = 512;        // pairs among which groups are made
     static constexpr std::size_t kChunk = 64;         // pairs that a thread takes at once to prepare
     static constexpr Position kMostColumns = 1 << 12;  // of a pair in a group: longer ones leave lanes idle
 
@@ -100,7 +124,7 @@ private:
                 } else if (core.num_rows == 0) {
                     out_[i] = core.num_columns;
                     core.num_columns = 0;
-                } else if (engine_ == Engine::automatic && is_short(core)) {
+                } else if (engine_ == Engine::automatic && is_short(core) && core.num_rows > kOneWord) {
                     const Position few = core.num_rows / 32 + 2;
                     const Position found = scratch.tools.wavefront.distance(core.rows, core.num_rows, core.columns,
                                                                             core.num_columns, core.num_columns, few);
@@ -118,15 +142,14 @@ private:
         std::sort(long_.begin(), long_.end(), [this](std::size_t i, std::size_t j) {
             return std::tuple(-cost(cores_[i]), i) < std::tuple(-cost(cores_[j]), j);
         });
-        const auto by_size = [this](std::size_t i) {
-            return std::tuple((cores_[i].num_rows + 63) / 64, cores_[i].num_columns, i);
-        };
+        // pairs of as many words and about as many columns, from near each other in memory
+        const auto kind = [this](std::size_t i) { return std::tuple(i / kWindow, (cores_[i].num_rows + 63) / 64); };
+        const auto by_size = [&](std::size_t i) { return std::tuple(kind(i), cores_[i].num_columns, i); };
         std::sort(short_.begin(), short_.end(), [&](std::size_t i, std::size_t j) { return by_size(i) > by_size(j); });
-        for (std::size_t first = 0; first < short_.size();) {  // pairs of as many words
-            const auto words = std::get<0>(by_size(short_[first]));
+        for (std::size_t first = 0; first < short_.size();) {
             std::size_t last = first;
             while (last < short_.size() && last - first < static_cast<std::size_t>(kernels_.lanes) &&
-                   std::get<0>(by_size(short_[last])) == words)
+                   kind(short_[last]) == kind(short_[first]))
                 ++last;
             groups_.push_back({first, last});
             first = last;
@@ -134,29 +157,16 @@ private:
     }
 
     void solve_long(Scratch& scratch) {
-        constexpr std::size_t kNone = ~std::size_t{0};
-        const BandUse use = long_.size() > 1 ? BandUse::paired : BandUse::alone;
-        std::size_t at[2] = {kNone, kNone};
-        while (true) {
-            for (int slot = 0; slot < 2; ++slot) {
-                Job<Id>& job = scratch.jobs[slot];
-                while (at[slot] == kNone || job.done()) {
-                    if (at[slot] != kNone) report(at[slot], job.distance());
-                    at[slot] = kNone;
-                    const std::size_t next = next_.fetch_add(1);
-                    if (next >= long_.size()) break;
-                    at[slot] = long_[next];
-                    job.begin(kernels_, engine_, cores_[at[slot]], limit(at[slot]), use, scratch.tools);
-                }
-            }
-            if (at[0] == kNone && at[1] == kNone) return;
-            if (at[0] != kNone && at[1] != kNone)
-                advance(scratch.jobs[0].band(), scratch.jobs[1].band());
-            else
-                advance(scratch.jobs[at[0] == kNone].band());
-            for (int slot = 0; slot < 2; ++slot)
-                if (at[slot] != kNone) scratch.jobs[slot].proceed(scratch.tools);
-        }
+        const BandUse use{long_.size() > 1, false};
+        run_two_at_a_time(scratch.jobs, [&](Numbered& job) {
+            if (job.number != kNone) report(job.number, job.distance());
+            job.number = kNone;
+            const std::size_t next = next_.fetch_add(1);
+            if (next >= long_.size()) return false;
+            job.number = long_[next];
+            job.begin(kernels_, engine_, cores_[job.number], limit(job.number), use, scratch.tools);
+            return true;
+        });
     }
 
     void solve_groups(Scratch& scratch) {
@@ -190,34 +200,91 @@ private:
     std::atomic<std::size_t> next_{0}, next_group_{0};
 };
 
-// matched_a and matched_b: a flag for each token of a and b that stays.
+// The canonical alignments (alignment.hpp) of many pairs.
 template <typename Id>
-void batch_align(const Kernels& kernels, Engine engine, const Pairs<Id>& pairs, std::size_t num_threads,
-                 std::uint8_t* matched_a, std::uint8_t* matched_b, std::int64_t* distances) {
+class BatchAlign {
+public:
+    // matched_a and matched_b: a flag for each token of a and b that stays.
+    BatchAlign(const Kernels& kernels, Engine engine, const Pairs<Id>& pairs, std::uint8_t* matched_a,
+               std::uint8_t* matched_b, std::int64_t* distances)
+        : kernels_(kernels), engine_(engine), pairs_(pairs), matched_a_(matched_a), matched_b_(matched_b),
+          distances_(distances) {}
+
+    void run(std::size_t num_threads) {
+        double tokens = 0;
+        for (std::size_t i = 0; i < pairs_.count; ++i) {
+            order_.push_back(i);
+            tokens += double(size(i));
+        }
+        std::sort(order_.begin(), order_.end(), [this](std::size_t i, std::size_t j) {
+            return std::tuple(size(j), i) < std::tuple(size(i), j);
+        });
+        const std::size_t useful = useful_threads(num_threads, pairs_.count, 20 * tokens);
+        run_on_threads<Scratch>(useful, pairs_.are_usual(), [this](Scratch& scratch) {
+            run_two_at_a_time(scratch.tracings, [&](Tracing& tracing) {
+                if (tracing.number != kNone) finish(tracing);
+                tracing.number = kNone;
+                const std::size_t next = next_.fetch_add(1);
+                if (next >= order_.size()) return false;
+                begin(tracing, order_[next], scratch.tools);
+                return true;
+            });
+        });
+    }
+
+private:
+    static constexpr std::size_t kNone = ~std::size_t{0};
+    struct Tracing {
+        std::size_t number = kNone;  // of the pair
+        Job<Id> job;
+        Alignment alignment;
+
+        bool done() const { return job.done(); }
+        void advance() { job.advance(alignment); }
+        static void advance(Tracing& tracing, Tracing& other) {
+            Job<Id>::advance(tracing.job, tracing.alignment, other.job, other.alignment);
+        }
+    };
     struct Scratch {
         Tools tools;
-        Aligner aligner;
+        Tracing tracings[2];
     };
-    std::vector<std::size_t> order(pairs.count);
-    double tokens = 0;
-    for (std::size_t i = 0; i < pairs.count; ++i) {
-        order[i] = i;
-        tokens += double(pairs.size_a(i)) + double(pairs.size_b(i));
+
+    std::size_t size(std::size_t i) const { return pairs_.size_a(i) + pairs_.size_b(i); }
+
+    void begin(Tracing& tracing, std::size_t i, Tools& tools) {
+        const Core<Id> core = pairs_.core(i);
+        mark(matched_a_ + pairs_.a_offsets[i], pairs_.size_a(i), core);
+        mark(matched_b_ + pairs_.b_offsets[i], pairs_.size_b(i), core);
+        tracing.number = i;
+        tracing.job.begin(kernels_, engine_, core, core.num_columns, BandUse{pairs_.count > 1, true}, tools);
     }
-    const auto size = [&](std::size_t i) { return pairs.size_a(i) + pairs.size_b(i); };
-    std::sort(order.begin(), order.end(), [&](std::size_t i, std::size_t j) {
-        return std::tuple(size(j), i) < std::tuple(size(i), j);
-    });
-    std::atomic<std::size_t> next{0};
-    run_on_threads<Scratch>(useful_threads(num_threads, pairs.count, 20 * tokens), pairs.are_usual(), [&](Scratch& scratch) {
-        for (std::size_t n; (n = next.fetch_add(1)) < pairs.count;) {
-            const std::size_t i = order[n];
-            distances[i] = scratch.aligner.align(kernels, engine, pairs.a + pairs.a_offsets[i], pairs.size_a(i),
-                                                 pairs.b + pairs.b_offsets[i], pairs.size_b(i),
-                                                 matched_a + pairs.a_offsets[i], matched_b + pairs.b_offsets[i],
-                                                 scratch.tools);
-        }
-    });
-}
+
+    // The common prefix and suffix stay.
+    static void mark(std::uint8_t* matched, std::size_t size, const Core<Id>& core) {
+        std::fill(matched, matched + core.prefix, 1);
+        std::fill(matched + core.prefix, matched + size - core.suffix, 0);
+        std::fill(matched + size - core.suffix, matched + size, 1);
+    }
+
+    void finish(Tracing& tracing) {
+        const std::size_t i = tracing.number;
+        const Core<Id>& core = tracing.job.core();
+        distances_[i] = tracing.job.distance();
+        if (core.num_rows == 0) return;
+        std::uint8_t* in_a = matched_a_ + pairs_.a_offsets[i] + core.prefix;
+        std::uint8_t* in_b = matched_b_ + pairs_.b_offsets[i] + core.prefix;
+        if (core.swapped) std::swap(in_a, in_b);
+        tracing.alignment.trace(kernels_, tracing.job.grid(), !core.swapped, in_a, in_b);
+    }
+
+    const Kernels& kernels_;
+    const Engine engine_;
+    const Pairs<Id>& pairs_;
+    std::uint8_t *matched_a_, *matched_b_;
+    std::int64_t* distances_;
+    std::vector<std::size_t> order_;  // the longest first
+    std::atomic<std::size_t> next_{0};
+};
 
 }  // namespace ibpo

@@ -1,4 +1,4 @@
-// The pair that is left to align, and a lower bound of what any part of it costs.
+// The pair that is left to align, and lower bounds of what it costs.
 #pragma once
 
 #include <algorithm>
@@ -73,6 +73,32 @@ private:
     Buffer<std::uint32_t> absent_;
     int shift_ = 0;
     Position recurring_ = 0, num_columns_ = 1;
+};
+
+// Every column whose token no row has left to match it with costs an edit, in whatever order they stand.
+class Bag {
+public:
+    Position least(const Grid& grid) {
+        if (num_ids_ < grid.num_ids) {
+            left_.zeros(grid.num_ids);
+            num_ids_ = grid.num_ids;
+        }
+        std::uint32_t* left = left_.data();
+        for (Position i = 0; i < grid.num_rows; ++i) ++left[grid.rows[i]];
+        Position unmatched = 0;
+        for (Position j = 0; j < grid.num_columns; ++j) {
+            const std::uint32_t id = grid.columns[j];
+            const std::uint32_t has_one = id < grid.num_ids && left[id] > 0;
+            if (id < grid.num_ids) left[id] -= has_one;
+            unmatched += 1 - has_one;
+        }
+        for (Position i = 0; i < grid.num_rows; ++i) left[grid.rows[i]] = 0;
+        return unmatched;
+    }
+
+private:
+    Buffer<std::uint32_t> left_;  // by id: rows that no column was matched with
+    std::size_t num_ids_ = 0;
 };
 
 }  // namespace ibpo

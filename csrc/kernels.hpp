@@ -17,8 +17,9 @@ constexpr int kMaxWords = 32;
 constexpr int kMaxLanes = 8;
 constexpr int kHeights = 3;
 constexpr int kMaxPackedWords = 4;
-// What a recording kernel keeps of every word and step, in this order.
-enum Plane { kUp, kLeft, kZeroDiagonal, kPlanes };
+// What a recording kernel keeps of every word and step, in this order: whether an optimal path may come from the cell
+// above, from that to the left, and not along the diagonal. Where the tokens are equal it comes along the diagonal.
+enum Plane { kFromAbove, kFromLeft, kNotDiagonal, kPlanes };
 
 struct StripeArgs {
     const std::uint16_t* columns;  // by column: the row of `matches` with its rows of the stripe; 0: none
@@ -61,6 +62,8 @@ struct Kernels {
     // Fills one lane of PackedArgs::equal by comparing every column with all 64·words rows. Null: a table is faster.
     void (*match)(const std::uint32_t* rows, int words, const std::uint32_t* columns, std::ptrdiff_t num_columns,
                   std::uint64_t* equal);
+    // Bit 63 of each word, up to the next multiple of 64: word j becomes bit j % 64 of bits[j / 64].
+    void (*top_bits)(const std::uint64_t* words, std::ptrdiff_t count, std::uint64_t* bits);
 
     // Where word w of a stripe lies in a row of `matches` and in the state: lanes run backwards within a vector.
     int position(int word) const { return word / lanes * lanes + lanes - 1 - word % lanes; }

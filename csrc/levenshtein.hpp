@@ -89,6 +89,7 @@ struct Tools {
     LocalIds local_ids;
     GridIds numbered;
     Anchors anchors;
+    Bag bag;
     Wavefront wavefront;
 };
 
@@ -99,21 +100,26 @@ inline Position wavefront_edits(Position num_rows) {
     return edits;
 }
 
-// Whether so many edits, at least, are few; and how many there probably are, if they are scattered: seeds with two edits
-// or more count for one, edits between seeds for none, and where much recurs many a broken seed is there elsewhere.
-// Fitted to edits at all rates of ids of all distributions and of texts.
-inline bool is_few(Position least, const Grid& grid) { return least * 5 < grid.num_rows; }
+constexpr Position kManyRows = 8192;  // from here on a bound by anchors is worth its time
+
+// Nearly all seeds are broken when two tokens of three are edited, and when all are as well.
+inline bool look_unrelated(Position least, const Grid& grid) { return least * 100 >= grid.num_rows * 31; }
+
+// Whether so many edits, at least, tell how many there are; and how many there probably are, if they are scattered: seeds
+// with two edits or more count for one, edits between seeds for none, and where much recurs many a broken seed is there
+// elsewhere. Fitted to edits at all rates of ids of all distributions and of texts.
+inline bool is_telling(Position least, const Grid& grid) {
+    return grid.num_rows < kManyRows ? !look_unrelated(least, grid) : least * 5 < grid.num_rows;
+}
 inline Position guess(Position least, const Grid& grid, const Seeds& seeds) {
     const double share = double(least) / double(grid.num_rows);
-    const double of_each = (1.2 + 0.7 * share + 4.5 * share * share) * (1 + 4.5 * seeds.recurrence());
+    const double of_each = (1.2 + 0.7 * share + 5.2 * share * share) * (1 + 4.5 * seeds.recurrence());
     return static_cast<Position>(double(least) * of_each + 2 * std::sqrt(double(least))) + 8;
 }
 // When that was too low.
 inline Position next_guess(Position low) { return low * 8 / 5; }
 
-constexpr Position kManyRows = 8192;  // from here on a bound by anchors is worth its time
-
-// The distance of one pair in the making: begin(), then advance(band()) while it is not done().
+// The distance of one pair in the making: begin(), then advance() while it is not done(). The tools must outlive that.
 template <typename Id>
 class Job {
 public:
@@ -122,55 +128,79 @@ public:
         use_ = use;
         kernels_ = &kernels;
         core_ = core;
+        tools_ = &tools;
         limit_ = std::min(limit, core.num_columns);
         done_ = guessed_again_ = false;
         if (core.num_columns - core.num_rows > limit_) return finish(limit_ + 1);
         if (core.num_rows == 0) return finish(core.num_columns);
+        Position found = Wavefront::kGaveUp;
         if (engine != Engine::stripes) {
             const Position most = engine == Engine::wavefront ? core.num_columns : wavefront_edits(core.num_rows);
-            const Position found = tools.wavefront.distance(core.rows, core.num_rows, core.columns, core.num_columns, limit_, most);
-            if (found != Wavefront::kGaveUp) return finish(found);
+            found = tools.wavefront.distance(core.rows, core.num_rows, core.columns, core.num_columns, limit_, most);
+            if (found != Wavefront::kGaveUp && !use.traced) return finish(found);
         }
-        begin_band(tools);
+        begin_band(found);
     }
 
     bool done() const { return done_; }
     // If it is at most the limit, else more than that.
     Position distance() const { return distance_; }
-    Band& band() { return band_; }
+    const Core<Id>& core() const { return core_; }
+    // What its band works on.
+    const Grid& grid() const { return grid_; }
 
-    // After each stripe of the band.
-    void proceed(Tools& tools) {
-        if (band_.prepare()) return;
-        if (band_.distance() <= band_limit_ || band_limit_ == limit_) return finish(band_.distance());
-        if (!guessed_again_) {
-            guessed_again_ = true;
-            return start_band(std::min(limit_, next_guess(band_limit_)), tools);
-        }
-        start_band(std::min(limit_, tools.anchors.upper_bound(tools.numbered.number(core_, tools.local_ids))), tools);
+    void advance() {
+        ibpo::advance(band_);
+        proceed();
+    }
+    static void advance(Job& job, Job& other) {
+        ibpo::advance(job.band_, other.band_);
+        job.proceed();
+        other.proceed();
+    }
+    // Those of a job begun to be traced.
+    void advance(Alignment& alignment) {
+        alignment.advance(band_);
+        proceed();
+    }
+    static void advance(Job& job, Alignment& alignment, Job& other, Alignment& other_alignment) {
+        Alignment::advance(alignment, job.band_, other_alignment, other.band_);
+        job.proceed();
+        other.proceed();
     }
 
 private:
-    void begin_band(Tools& tools) {
-        grid_ = ids_.read(core_, tools.local_ids);
+    // `known`: the distance, if it is, and what is asked for is an alignment.
+    void begin_band(Position known) {
+        grid_ = ids_.read(core_, tools_->local_ids);
         use_seeds_ = core_.num_rows > 64 * kernels_->stripes[0].words;
-        if (!use_seeds_) return start_band(limit_, tools);
-        seeds_.count(grid_);
+        if (use_seeds_) seeds_.count(grid_);
+        if (known != Wavefront::kGaveUp) return start_band(known);
+        if (!use_seeds_) return start_band(limit_);
         const Position least = std::max(seeds_.from(0), grid_.surplus());
         if (least > limit_) return finish(limit_ + 1);
-        if (is_few(least, grid_)) {
-            start_band(std::min(limit_, guess(least, grid_, seeds_)), tools);
-        } else if (grid_.num_rows < kManyRows) {
-            start_band(limit_, tools);
-        } else {
-            start_band(std::min(limit_, tools.anchors.upper_bound(tools.numbered.number(core_, tools.local_ids))), tools);
-        }
+        if (limit_ < grid_.num_columns && look_unrelated(least, grid_) && tools_->bag.least(grid_) > limit_)
+            return finish(limit_ + 1);
+        if (is_telling(least, grid_)) return start_band(std::min(limit_, guess(least, grid_, seeds_)));
+        start_band(grid_.num_rows < kManyRows ? limit_ : bound_by_anchors());
     }
 
-    void start_band(Position limit, Tools& tools) {
+    // After each stripe of the band.
+    void proceed() {
+        if (band_.prepare()) return;
+        if (band_.distance() <= band_limit_ || band_limit_ == limit_) return finish(band_.distance());
+        start_band(guessed_again_ ? bound_by_anchors() : std::min(limit_, next_guess(band_limit_)));
+        guessed_again_ = true;
+    }
+
+    Position bound_by_anchors() {
+        return std::min(limit_, tools_->anchors.upper_bound(tools_->numbered.number(core_, tools_->local_ids)));
+    }
+
+    void start_band(Position limit) {
         band_limit_ = limit;
         band_.start(*kernels_, grid_, use_seeds_ ? &seeds_ : nullptr, limit, use_);
-        proceed(tools);
+        proceed();
     }
 
     void finish(Position distance) {
@@ -179,67 +209,15 @@ private:
     }
 
     const Kernels* kernels_ = nullptr;
+    Tools* tools_ = nullptr;
     Core<Id> core_{};
     Position limit_ = 0, band_limit_ = 0, distance_ = 0;
     bool done_ = true, use_seeds_ = false, guessed_again_ = false;
-    BandUse use_ = BandUse::alone;
+    BandUse use_;
     GridIds ids_;
     Grid grid_{};
     Seeds seeds_;
     Band band_;
-};
-
-// The canonical alignment of two sequences (alignment.hpp).
-class Aligner {
-public:
-    // Marks the tokens that stay, of both; the distance is returned.
-    template <typename Id>
-    Position align(const Kernels& kernels, Engine engine, const Id* a, std::size_t size_a, const Id* b,
-                   std::size_t size_b, std::uint8_t* matched_a, std::uint8_t* matched_b, Tools& tools) {
-        const Core<Id> core = strip(a, size_a, b, size_b);
-        mark(matched_a, size_a, core);
-        mark(matched_b, size_b, core);
-        if (core.num_rows == 0) return core.num_columns;
-        std::uint8_t* matched_rows = (core.swapped ? matched_b : matched_a) + core.prefix;
-        std::uint8_t* matched_columns = (core.swapped ? matched_a : matched_b) + core.prefix;
-        const auto trace = [&](Position limit) {
-            return alignment_.trace(kernels, grid_, &seeds_, limit, !core.swapped, matched_rows, matched_columns);
-        };
-        grid_ = ids_.read(core, tools.local_ids);
-        seeds_.count(grid_);
-        const Position likely = likely_distance(engine, core, tools);
-        if (trace(likely)) return alignment_.distance();
-        if (!trace(std::min(core.num_columns, next_guess(likely))))
-            trace(std::min(core.num_columns, tools.anchors.upper_bound(tools.numbered.number(core, tools.local_ids))));
-        return alignment_.distance();
-    }
-
-private:
-    template <typename Id>
-    static void mark(std::uint8_t* matched, std::size_t size, const Core<Id>& core) {
-        std::fill(matched, matched + core.prefix, 1);
-        std::fill(matched + core.prefix, matched + size - core.suffix, 0);
-        std::fill(matched + size - core.suffix, matched + size, 1);
-    }
-
-    template <typename Id>
-    Position likely_distance(Engine engine, const Core<Id>& core, Tools& tools) {
-        if (engine != Engine::stripes) {
-            const Position most = engine == Engine::wavefront ? core.num_columns : wavefront_edits(core.num_rows);
-            const Position found = tools.wavefront.distance(core.rows, core.num_rows, core.columns, core.num_columns,
-                                                            core.num_columns, most);
-            if (found != Wavefront::kGaveUp) return found;
-        }
-        const Position least = std::max(seeds_.from(0), grid_.surplus());
-        if (is_few(least, grid_)) return std::min(core.num_columns, guess(least, grid_, seeds_));
-        if (grid_.num_rows < kManyRows) return core.num_columns;
-        return std::min(core.num_columns, tools.anchors.upper_bound(tools.numbered.number(core, tools.local_ids)));
-    }
-
-    GridIds ids_;
-    Grid grid_{};
-    Seeds seeds_;
-    Alignment alignment_;
 };
 
 }  // namespace ibpo

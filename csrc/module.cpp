@@ -81,7 +81,7 @@ py::tuple batch_align(const Array<Id>& a, const Offsets& a_offsets, const Array<
     std::int64_t* out = distances.mutable_data();
     {
         const py::gil_scoped_release release;
-        ibpo::batch_align(kernels, chosen, pairs, num_threads, flags_a, flags_b, out);
+        ibpo::BatchAlign<Id>(kernels, chosen, pairs, flags_a, flags_b, out).run(num_threads);
     }
     return py::make_tuple(matched_a, matched_b, distances);
 }

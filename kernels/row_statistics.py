@@ -56,15 +56,12 @@ def load_block(logits_ptr, start, num_columns, BLOCK: tl.constexpr, WHOLE: tl.co
 
 
 @triton.jit
-def add_block(x, k, shift, total_B, moment_B, ENTROPY: tl.constexpr, WHOLE: tl.constexpr):
+def add_block(x, k, shift, total_B, moment_B, ENTROPY: tl.constexpr):
     """The sums with one more block, each lane for itself."""
     d = x * k - shift
     e = tl.exp2(d)
     if ENTROPY:
-        if WHOLE:
-            moment_B += d * e
-        else:
-            moment_B += tl.where(e > 0, d, 0.0) * e  # beyond the last column d is -inf
+        moment_B += tl.maximum(d, LOWEST) * e  # d is -inf beyond the last column and where a logit is
     return total_B + e, moment_B
 
 
@@ -76,10 +73,10 @@ def sums_at(logits_ptr, num_columns, k, shift, ENTROPY: tl.constexpr, BLOCK: tl.
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         x = load_block(logits_ptr, start, num_columns, BLOCK, True)
-        total_B, moment_B = add_block(x, k, shift, total_B, moment_B, ENTROPY, True)
+        total_B, moment_B = add_block(x, k, shift, total_B, moment_B, ENTROPY)
     if whole < num_columns:
         x = load_block(logits_ptr, whole, num_columns, BLOCK, False)
-        total_B, moment_B = add_block(x, k, shift, total_B, moment_B, ENTROPY, False)
+        total_B, moment_B = add_block(x, k, shift, total_B, moment_B, ENTROPY)
     return tl.sum(total_B, 0), tl.sum(moment_B, 0)
 
 
@@ -93,7 +90,7 @@ def sums_with_moving_shift(logits_ptr, num_columns, k, shift, ENTROPY: tl.conste
         higher = tl.maximum(shift, tl.max(x, 0) * k)
         scale = tl.exp2(shift - higher)
         moment_B = scale * (moment_B + (shift - higher) * total_B)
-        total_B, moment_B = add_block(x, k, higher, scale * total_B, moment_B, ENTROPY, False)
+        total_B, moment_B = add_block(x, k, higher, scale * total_B, moment_B, ENTROPY)
         shift = higher
     return shift, tl.sum(total_B, 0), tl.sum(moment_B, 0)
 

@@ -16,6 +16,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,10 +116,16 @@ def check_config(config: Config) -> None:
     ]
     problems += _missing_inputs(config)
     problems += _contradictions(config)
-    try:
-        check_algorithm(config.algorithm, config.data.reward_threshold)
-    except ValueError as error:
-        problems += str(error).splitlines()
+    from megatron_ibpo.policy.objective import check_loss  # imports torch, which --help does not need
+
+    for check in (
+        partial(check_algorithm, config.algorithm, config.data.reward_threshold),
+        partial(check_loss, config.loss),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            problems += str(error).splitlines()
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(
@@ -243,6 +250,8 @@ _RANGES: dict[str, _Rule] = {
     "moe_aux_loss_coeff": _NOT_NEGATIVE,
     "tensor_model_parallel_size": _AT_LEAST_1,
     "pipeline_model_parallel_size": _AT_LEAST_1,
+    "decoder_first_pipeline_num_layers": _AT_LEAST_1,
+    "decoder_last_pipeline_num_layers": _AT_LEAST_1,
     "expert_model_parallel_size": _AT_LEAST_1,
     "expert_tensor_parallel_size": _AT_LEAST_1,
     "context_parallel_size": (lambda value: value == 1, "1 (context parallel is not built yet)"),
@@ -277,6 +286,7 @@ _RANGES: dict[str, _Rule] = {
     "vllm_start_timeout": _POSITIVE,
     "rollout_timeout": _POSITIVE,
     "update_weight_buffer_size": _AT_LEAST_1,
+    "update_weight_timeout": _POSITIVE,
     "num_rollout": _AT_LEAST_1,
     "budget": _POSITIVE,
     "seed": _NOT_NEGATIVE,

@@ -53,6 +53,10 @@ class ParallelConfig:
     """TP: ranks that share each matrix."""
     pipeline_model_parallel_size: int = 1
     """PP: consecutive groups of layers."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline stage, which also holds the embeddings; an even share when None."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline stage, which also holds the head; an even share when None."""
     expert_model_parallel_size: int = 1
     """EP: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int = 1
@@ -108,6 +112,10 @@ class LossConfig:
     loss_backend: Literal["auto", "triton", "torch"] = "auto"
     """What computes the loss. "auto" takes the Triton kernels on GPUs wherever they can be used, else plain
     torch; the one in use is printed at start."""
+    fuse_lm_head: bool = False
+    """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
+    held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
+    of the LM head's size. Off because its speed on GPUs has not been measured."""
     use_tis: bool = False
     """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
     tis_clip: float = 2.0
@@ -206,7 +214,9 @@ class RolloutConfig:
     rollout_timeout: float = 3600.0
     """Seconds one batch of sampling may take."""
     update_weight_buffer_size: int = 512 * 1024**2
-    """Bytes of one bucket of the weight update: the extra memory it costs."""
+    """Bytes of one bucket of the weight update. It costs a trainer at most two of them beside its weights."""
+    update_weight_timeout: float = 600.0
+    """Seconds that a step of a weight update may take. 600: 150 GB at 0.25 GB/s."""
     check_weight_update_equal: bool = False
     """After each update compare checksums at receipt, and once per run the engine's output with that of
     a freshly loaded engine."""

@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from megatron_ibpo.config import ParallelConfig
 
-__all__ = ["FAMILIES", "ModelConfigError", "ModelShape", "check_layout", "read_hf_config"]
+__all__ = [
+    "FAMILIES",
+    "ModelConfigError",
+    "ModelShape",
+    "check_layout",
+    "pipeline_layers",
+    "read_hf_config",
+]
 
 Family = Literal["qwen3", "qwen3_moe", "qwen3_next"]
 
@@ -205,6 +212,53 @@ def _full_attention(fields: _Fields, layers: int) -> tuple[bool, ...]:
     return tuple(names[kind] for kind in types)
 
 
+def pipeline_layers(
+    num_layers: int, parallel: ParallelConfig, virtual_stages: int = 1
+) -> list[tuple[range, ...]]:
+    """Which layers each pipeline stage holds: for every stage, one range for each of its model chunks.
+
+    With one virtual stage a stage holds consecutive layers. With more the pipeline is interleaved: it runs
+    through all stages once for each virtual stage.
+
+    Raises:
+        ValueError: the layers cannot be divided so; names the flags.
+    """
+    stages = parallel.pipeline_model_parallel_size
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if stages == 1 and (first, last) != (None, None):
+        raise ValueError("layers of the first or last pipeline stage need --pipeline-model-parallel-size > 1")
+    counts: list[int | None] = [None] * stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    given = [count for count in counts if count is not None]
+    others, left = stages - len(given), num_layers - sum(given)
+    if left < 0 or (left % others if others else left):
+        if not given:
+            raise ValueError(
+                f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})"
+            )
+        raise ValueError(
+            f"--pipeline-model-parallel-size={stages}: {left} of {num_layers} layers remain for the "
+            f"{others} stages besides those of --decoder-first/last-pipeline-num-layers"
+        )
+    sizes = [left // others if count is None else count for count in counts]
+    for stage, size in enumerate(sizes):
+        if size == 0 or size % virtual_stages:
+            raise ValueError(
+                f"pipeline stage {stage} would hold {size} layers, "
+                f"not a positive multiple of its {virtual_stages} virtual stages"
+            )
+    chunks: list[list[range]] = [[] for _ in sizes]
+    start = 0
+    for _ in range(virtual_stages):
+        for stage, size in enumerate(sizes):
+            chunks[stage].append(range(start, start + size // virtual_stages))
+            start += size // virtual_stages
+    return [tuple(ranges) for ranges in chunks]
+
+
 def check_layout(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> list[str]:
     """What is wrong with training `shape` under `parallel` on `world_size` ranks; empty if nothing is."""
     return list(_layout_problems(shape, parallel, world_size))
@@ -258,7 +312,10 @@ def _layout_problems(shape: ModelShape, parallel: ParallelConfig, world_size: in
             f"{shape.num_attention_heads} attention heads are no multiple of "
             f"{shape.num_key_value_heads} key/value heads"
         )
-    yield from divides("--pipeline-model-parallel-size", "the layers", shape.num_layers)
+    try:
+        pipeline_layers(shape.num_layers, parallel)
+    except ValueError as error:
+        yield str(error)
     if shape.is_moe:
         yield from divides("--expert-model-parallel-size", "the experts", shape.num_experts)
         yield from divides(

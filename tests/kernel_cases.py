@@ -186,6 +186,21 @@ def check_rows_of_large_logits(device: str, offset: float) -> None:
     assert (gradient - expected).norm() <= (GRADIENT_BOUND + 2 * rounding) * expected.norm()
 
 
+def check_forbidden_tokens(device: str) -> None:
+    """Logits of -inf are as if their columns were not there."""
+    batch = make_batch(device)
+    columns = torch.arange(517, device=device)
+    kept = (columns % 3 != 0)[None] | (columns[None] == batch["targets_N"][:, None])
+    floor = {**batch, "logits_NV": batch["logits_NV"].masked_fill(~kept, -1e6)}
+    forbidden = {**batch, "logits_NV": batch["logits_NV"].masked_fill(~kept, -torch.inf)}
+    expected_loss, expected, expected_stats = reference(floor)
+    for backend in ("torch", "triton"):
+        loss, gradient, stats = run(forbidden, backend=backend)
+        assert (loss - expected_loss).abs() <= LOSS_BOUND
+        assert (gradient - expected).norm() <= GRADIENT_BOUND * expected.norm()
+        torch.testing.assert_close(stats.entropy_N, expected_stats.entropy_N.float(), atol=1e-5, rtol=1e-5)
+
+
 def check_ratio_overflow(device: str, variant: str, offset: float, advantage: float) -> None:
     batch = make_batch(device, lengths=(2, 0, 3), vocab=31)
     batch["old_logprobs_N"] -= offset

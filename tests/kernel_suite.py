@@ -62,6 +62,10 @@ def test_rows_of_large_logits(device, offset):
     cases.check_rows_of_large_logits(device, offset)
 
 
+def test_logits_of_minus_infinity_take_no_part(device):
+    cases.check_forbidden_tokens(device)
+
+
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
 @pytest.mark.parametrize("variant", VARIANT_NAMES)

@@ -187,6 +187,8 @@ def breaking(section: str, **fields):
     [
         breaking("loss", num_steps_per_rollout=3),
         breaking("loss", eps_clip=0.0),
+        breaking("loss", loss_variant="gpso"),
+        breaking("loss", loss_variant="gspo-token", fuse_lm_head=True),
         breaking("loss", eps_clip_high=-1.0),
         breaking("algorithm", ibpo_lambda=2.0, ibpo_beta=0.5),
         breaking("rollout", rollout_max_context_len=8192),

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,34 +26,52 @@ from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EnginePo
 from megatron_ibpo.rollout.placement import EnginePlace, place_engines
 from megatron_ibpo.rollout.pool import _shares
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.weights.regions import whole
+from megatron_ibpo.weights.source import Box, Region, TensorMeta
 from megatron_ibpo.weights.transfer import (
+    Order,
     WeightMismatchError,
+    WeightPlanError,
     choose_transport,
     gloo,
     open_transport,
     update_engines,
 )
-from megatron_ibpo.weights.transfer.buckets import pack, plan_buckets, unpack
-from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.world import World
 
 CONTEXT = 256
 
 
 class CheckpointSource:
-    """The weights of a checkpoint, offered as a trainer offers its own."""
+    """The weights of a checkpoint, offered as a trainer offers its own: in shards, one a rank, where a
+    tensor's rows can be divided."""
 
-    def __init__(self, directory: Path, *, is_sender: bool = True) -> None:
+    def __init__(self, directory: Path, world: World | None = None) -> None:
         self.tensors = load_file(directory / "model.safetensors")
-        self.is_sender = is_sender
+        self.rank, self.size = (0, 1) if world is None else (world.rank, world.size)
 
     def metadata(self) -> list[TensorMeta]:
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name, tensor in self.tensors.items():
-            yield name, tensor if self.is_sender else None
+    def regions(self) -> list[tuple[Region, ...]]:
+        return [
+            tuple(Region(box, (rank,)) for rank, box in enumerate(self.shards(tensor)))
+            for tensor in self.tensors.values()
+        ]
+
+    def local(self) -> Iterator[dict[Box, torch.Tensor]]:
+        for tensor in self.tensors.values():
+            boxes = self.shards(tensor)
+            if self.rank < len(boxes):
+                (start, stop), *_ = boxes[self.rank]
+                yield {boxes[self.rank]: tensor[start:stop]}
+            else:
+                yield {}
+
+    def shards(self, tensor: torch.Tensor) -> list[Box]:
+        parts = self.size if len(tensor) % self.size == 0 else 1
+        rows = len(tensor) // parts
+        return [((part * rows, (part + 1) * rows), *whole(tensor.shape[1:])) for part in range(parts)]
 
 
 def make_config(run_dir: Path, dtype: str) -> Config:
@@ -153,63 +172,6 @@ def test_shares_are_contiguous_and_even(count: int, engines: int) -> None:
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-
-
-@given(
-    sizes=st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 7), st.integers(1, 9)), max_size=12),
-    limit=st.integers(1, 200),
-)
-def test_buckets_carry_every_tensor_unchanged(sizes: list[tuple[torch.dtype, int, int]], limit: int) -> None:
-    tensors = [
-        (f"t{number}", torch.randn(rows, columns).mul(9).to(dtype))
-        for number, (dtype, rows, columns) in enumerate(sizes)
-    ]
-    metas = [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors]
-    buckets = plan_buckets(metas, limit)
-    flats = list(pack(tensors, buckets))
-    arrived = [item for bucket, flat in zip(buckets, flats, strict=True) for item in unpack(bucket, flat)]
-    assert [name for name, _ in arrived] == [name for name, _ in tensors]
-    assert all(
-        a.dtype == b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(arrived, tensors, strict=True)
-    )
-    assert all(sum(meta.num_bytes for meta in b.metas) <= limit or len(b.metas) == 1 for b in buckets)
-
-
-def test_a_source_that_breaks_its_word_is_named() -> None:
-    buckets = plan_buckets([TensorMeta("a", torch.float32, (2,))], 100)
-    with pytest.raises(
-        ValueError, match=r"announced a torch.float32 \(2,\) and then yielded a torch.float32 \(3,\)"
-    ):
-        list(pack([("a", torch.zeros(3))], buckets))
-    with pytest.raises(ValueError, match="then yielded nothing"):
-        list(pack([], buckets))
-    with pytest.raises(ValueError, match="yielded b beyond"):
-        list(pack([("a", torch.zeros(2)), ("b", torch.zeros(2))], buckets))
-
-
-def test_checksum_by_hand() -> None:
-    words = torch.tensor([5, -2], dtype=torch.int32)
-    multiplier = 0x9E3779B97F4A7C15
-    assert checksum(words) == (6 * multiplier + (-1) * 3 * multiplier) % 2**64
-
-
-@given(
-    values=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=2, max_size=40),
-    place=st.integers(0, 39),
-    flip=st.integers(1, 255),
-)
-def test_checksum_sees_any_wrong_byte(values: list[int], place: int, flip: int) -> None:
-    tensor = torch.tensor(values, dtype=torch.int16)
-    wrong = tensor.clone()
-    wrong.view(torch.uint8)[place % (2 * len(values))] ^= flip
-    assert checksum(wrong) != checksum(tensor)
-
-
-def test_checksum_sees_values_that_changed_places() -> None:
-    assert checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
-
-
 def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert read_eos_token_ids(tmp_path) == (7,)
@@ -306,14 +268,14 @@ def test_a_bit_that_flips_on_the_way_is_noticed(
     dense: EnginePool, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = CheckpointSource(checkpoints["dense 1"])
-    broadcast = gloo._broadcast
+    send = gloo._Outbox.send
 
-    def flip_once(group: object, flat: torch.Tensor) -> None:
-        monkeypatch.setattr(gloo, "_broadcast", broadcast)
+    def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
+        monkeypatch.setattr(gloo._Outbox, "send", send)
         flat[0] ^= 1
-        broadcast(group, flat)
+        send(outbox, bucket, flat, *rest)
 
-    monkeypatch.setattr(gloo, "_broadcast", flip_once)
+    monkeypatch.setattr(gloo._Outbox, "send", flip_once)
     with pytest.raises(
         WeightMismatchError, match=f"1 of {len(source.tensors)} tensors .*: {next(iter(source.tensors))}"
     ):
@@ -333,16 +295,29 @@ def test_a_killed_engine_is_restarted_once_with_the_current_weights(
     assert dense.restarts == 1
 
 
-def test_weights_that_do_not_come_are_named_and_the_second_death_ends_the_run(
-    dense: EnginePool, checkpoints: dict[str, Path]
-) -> None:
+def test_a_second_death_ends_the_run(dense: EnginePool, checkpoints: dict[str, Path]) -> None:
     assert dense.restarts == 1
-    source = CheckpointSource(checkpoints["dense 1"])
-    del source.tensors["model.layers.1.mlp.down_proj.weight"]
-    with pytest.raises(
-        EngineError, match=r"(?s)did not bring model\.layers\.1\.mlp\.down_proj\.weight.*only once"
-    ):
-        dense.update_weights(source, 5)
+    os.kill(dense._mine[0].pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"(?s)engine 0 died.*killed by signal 9.*only once"):
+        dense.update_weights(CheckpointSource(checkpoints["dense 1"]), 5)
+
+
+def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
+    del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
+    strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
+    config = make_config(tmp_path, "float32")
+    with EnginePool(config, World(0, 1, 0, torch.device("cpu"), None), checkpoints["dense 0"]) as pool:
+        pool.start()
+        with pytest.raises(WeightPlanError, match=r"do not bring model\.layers\.1\.mlp\.down_proj\.weight"):
+            pool.update_weights(lacking, 1)
+        with pytest.raises(EngineError, match="asked to sample with policy version 1, the engine has none"):
+            pool.generate(make_requests(2))
+        with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
+            pool.update_weights(strange, 2)
+        assert pool.restarts == 0
 
 
 # --- two trainer ranks, an engine each, Qwen3-Next in bfloat16 --------------------------------------
@@ -351,7 +326,7 @@ def test_weights_that_do_not_come_are_named_and_the_second_death_ends_the_run(
 def next_on_two_ranks(world: World, first: Path, second: Path, run_dir: Path) -> dict[str, object]:
     config = make_config(run_dir, "bfloat16")
     requests = make_requests(31)
-    source = CheckpointSource(second, is_sender=world.is_driver)
+    source = CheckpointSource(second, world)
     with EnginePool(config, world, first) as pool:
         pool.start()
         before = pool.generate(requests)
@@ -479,10 +454,13 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
     engine = Engine(settings, tmp_path / "engine.log")
     try:
         engine.wait_ready(200)
-        transport = open_transport("gloo", world, num_engines=1, workers_per_engine=2, bucket_bytes=10_000)
-        assert transport.connect({0: engine}, [0]) == {}
+        transport = open_transport(
+            "gloo", world, num_engines=1, workers_per_engine=2, bucket_bytes=10_000, timeout=100
+        )
         source = CheckpointSource(checkpoints["dense 1"])
-        assert update_engines(transport, world, source, 1, {0: engine}, [0], sleeping=False, check=True) == {}
+        assert transport.connect(source, {0: engine}, [0]) == {}
+        order = Order(version=1, sleeping=False, check=True, timeout=100)
+        sent = update_engines(transport, world, source, order, {0: engine}, [0])
         responses = engine.generate(requests, version=1, timeout=100)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDiedError):
@@ -491,5 +469,9 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
         engine.close()
     reference = reference_logprobs(checkpoints["dense 1"], requests, responses)
     assert difference([r.logprobs for r in responses], reference).max() < 2e-5
+    assert sent.failures == {}
+    replicated = sum(t.nbytes for name, t in source.tensors.items() if "norm" in name)
+    whole_model = sum(t.nbytes for t in source.tensors.values())
+    assert sent.num_bytes == sent.needed_bytes == whole_model + replicated  # each worker its shard only
     left = set(os.listdir("/dev/shm")) - there_before
     assert not {name for name in left if name.startswith(("psm_", "sem.mp-", "vllm"))}

@@ -25,15 +25,19 @@ DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
 
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 """Below, at and across the delta rule's chunks; the last is padding of weight 0."""
-BOUND = {"dense": 1e-5, "tied": 1e-5, "next": 5e-5}
-GRADIENT_BOUND = {"dense": 1e-5, "tied": 1e-5, "next": 5e-4}
+BOUND = {"dense": 1e-5, "tied": 1e-5, "wide dense": 1e-5, "next": 5e-5, "wide next": 5e-5}
+GRADIENT_BOUND = {"dense": 1e-5, "tied": 1e-5, "wide dense": 1e-5, "next": 5e-4, "wide next": 5e-4}
 """Largest difference in a gradient tensor, relative to the largest element of that gradient tensor. Against
 float64, the decay parameters of Qwen3-Next are off by 2.5e-4 in transformers and by 9e-5 in ours."""
 
 
-def layout(tp=1, pp=1, ep=1):
+def layout(tp=1, pp=1, ep=1, etp=1, first=None):
     return ParallelConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        decoder_first_pipeline_num_layers=first,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
     )
 
 
@@ -48,6 +52,9 @@ CASES = {
         ("next", layout(ep=2)),
         ("next", layout(tp=2, ep=2)),
         ("next", layout(pp=2)),
+        ("wide dense", layout(pp=2, first=2)),
+        ("next", layout(pp=2, first=1)),
+        ("next", layout(tp=2, etp=2)),
     ],
     4: [
         ("dense", layout(tp=2)),  # and two data-parallel replicas
@@ -55,6 +62,9 @@ CASES = {
         ("next", layout(tp=2, pp=2, ep=2)),
         ("next", layout(tp=2, ep=4)),
         ("next", layout(ep=4)),
+        ("wide dense", layout(tp=4)),
+        ("wide next", layout(tp=4, ep=4)),
+        ("wide next", layout(tp=4, etp=4)),
     ],
 }
 
@@ -66,6 +76,10 @@ def checkpoints(tmp_path_factory):
         "dense": make_qwen3(directory / "dense", 5, std=0.08),
         "tied": make_qwen3(directory / "tied", 6, std=0.08, tie=True),
         "next": make_qwen3_next(directory / "next", 7, std=0.08, value_heads=4),
+        "wide dense": make_qwen3(directory / "wide dense", 8, std=0.08, layers=3, kv_heads=4),
+        "wide next": make_qwen3_next(
+            directory / "wide next", 9, std=0.08, kv_heads=4, key_heads=4, value_heads=8
+        ),
     }
 
 

@@ -124,6 +124,8 @@ def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80
     assert memory.logits == 0, "only the last stage has logits"
     logits = 32768 * 151936 // 2 * 2
     assert logits < plan.ranks[-1].logits < 1.1 * logits
+    fused = planner(plan_of, NEXT_80B, 32, "--fuse-lm-head").ranks[-1].logits
+    assert fused == 4096 * 151936 // 2 * 2 + 2 * 151936 // 2 * 2048 * 4, "a chunk, and two fp32 gradients"
     unsharded = planner(plan_of, NEXT_80B, 32, "--no-use-distributed-optimizer").ranks[0]
     assert unsharded.optimizer == 12 * (part.dense + part.experts)
 

@@ -413,18 +413,28 @@ def run_python(arguments, *, cwd, stdin="", python_path=""):
     return done
 
 
+WHOSE_KERNELS = """
+import kernels
+from transformers.integrations import hub_kernels
+from transformers.utils.import_utils import is_kernels_available
+import vllm
+import megatron_ibpo.kernels as ours
+assert is_kernels_available()
+assert hub_kernels.LayerRepository is kernels.LayerRepository
+print(kernels.__file__, *ours.__path__)
+"""
+
+
 @pytest.mark.parametrize("how", ["-c", "stdin", "-m"])
 def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root(tmp_path, how):
     """Python started in the root has the root before every installed package on its path."""
-    package = tmp_path / "kernels"
-    package.mkdir()
-    (package / "__init__.py").write_text("whose = 'theirs'")
-    code = "import kernels, megatron_ibpo.kernels as ours; print(kernels.whose, *ours.__path__)"
-    (tmp_path / "probe.py").write_text(code)
-    arguments = {"-c": ["-c", code], "stdin": ["-"], "-m": ["-m", "probe"]}[how]
-    done = run_python(arguments, cwd=ROOT, stdin=code, python_path=str(tmp_path))
-    whose, ours = done.stdout.split()
-    assert whose == "theirs"
+    theirs = Path(metadata.distribution("kernels").locate_file("kernels"))
+    pytest.importorskip("vllm")
+    (tmp_path / "probe.py").write_text(WHOSE_KERNELS)
+    arguments = {"-c": ["-c", WHOSE_KERNELS], "stdin": ["-"], "-m": ["-m", "probe"]}[how]
+    done = run_python(arguments, cwd=ROOT, stdin=WHOSE_KERNELS, python_path=str(tmp_path))
+    found, ours = done.stdout.splitlines()[-1].split()
+    assert Path(found).parent.resolve() == theirs.resolve()
     assert Path(ours).resolve() == ROOT / "kernels"
 
 

@@ -27,6 +27,7 @@ def checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     return {
         "dense": make_qwen3(directory / "dense", 3, std=0.1),
+        "tied": make_qwen3(directory / "tied", 5, std=0.1, tie=True),
         "next": make_qwen3_next(directory / "next", 4, std=0.1),
     }
 
@@ -105,11 +106,11 @@ def close_trainer():
     parallel.destroy()
 
 
-def gradients(world, cases, rows):
+def gradients(world, cases, rows, **loss):
     """For each (checkpoint, layout): gradients by name from rank 0, metrics from every rank."""
     results = []
     for hf_dir, parallel in cases:
-        config = config_for(parallel)
+        config = config_for(parallel, **loss)
         before, _ = one_update(world, hf_dir, config, [])
         after, metrics = one_update(world, hf_dir, config, rows)
         moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_driver else None
@@ -150,6 +151,30 @@ def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints):
         for name in ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"):
             assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
         assert metrics["sequences_without_advantage"] == sum(s.advantage == 0 for s in rows)
+
+
+def gradients_with_the_fused_head(world, cases, rows):
+    return gradients(world, cases, rows, fuse_lm_head=True, num_steps_per_rollout=2)
+
+
+def gradients_of_the_logits(world, cases, rows):
+    return gradients(world, cases, rows, num_steps_per_rollout=2)
+
+
+def test_the_fused_head_trains_as_the_logits_do(checkpoints):
+    """Tied and untied, with vocabulary and sequences sharded, in pipelines; two mini-batches, of which the
+    second needs old log-probs."""
+    rows = sequences(8)
+    names = ("dense", "tied", "next")
+    expected = run_ranks(gradients_of_the_logits, 1, [(checkpoints[n], layout()) for n in names], rows)[0]
+    cases = [(checkpoints[n], chosen) for n in names for chosen in (layout(tp=2), layout(pp=2))]
+    found = run_ranks(gradients_with_the_fused_head, 2, cases, rows, timeout=240)[0]
+    for number, (moved, metrics) in enumerate(found):
+        wanted, wanted_metrics = expected[number // 2]
+        scale = max(g.abs().max().item() for g in wanted.values())
+        assert max((moved[n] - wanted[n]).abs().max().item() for n in wanted) <= 2e-4 * scale, cases[number]
+        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"):
+            assert metrics[name] == pytest.approx(wanted_metrics[name], rel=2e-4, abs=1e-6), cases[number]
 
 
 def golden_loss(world, hf_dir, rows):

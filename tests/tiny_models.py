@@ -30,12 +30,14 @@ SHARED: dict[str, Any] = {
 }
 
 
-def make_qwen3(directory: Path, seed: int, *, tie: bool = False, layers: int = 2, std: float = 0.2) -> Path:
+def make_qwen3(
+    directory: Path, seed: int, *, tie: bool = False, layers: int = 2, std: float = 0.2, kv_heads: int = 2
+) -> Path:
     """A dense Qwen3 in float32; `std` is the spread of its weights: large, so that outputs are peaked."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        **SHARED,
+        **{**SHARED, "num_key_value_heads": kv_heads},
         num_hidden_layers=layers,
         intermediate_size=192,
         tie_word_embeddings=tie,
@@ -45,17 +47,24 @@ def make_qwen3(directory: Path, seed: int, *, tie: bool = False, layers: int = 2
 
 
 def make_qwen3_next(
-    directory: Path, seed: int, *, layers: int = 4, std: float = 0.2, value_heads: int = 2
+    directory: Path,
+    seed: int,
+    *,
+    layers: int = 4,
+    std: float = 0.2,
+    kv_heads: int = 2,
+    key_heads: int = 2,
+    value_heads: int = 2,
 ) -> Path:
-    """A hybrid Qwen3-Next in float32: every fourth layer is attention, the others Gated DeltaNet with two
-    key heads and `value_heads`, all MoE."""
+    """A hybrid Qwen3-Next in float32: every fourth layer is attention, the others Gated DeltaNet with
+    `key_heads` and `value_heads`, all MoE."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
-        **SHARED,
+        **{**SHARED, "num_key_value_heads": kv_heads},
         num_hidden_layers=layers,
         full_attention_interval=4,
-        linear_num_key_heads=2,
+        linear_num_key_heads=key_heads,
         linear_num_value_heads=value_heads,
         linear_key_head_dim=64,
         linear_value_head_dim=64,

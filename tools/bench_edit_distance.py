@@ -41,8 +41,9 @@ Ids = npt.NDArray[np.int64]
 VOCABULARY = 150_000
 UNRELATED = 1.0
 EDITS = (0.02, 0.2, 0.6, UNRELATED)
-PAIRS = {64: 1024, 128: 512, 256: 512, 512: 256, 4096: 24, 32768: 3}
-"""By length: pairs of a batch, so that a batch takes rapidfuzz a few to a few hundred milliseconds."""
+PAIRS = {64: 2048, 128: 1024, 256: 1024, 512: 512, 4096: 96, 32768: 6}
+"""By length: pairs of a batch, about as many as a step of training corrects: what a call costs in itself, and
+what it finds cold after the other side's turn, is a small part then."""
 DISTANCE_TARGETS = {
     64: (4, 4, 4, 4), 128: (4, 4, 4, 4), 256: (4, 4, 4, 4), 512: (8, 8, 8, 8),
     4096: (25, 25, 12, 12), 32768: (180, 60, 22, 18),

@@ -39,7 +39,12 @@ struct Avx2 {
         return _mm256_andnot_si256(_mm256_cmpgt_epi64(_mm256_setzero_si256(), columns),
                                    _mm256_cmpgt_epi64(_mm256_set1_epi64x(num_columns), columns));
     }
+    static IBPO_INLINE V without(V bits, V others) { return _mm256_andnot_si256(others, bits); }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return _mm256_blendv_epi8(no, yes, mask); }
+    static IBPO_INLINE std::uint64_t top_bits(const std::uint64_t* words) {
+        const __m256d four = _mm256_loadu_pd(reinterpret_cast<const double*>(words));
+        return static_cast<std::uint64_t>(_mm256_movemask_pd(four));
+    }
     // a bit for each of 64 ids that is this one
     static IBPO_INLINE std::uint64_t equal_rows(const std::uint32_t* ids, std::uint32_t id) {
         const V wanted = _mm256_set1_epi32(static_cast<int>(id));
@@ -96,6 +101,7 @@ const Kernels kAvx2Kernels = {
      {16, 1115, 1115, 220, 3000, advance_stripe<Avx2, 4, false>, advance_stripe<Avx2, 4, true>, nullptr}},
     {distance_packed<Avx2, 1>, distance_packed<Avx2, 2>, distance_packed<Avx2, 3>, distance_packed<Avx2, 4>},
     match_rows<Avx2>,
+    gather_top_bits<Avx2>,
 };
 
 }  // namespace ibpo

@@ -36,7 +36,11 @@ struct Avx512 {
         const V columns = _mm512_add_epi64(_mm512_set1_epi64(column), _mm512_set_epi64(0, -1, -2, -3, -4, -5, -6, -7));
         return _mm512_cmplt_epu64_mask(columns, _mm512_set1_epi64(num_columns));  // a negative one is a huge one
     }
+    static IBPO_INLINE V without(V bits, V others) { return _mm512_andnot_si512(others, bits); }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return _mm512_mask_mov_epi64(no, mask, yes); }
+    static IBPO_INLINE std::uint64_t top_bits(const std::uint64_t* words) {
+        return _mm512_cmplt_epi64_mask(_mm512_loadu_si512(words), _mm512_setzero_si512());
+    }
     // a bit for each of 64 ids that is this one
     static IBPO_INLINE std::uint64_t equal_rows(const std::uint32_t* ids, std::uint32_t id) {
         const V wanted = _mm512_set1_epi32(static_cast<int>(id));
@@ -102,11 +106,14 @@ struct Avx512 {
 const Kernels kAvx512Kernels = {
     "avx512",
     Avx512::kLanes,
-    {{8, 490, 262, 180, 1100, advance_stripe<Avx512, 1, false>, advance_stripe<Avx512, 1, true>, advance_two_stripes<Avx512, 1>},
-     {16, 510, 383, 220, 1100, advance_stripe<Avx512, 2, false>, advance_stripe<Avx512, 2, true>, advance_two_stripes<Avx512, 2>},
+    {{8, 490, 262, 180, 1100, advance_stripe<Avx512, 1, false>, advance_stripe<Avx512, 1, true>,
+      advance_two_stripes<Avx512, 1>},
+     {16, 510, 360, 220, 1100, advance_stripe<Avx512, 2, false>, advance_stripe<Avx512, 2, true>,
+      advance_two_stripes<Avx512, 2>},
      {32, 750, 750, 400, 2800, advance_stripe<Avx512, 4, false>, advance_stripe<Avx512, 4, true>, nullptr}},
     {distance_packed<Avx512, 1>, distance_packed<Avx512, 2>, distance_packed<Avx512, 3>, distance_packed<Avx512, 4>},
     match_rows<Avx512>,
+    gather_top_bits<Avx512>,
 };
 
 }  // namespace ibpo

@@ -19,7 +19,9 @@ struct Word {
     static IBPO_INLINE Mask active(std::ptrdiff_t column, std::ptrdiff_t num_columns) {
         return column >= 0 && column < num_columns;
     }
+    static IBPO_INLINE V without(V bits, V others) { return bits & ~others; }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return mask ? yes : no; }
+    static IBPO_INLINE std::uint64_t top_bits(const std::uint64_t* words) { return *words >> 63; }
 
     static IBPO_INLINE void column(V equal, V in_rises, V in_falls, V& rises, V& falls, V& right_rises, V& right_falls,
                                    V& zero_diagonal) {
@@ -55,6 +57,7 @@ const Kernels kPortableKernels = {
      {4, 888, 888, 160, 3300, advance_stripe<Word, 4, false>, advance_stripe<Word, 4, true>, nullptr}},
     {distance_packed<Word, 1>, distance_packed<Word, 2>, distance_packed<Word, 3>, distance_packed<Word, 4>},
     nullptr,
+    gather_top_bits<Word>,
 };
 
 }  // namespace ibpo

@@ -60,9 +60,9 @@ struct Stripe {
             }
             if (kRecord) {
                 std::uint64_t* planes = args.planes + at * kPlanes * kWords + group * kLanes;
-                Vector::store(planes + kUp * kWords, rises[group]);
-                Vector::store(planes + kLeft * kWords, right_rises[group]);
-                Vector::store(planes + kZeroDiagonal * kWords, zero_diagonal);
+                Vector::store(planes + kFromAbove * kWords, Vector::without(rises[group], equal));
+                Vector::store(planes + kFromLeft * kWords, Vector::without(right_rises[group], equal));
+                Vector::store(planes + kNotDiagonal * kWords, Vector::without(zero_diagonal, equal));
             }
         }
         const std::ptrdiff_t done = at - (kWords - 1);
@@ -103,6 +103,16 @@ template <typename Vector, int kGroups>
 void advance_two_stripes(const StripeArgs& args, const StripeArgs& other_args) {
     Stripe<Vector, kGroups> stripe(args), other(other_args);
     run_stripes<false>(stripe, other);
+}
+
+template <typename Vector>
+void gather_top_bits(const std::uint64_t* words, std::ptrdiff_t count, std::uint64_t* bits) {
+    for (std::ptrdiff_t from = 0; from < count; from += 64) {
+        std::uint64_t found = 0;
+#pragma GCC unroll 16
+        for (int i = 0; i < 64; i += Vector::kLanes) found |= Vector::top_bits(words + from + i) << i;
+        bits[from / 64] = found;
+    }
 }
 
 }  // namespace ibpo

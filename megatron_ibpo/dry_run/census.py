@@ -17,7 +17,7 @@ from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.shape import ModelShape
 from megatron_ibpo.world import World
 
-__all__ = ["Census", "RankPart", "take_census"]
+__all__ = ["Census", "RankPart", "as_rank", "take_census"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _count(shape: ModelShape, config: Config, rank: int, world_size: int) -> Ran
 
     from megatron_ibpo.policy.model import build_model
 
-    with _as_rank(rank, world_size, config):
+    with as_rank(rank, world_size, config):
         (chunk,) = build_model(shape, config, device="meta")
         dense = experts = largest = 0
         for name, parameter in chunk.named_parameters():
@@ -111,7 +111,7 @@ def _count(shape: ModelShape, config: Config, rank: int, world_size: int) -> Ran
 
 
 @contextmanager
-def _as_rank(rank: int, world_size: int, config: Config) -> Iterator[None]:
+def as_rank(rank: int, world_size: int, config: Config) -> Iterator[None]:
     """This process as `rank` of a world in which nobody else exists and no collective communicates."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.dry_run.census import Census, RankPart
-from megatron_ibpo.shape import ModelShape
+from megatron_ibpo.loss import CHUNK_ROWS
+from megatron_ibpo.shape import ModelShape, pipeline_layers
 
 __all__ = [
     "CONTEXT_BYTES",
@@ -48,6 +49,7 @@ class RankMemory:
     optimizer: int
     activations: int
     logits: int
+    """And what the loss holds beside them."""
 
     @property
     def resident(self) -> int:
@@ -85,17 +87,22 @@ def rank_memory(
         dense = -(-dense // census.data_parallel)
         experts = -(-experts // census.expert_data_parallel)
     stages = config.parallel.pipeline_model_parallel_size
-    logits = 0
-    if part.pipeline == stages - 1:
-        tensor = config.parallel.tensor_model_parallel_size
-        logits = max_tokens * shape.vocab_size // tensor * element + _LOSS_CHUNK_BYTES
     return RankMemory(
         weights=part.parameters * element,
         gradients=part.parameters * 4,
         optimizer=(dense + experts) * state,
         activations=_activations(shape, config, part, max_tokens),
-        logits=logits,
+        logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
     )
+
+
+def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
+    """Logits of a micro-batch; with the LM head fused those of a chunk, and two fp32 gradients of the head:
+    its own, and that of the sequence which the chunk leaves open."""
+    columns = shape.vocab_size // config.parallel.tensor_model_parallel_size
+    if config.loss.fuse_lm_head:
+        return min(max_tokens, CHUNK_ROWS) * columns * element + 2 * columns * shape.hidden_size * 4
+    return max_tokens * columns * element + _LOSS_CHUNK_BYTES
 
 
 def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
@@ -147,8 +154,8 @@ def _activations(shape: ModelShape, config: Config, part: RankPart, tokens: int)
     stages = config.parallel.pipeline_model_parallel_size
     element = 2 if config.model.bf16 else 4
     in_flight = stages - part.pipeline  # micro-batches that 1F1B keeps alive on this stage
-    first = part.pipeline * part.layers
-    kinds = shape.full_attention[first : first + part.layers]
+    (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
+    kinds = [shape.full_attention[layer] for layer in layers]
     layer_bytes = [_layer_elements(shape, config, full) * tokens * element for full in kinds]
     working = 2.0 * max(layer_bytes)  # a layer's tensors and their gradients
     if config.model.recompute_granularity != "full":

@@ -1,18 +1,20 @@
 """The policy-gradient loss over packed sequences: torch defines it, Triton kernels do the same on GPUs."""
 
 from megatron_ibpo.loss.backend import ChosenBackend, LossBackend, choose_backend
-from megatron_ibpo.loss.linear_loss import linear_packed_sequence_loss
+from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_packed_sequence_loss
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.sequence_loss import LossStats, packed_sequence_loss
 from megatron_ibpo.loss.variants import VARIANTS, Variant, resolve_variant
 
 __all__ = [
+    "CHUNK_ROWS",
     "VARIANTS",
     "ChosenBackend",
     "LossBackend",
     "LossStats",
     "Variant",
     "choose_backend",
+    "linear_packed_logprobs",
     "linear_packed_sequence_loss",
     "packed_logprobs",
     "packed_sequence_loss",

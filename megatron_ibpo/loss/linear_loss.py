@@ -29,7 +29,10 @@ from megatron_ibpo.loss.kl import KL_ESTIMATORS, KLEstimator
 from megatron_ibpo.loss.segments import Objective, Segments, divisors, segment_loss, sum_over_ranks
 from megatron_ibpo.loss.sequence_loss import LossStats, describe
 
-__all__ = ["linear_packed_sequence_loss"]
+__all__ = ["CHUNK_ROWS", "linear_packed_logprobs", "linear_packed_sequence_loss"]
+
+CHUNK_ROWS = 4096
+"""Response rows whose logits are held at once: enough for the products to run at full speed."""
 
 
 def linear_packed_sequence_loss(
@@ -41,7 +44,7 @@ def linear_packed_sequence_loss(
     cu_seqlens: Tensor,
     advantages: Tensor,
     *,
-    chunk: int = 4096,
+    chunk: int = CHUNK_ROWS,
     into_main_grad: bool = False,
     token_weights_N: Tensor | None = None,
     sequence_weights_S: Tensor | None = None,
@@ -96,32 +99,49 @@ def linear_packed_sequence_loss(
         kl_coef=kl_coef,
         cp_group=cp_group,
     )
-    _check(hidden_NH, weight_VH, targets_N, variant, objective, chunk, into_main_grad)
+    _check_head(hidden_NH, weight_VH, targets_N, chunk)
+    _check(weight_VH, variant, objective, into_main_grad)
     spread = spread_temperature(temperature, segments.sequence_of_row, segments.num_sequences)
-    head = _Head(
-        hidden_NH,
-        weight_VH,
-        targets_N,
-        torch.as_tensor(spread, device=hidden_NH.device).expand(len(hidden_NH)),
-        tp_group,
-        logprobs.own_vocab_range(vocab_range, len(weight_VH), tp_group),
-        choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name,
-    )
+    head = _make_head(hidden_NH, weight_VH, targets_N, spread, tp_group, vocab_range, backend)
     loss, *seen = _LinearLoss.apply(
         hidden_NH, weight_VH, head, segments, objective, chunk, into_main_grad, torch.is_grad_enabled()
     )
     return loss, LossStats(*seen)
 
 
-def _check(
+@torch.no_grad()
+def linear_packed_logprobs(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     targets_N: Tensor,
-    variant: str,
-    objective: Objective,
-    chunk: int,
-    into_main_grad: bool,
-) -> None:
+    *,
+    response_mask_N: Tensor,
+    temperature_N: Tensor | float = 1.0,
+    chunk: int = CHUNK_ROWS,
+    tp_group: Any = None,
+    vocab_range: tuple[int, int] | None = None,
+    backend: LossBackend = "auto",
+) -> Tensor:
+    """The log-probs that `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient.
+
+    Arguments as there and in `linear_packed_sequence_loss`.
+
+    Returns:
+        [N] fp32 (fp64 for fp64), 0 in rows where response_mask_N is 0.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a target outside the vocabulary.
+    """
+    _check_head(hidden_NH, weight_VH, targets_N, chunk)
+    head = _make_head(hidden_NH, weight_VH, targets_N, temperature_N, tp_group, vocab_range, backend)
+    dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+    logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
+    for rows_C in response_mask_N.nonzero().squeeze(1).split(chunk):
+        logprobs_N[rows_C] = head.chunk(rows_C)[0]
+    return logprobs_N
+
+
+def _check_head(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int) -> None:
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden_NH {tuple(hidden_NH.shape)} and weight_VH {tuple(weight_VH.shape)} do not share H"
@@ -133,13 +153,16 @@ def _check(
             f"hidden_NH is {hidden_NH.dtype} and weight_VH {weight_VH.dtype}: they must agree, and fp16 is "
             "not supported, since rows scaled by small coefficients would underflow in it"
         )
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}, must be at least 1")
+
+
+def _check(weight_VH: Tensor, variant: str, objective: Objective, into_main_grad: bool) -> None:
     if objective.variant.sequence_ratio:
         raise ValueError(
             f"loss variant {variant!r} cannot be fused with the LM head: its token term needs a mean that "
             "only later chunks complete. Use packed_sequence_loss, or gspo, the same for advantages [S]"
         )
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}, must be at least 1")
     if into_main_grad and getattr(weight_VH, "main_grad", None) is None:
         raise ValueError("into_main_grad=True needs weight_VH.main_grad, which Megatron's DDP makes")
 
@@ -162,6 +185,26 @@ class _Head:
         targets_C, temperature_C = self.targets_N[rows_C], self.temperature_N[rows_C]
         statistics = _triton_statistics if self.backend == "triton" else _torch_statistics
         return statistics(logits_CV, targets_C, temperature_C, self.tp_group, self.vocab_range)
+
+
+def _make_head(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor | float,
+    tp_group: Any,
+    vocab_range: tuple[int, int] | None,
+    backend: LossBackend,
+) -> _Head:
+    return _Head(
+        hidden_NH,
+        weight_VH,
+        targets_N,
+        torch.as_tensor(temperature_N, device=hidden_NH.device).expand(len(hidden_NH)),
+        tp_group,
+        logprobs.own_vocab_range(vocab_range, len(weight_VH), tp_group),
+        choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name,
+    )
 
 
 def _torch_statistics(logits_CV, targets_C, temperature_C, tp_group, vocab_range):

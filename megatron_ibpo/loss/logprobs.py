@@ -200,7 +200,8 @@ def _shard_statistics(x_RV: Tensor, targets_R: Tensor, vocab_range: tuple[int, i
     largest = x_RV.amax(1)
     weights_RV = (x_RV - largest[:, None]).exp_()
     total = weights_RV.sum(1)
-    moment = weights_RV.mul_(x_RV).sum(1) if entropy else torch.zeros_like(total)
+    lowest = torch.finfo(x_RV.dtype).min  # a logit of -inf has weight 0, and 0 times -inf is not 0
+    moment = weights_RV.mul_(x_RV.clamp_(min=lowest)).sum(1) if entropy else torch.zeros_like(total)
     return torch.stack([largest, total, moment, target])
 
 

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.hf_files import copy_all_but_weights
+from megatron_ibpo.weights.torch_dist import HF_FILES, LAYOUT, RUN_STATE, StoredCheckpoint, newest_step
 
-__all__ = ["CheckpointError", "find_checkpoint", "load_checkpoint", "load_run_state", "save_checkpoint"]
-
-_STATE_FILE = "run_state.json"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is not there, not whole, or not of this model."""
+__all__ = [
+    "CheckpointError",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_run_state",
+    "load_weights",
+    "save_checkpoint",
+]
 
 
 def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dict[str, Any]) -> Path:
@@ -34,11 +44,17 @@ def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dic
         partial.mkdir(parents=True)
 
     trainer.world.on_driver(prepare)
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
+    models = _models(trainer.chunks, is_loading=False)
+    dist_checkpointing.save({**models, **_progress(trainer, models, is_loading=False)}, str(partial))
     trainer.world.barrier()
 
     def publish() -> None:
-        (partial / _STATE_FILE).write_text(json.dumps({"step": step, **run_state}), encoding="utf-8")
+        if (origin := trainer.config.model.hf_checkpoint) is not None:
+            (partial / HF_FILES).mkdir()
+            copy_all_but_weights(origin, partial / HF_FILES, next(trainer.chunks[0].parameters()).dtype)
+        layout = {"optimizer": True, "parallel": asdict(trainer.config.parallel)}
+        (partial / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
+        (partial / RUN_STATE).write_text(json.dumps({"step": step, **run_state}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
 
@@ -52,54 +68,149 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / _STATE_FILE).is_file():
+    if (path / RUN_STATE).is_file():
         return path
-    found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
-    whole = sorted((p for p in found if (p / _STATE_FILE).is_file()), key=lambda p: p.name)
-    if not whole:
-        raise CheckpointError(f"--load {path}: there is no step_N with a {_STATE_FILE} in it")
-    return whole[-1]
+    if (newest := newest_step(path)) is None:
+        raise CheckpointError(f"--load {path}: there is no step_N with a {RUN_STATE} in it")
+    return newest
 
 
 def load_run_state(checkpoint: Path) -> dict[str, Any]:
     """The loop's own part of a checkpoint, `step` included."""
     try:
-        return json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
+        return json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {error}") from error
+        raise CheckpointError(f"{checkpoint / RUN_STATE} cannot be read: {error}") from error
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Restore weights, optimizer state and schedule.
+    """Restore weights, optimizer state and schedule, saved under whatever layout.
+
+    A checkpoint of weights alone, as the conversion tools write, leaves optimizer and schedule new.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or holds another model.
+        CheckpointError: the checkpoint is damaged or unsafe, or holds another model, or its optimizer was
+            or was not sharded over data-parallel ranks, other than this one.
     """
+    saved = _read_layout(checkpoint)
+    if not saved.get("optimizer", True):
+        load_weights(trainer.chunks, checkpoint)
+        trainer.optimizer.reload_model_params()
+        return
+    sharded = trainer.config.parallel.use_distributed_optimizer
+    if saved and saved["parallel"]["use_distributed_optimizer"] != sharded:
+        raise CheckpointError(
+            f"--load {checkpoint}: was saved with use_distributed_optimizer={not sharded}; "
+            "resume with the same"
+        )
+    _allocate_torch_state(trainer)
+    models = _models(trainer.chunks, is_loading=True)
+    state = _load({**models, **_progress(trainer, models, is_loading=True)}, checkpoint)
+    _fill(trainer.chunks, state)
+    with _step_left_alone():
+        trainer.optimizer.load_state_dict(state["optimizer"])
+    _give_each_parameter_its_step(trainer)
+    trainer.scheduler.load_state_dict(state["scheduler"])
+
+
+def load_weights(chunks: Sequence[Any], checkpoint: Path) -> None:
+    """Fill this rank's models, wrapped by DDP or not, from a checkpoint, converting to their dtype.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or unsafe, or holds another model.
+    """
+    _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint))
+
+
+def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    StoredCheckpoint(checkpoint)  # read safely first: Megatron unpickles the metadata as it comes
     try:
-        state = dist_checkpointing.load(_state(trainer, is_loading=True), str(checkpoint))
+        return dist_checkpointing.load(wanted, str(checkpoint))
     except Exception as error:
         raise CheckpointError(
             f"--load {checkpoint}: cannot be loaded into this model: {type(error).__name__}: {error}"
         ) from error
-    for index, chunk in enumerate(trainer.chunks):
-        chunk.module.load_state_dict(state[f"model{index}"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
-    trainer.scheduler.load_state_dict(state["scheduler"])
 
 
-def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
-    metadata = {
+def _fill(chunks: Sequence[Any], state: dict[str, Any]) -> None:
+    for index, chunk in enumerate(chunks):
+        getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"])
+
+
+def _metadata() -> dict[str, Any]:
+    """What Megatron's parts are to know when they name their state."""
+    return {
+        # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
         "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _models(chunks: Sequence[Any], *, is_loading: bool) -> dict[str, Any]:
     models = {
-        f"model{index}": chunk.module.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(trainer.chunks)
+        f"model{index}": getattr(chunk, "module", chunk).sharded_state_dict(metadata=_metadata())
+        for index, chunk in enumerate(chunks)
     }
+    if not is_loading:
+        return models
+    # without Transformer Engine's FP8 scales: not used here, and not there after a conversion
+    return {
+        name: {key: value for key, value in model.items() if not key.endswith("_extra_state")}
+        for name, model in models.items()
+    }
+
+
+def _progress(trainer: Trainer, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    """Optimizer and schedule."""
     optimizer = trainer.optimizer.sharded_state_dict(
         {key: value for model in models.values() for key, value in model.items()},
         is_loading=is_loading,
-        metadata=metadata,
+        metadata=_metadata(),
     )
-    return {**models, "optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
+    return {"optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
+
+
+def _torch_optimizers(trainer: Trainer) -> Iterator[DistributedOptimizer]:
+    """Sharded optimizers around torch's Adam, with which megatron-core 0.19 does not load as it is."""
+    for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        if isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, torch.optim.Adam):
+            yield optimizer
+
+
+def _allocate_torch_state(trainer: Trainer) -> None:
+    """Megatron looks for `step` in a state that torch's Adam only has after a first step."""
+    for optimizer in _torch_optimizers(trainer):
+        if not optimizer.optimizer.state:
+            optimizer._init_optimizer_states_with_dummy_values()
+
+
+def _step_left_alone() -> AbstractContextManager[Any]:
+    """Megatron fills in every tensor of a parameter's state, and has none for torch's `step`, which it has
+    set before."""
+    fill_in = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def fill_in_all_but_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        fill_in(self, parameter, {"step": None, **tensors})
+
+    return mock.patch.object(
+        DistributedOptimizer, "_set_main_param_and_optimizer_states", fill_in_all_but_step
+    )
+
+
+def _give_each_parameter_its_step(trainer: Trainer) -> None:
+    """Megatron loads one `step` tensor for all parameters, and each of them would count it up."""
+    for optimizer in _torch_optimizers(trainer):
+        for state in optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _read_layout(checkpoint: Path) -> dict[str, Any]:
+    """What `layout.json` says; empty for checkpoints without one."""
+    try:
+        return json.loads((checkpoint / LAYOUT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / LAYOUT} cannot be read: {error}") from error

@@ -12,7 +12,7 @@ from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.loss import ChosenBackend, choose_backend, resolve_variant
 from megatron_ibpo.records import TrainSequence
 
-__all__ = ["Objective", "aggregation", "backend_in_use", "clip_params", "gspo_objective"]
+__all__ = ["Objective", "aggregation", "backend_in_use", "check_loss", "clip_params", "gspo_objective"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,21 @@ def clip_params(loss: LossConfig) -> dict[str, float]:
     except ValueError as error:
         raise ValueError(f"--loss-variant with --eps-clip, --eps-clip-high: {error}") from error
     return params
+
+
+def check_loss(loss: LossConfig) -> None:
+    """Refuse settings that no loss has.
+
+    Raises:
+        ValueError: as `clip_params`; --fuse-lm-head with a variant whose token term needs its whole sequence
+            first.
+    """
+    clip_params(loss)
+    if loss.fuse_lm_head and resolve_variant(loss.loss_variant, None)[0].sequence_ratio:
+        raise ValueError(
+            f"--fuse-lm-head with --loss-variant {loss.loss_variant}: its token term needs the mean of its "
+            "whole sequence; drop --fuse-lm-head, or take gspo, the same for one advantage a sequence"
+        )
 
 
 def aggregation(config: Config, minibatch: Sequence[TrainSequence]) -> str | float:

@@ -24,7 +24,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.loss import LossStats, packed_logprobs, packed_sequence_loss, resolve_variant
+from megatron_ibpo.loss import (
+    LossStats,
+    linear_packed_logprobs,
+    linear_packed_sequence_loss,
+    packed_logprobs,
+    packed_sequence_loss,
+    resolve_variant,
+)
+from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
 from megatron_ibpo.policy.objective import Objective, aggregation, backend_in_use, clip_params
 from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches, split_minibatches
 from megatron_ibpo.records import TrainSequence
@@ -254,7 +262,13 @@ class Trainer:
                 max_seqlen_q=batch.max_seqlen,
                 max_seqlen_kv=batch.max_seqlen,
             )
-            logits = model(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
+            logits = model(
+                batch.input_ids_1N,
+                batch.position_ids_1N,
+                None,
+                packed_seq_params=packed,
+                output_processor=whole_hidden_states if self.config.loss.fuse_lm_head else None,
+            )
             return logits, partial(output, batch)
 
         return get_forward_backward_func()(
@@ -268,49 +282,57 @@ class Trainer:
         )
 
     def _loss_output(
-        self, scale: float, objective: Objective, batch: PackedBatch, logits: Tensor
+        self, scale: float, objective: Objective, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, _Totals]:
-        loss, stats = packed_sequence_loss(
-            logits[0],
-            batch.targets_N,
-            batch.old_logprobs_N,
-            batch.response_mask_N,
-            batch.cu_seqlens,
-            batch.advantages_S,
+        if self.config.loss.fuse_lm_head:
+            weight = head_weight(self.chunks[-1].module)
+            policy_loss = partial(linear_packed_sequence_loss, output[0], weight, into_main_grad=True)
+            width = len(weight)
+        else:
+            policy_loss = partial(packed_sequence_loss, output[0], inplace=True)
+            width = output.shape[-1]
+        loss, stats = policy_loss(
+            targets_N=batch.targets_N,
+            old_logprobs_N=batch.old_logprobs_N,
+            response_mask_N=batch.response_mask_N,
+            cu_seqlens=batch.cu_seqlens,
+            advantages=batch.advantages_S,
             token_weights_N=batch.token_weights_N,
             sequence_weights_S=batch.weights_S,
             variant=objective.variant,
             params=objective.clip_params,
             aggregation=objective.divisor,
             temperature=batch.temperature_S,
-            inplace=True,
             backend=objective.backend,
-            **self._vocabulary(logits),
+            **self._vocabulary(width),
         )
         return loss * scale, _observed(batch, loss, stats)
 
-    def _logprob_output(self, batch: PackedBatch, logits: Tensor) -> tuple[Tensor, dict]:
+    def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, dict]:
         lengths = batch.cu_seqlens.diff().long()
-        logprobs_N, _ = packed_logprobs(
-            logits[0],
-            batch.targets_N,
-            response_mask_N=batch.response_mask_N.bool(),
-            temperature_N=batch.temperature_S.repeat_interleave(lengths),
-            entropy=False,
-            backend=self.loss_backend.name,
-            **self._vocabulary(logits),
-        )
-        bounds = batch.cu_seqlens.tolist()
         mask_N = batch.response_mask_N.bool()
+        rows: dict[str, Any] = {
+            "targets_N": batch.targets_N,
+            "response_mask_N": mask_N,
+            "temperature_N": batch.temperature_S.repeat_interleave(lengths),
+            "backend": self.loss_backend.name,
+        }
+        if self.config.loss.fuse_lm_head:
+            weight = head_weight(self.chunks[-1].module)
+            logprobs_N = linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
+        else:
+            vocabulary = self._vocabulary(output.shape[-1])
+            logprobs_N, _ = packed_logprobs(output[0], entropy=False, **rows, **vocabulary)
+        bounds = batch.cu_seqlens.tolist()
         found = {}
         for place, member in enumerate(batch.members):
-            rows = slice(bounds[place], bounds[place + 1])
-            found[member] = tuple(logprobs_N[rows][mask_N[rows]].tolist())
-        return logits.new_zeros(()), found
+            own = slice(bounds[place], bounds[place + 1])
+            found[member] = tuple(logprobs_N[own][mask_N[own]].tolist())
+        return output.new_zeros(()), found
 
-    def _vocabulary(self, logits: Tensor) -> dict[str, Any]:
-        rank, width = parallel_state.get_tensor_model_parallel_rank(), logits.shape[-1]
-        start = rank * width
+    def _vocabulary(self, width: int) -> dict[str, Any]:
+        """This rank's columns of the vocabulary, of which there are `width` with padding."""
+        start = parallel_state.get_tensor_model_parallel_rank() * width
         return {
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_range": (start, min(start + width, self.vocab_size)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.report.display import Size
 
 __all__ = ["run_sizes"]
@@ -51,7 +51,7 @@ def run_sizes(
             f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
             f"of {world_size} ranks",
         ),
-        Size("loss", loss.loss_variant, f"computed by {loss_backend or loss.loss_backend}, --loss-backend"),
+        Size("loss", loss.loss_variant, _computed_by(loss, loss_backend)),
     ]
     if parameters is not None:
         sizes.append(Size("parameters", parameters, "of the whole model"))
@@ -61,3 +61,8 @@ def run_sizes(
     unused = set() if corrections else {"corrections a step"}
     unused |= {"budget"} if config.run.budget is None else set()
     return [size for size in sizes if size.name not in unused]
+
+
+def _computed_by(loss: LossConfig, backend: str | None) -> str:
+    head = ", LM head fused, --fuse-lm-head" if loss.fuse_lm_head else ""
+    return f"computed by {backend or loss.loss_backend}, --loss-backend{head}"

@@ -216,6 +216,8 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
             "KMP_BLOCKTIME": "0",
             # vLLM compiles a few small functions even when told not to: seconds, and a C++ compiler needed.
             "TORCH_COMPILE_DISABLE": "1",
+            # A weight update allocates as much as it loads, and small pages cost more than receiving does.
+            "THP_MEM_ALLOC_ENABLE": "1",
         }
     else:
         visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -29,6 +29,10 @@ CPU_BATCHED_TOKENS = 8192
 PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
 
 
+NO_VERSION = "none"
+"""Of weights that are being replaced."""
+
+
 class Refusal(Exception):
     """The request cannot be served; the engine is as it was."""
 
@@ -139,8 +143,19 @@ class SamplingEngine:
         """Meet the trainer at the place that `init_info` names."""
         self._llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
 
+    def rehearse_weight_update(self, tensors: list[Any]) -> list[dict[str, Any]]:
+        """What each worker needs of tensors of these names, dtypes and shapes. The engine has no weights
+        afterwards until it is given some."""
+        self._llm.set_weight_version(NO_VERSION)
+        self._llm.collective_rpc("start_weight_update")
+        self._llm.collective_rpc("update_weights", args=({"rehearse": tensors},))
+        self._llm.collective_rpc("finish_weight_update")
+        return self._llm.collective_rpc("take_rehearsal")
+
     def start_weight_update(self, record_receipt: bool) -> None:
-        """Get ready for new weights; with `record_receipt` keep a checksum of every tensor that arrives."""
+        """Get ready for new weights; with `record_receipt` keep checksums of what arrives. Until the update
+        is finished the engine refuses to sample."""
+        self._llm.set_weight_version(NO_VERSION)
         if record_receipt:
             self._llm.collective_rpc("record_receipt")
         self._llm.collective_rpc("start_weight_update")

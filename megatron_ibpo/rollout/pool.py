@@ -20,7 +20,7 @@ from megatron_ibpo.rollout.placement import place_engines
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.settings import EngineSettings, engine_settings
 from megatron_ibpo.weights.source import WeightSource
-from megatron_ibpo.weights.transfer import Failures, choose_transport, open_transport, update_engines
+from megatron_ibpo.weights.transfer import Failures, Order, choose_transport, open_transport, update_engines
 from megatron_ibpo.weights.transfer.link import ask
 from megatron_ibpo.world import World
 
@@ -74,6 +74,7 @@ class EnginePool:
             num_engines=len(self._places),
             workers_per_engine=rollout.rollout_num_gpus_per_engine,
             bucket_bytes=rollout.update_weight_buffer_size,
+            timeout=rollout.update_weight_timeout,
         )
         self._mine: dict[int, Engine] = {}
         """The engines that this rank owns."""
@@ -82,6 +83,10 @@ class EnginePool:
         """Engines that the transport has met."""
         self._asleep = False
         self._source: WeightSource | None = None
+        self._planned: tuple[Any, ...] = ()
+        """The tensors, and who holds them, that the transport has planned for."""
+        self._sent_bytes = self._needed_bytes = 0
+        """Of the update in progress, on this rank."""
         self._version = 0
         self._restarts = 0
 
@@ -143,21 +148,34 @@ class EnginePool:
         """Give all engines the weights of `source` as policy `version`, wake them, clear their caches.
 
         Returns:
-            weight_update_seconds and weight_update_bytes (to each engine).
+            weight_update_seconds, weight_update_bytes (to all workers of all engines), and
+            weight_update_bytes_ratio (those, over what the workers' shards take).
 
         Raises:
+            WeightPlanError: the source's tensors are not those that the engines load.
             WeightMismatchError: with --check-weight-update-equal, other bytes arrived than were sent.
             EngineError: an engine died and the run's restart is used up.
         """
         self.wait_ready()
         began = time.monotonic()
         self._source, self._version = source, version
+        self._sent_bytes = self._needed_bytes = 0
+        plan = (source.metadata(), source.regions())
+        if plan != self._planned:
+            self._planned = plan
+            self._connected.clear()
         dead = self._catch_up(self._everyone, sleeping=self._asleep)
         self._asleep = False
         if dead:
             self._restart(dict.fromkeys(self._everyone, "") | dead if self._transport.shared_group else dead)
-        num_bytes = sum(meta.num_bytes for meta in source.metadata())
-        return {"weight_update_seconds": time.monotonic() - began, "weight_update_bytes": float(num_bytes)}
+        seconds = time.monotonic() - began
+        traffic = self._world.all_gather((self._sent_bytes, self._needed_bytes))
+        sent, needed = sum(sent for sent, _ in traffic), traffic[0][1]
+        return {
+            "weight_update_seconds": seconds,
+            "weight_update_bytes": float(sent),
+            "weight_update_bytes_ratio": sent / needed,
+        }
 
     def check_against_fresh_engine(self, hf_dir: Path) -> None:
         """Compare engine 0 with one freshly loaded from `hf_dir`, which must hold the current weights.
@@ -260,22 +278,25 @@ class EnginePool:
         if strangers := [index for index in engines if index not in self._connected]:
             if self._transport.shared_group:
                 strangers = self._everyone
-            dead = self._together(strangers, lambda links: self._transport.connect(links, strangers))
+            dead = self._together(strangers, lambda links: self._transport.connect(source, links, strangers))
             self._connected |= set(strangers) - set(dead)
         present = [index for index in engines if index not in dead]
-        return dead | self._together(
-            present,
-            lambda links: update_engines(
-                self._transport,
-                self._world,
-                source,
-                self._version,
-                links,
-                present,
-                sleeping=sleeping,
-                check=self._rollout.check_weight_update_equal,
-            ),
+        return dead | self._together(present, lambda links: self._send(source, links, present, sleeping))
+
+    def _send(
+        self, source: WeightSource, links: Mapping[int, Engine], engines: Sequence[int], sleeping: bool
+    ) -> Failures:
+        """One pass to `engines`; what it took is added up."""
+        order = Order(
+            version=self._version,
+            sleeping=sleeping,
+            check=self._rollout.check_weight_update_equal,
+            timeout=self._rollout.update_weight_timeout,
         )
+        sent = update_engines(self._transport, self._world, source, order, links, engines)
+        self._sent_bytes += sent.num_bytes
+        self._needed_bytes += sent.needed_bytes
+        return sent.failures
 
     def _together(self, engines: Iterable[int], work: Callable[[Mapping[int, Engine]], Failures]) -> Reasons:
         """Run `work` on every rank with those of `engines` that it owns; all failures, on every rank."""
@@ -287,8 +308,11 @@ class EnginePool:
             error = caught
         self._world.agree(error)
         reasons: Reasons = {}
-        for part in self._world.all_gather({index: str(failure) for index, failure in failures.items()}):
-            reasons |= part
+        parts = self._world.all_gather({index: str(failure) for index, failure in failures.items()})
+        for rank, part in enumerate(parts):
+            for index, reason in part.items():
+                if index not in reasons or self._places[index].owner == rank:  # its owner knows most
+                    reasons[index] = reason
         return reasons
 
     def _restart(self, dead: Reasons) -> None:
@@ -317,7 +341,7 @@ class EnginePool:
 
     def _tell(self, method: str, *arguments: Any) -> None:
         """Ask this rank's engines; one that died over it is noticed when it is used next."""
-        ask(self._mine, {}, method, *arguments)
+        ask(self._mine, {}, self._rollout.update_weight_timeout, method, *arguments)
 
 
 def _shares(requests: Sequence[SampleRequest], engines: int) -> dict[int, Sequence[SampleRequest]]:

@@ -1,4 +1,4 @@
-"""Megatron parameters as whole Hugging Face tensors, one bucket at a time.
+"""Megatron parameters under Hugging Face names: who holds which part of each tensor, and those parts.
 
 Names are those of Hugging Face checkpoints with one tensor per expert, which both transformers and
 vLLM's `load_weights` take.
@@ -15,40 +15,63 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.shape import ModelShape
-from megatron_ibpo.weights.maps import Entry, weight_map
+from megatron_ibpo.weights.gather import Gather
+from megatron_ibpo.weights.maps import Entry, Piece, weight_map
 from megatron_ibpo.weights.place import Place, my_place, parameters_by_global_name
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.weights.regions import whole
+from megatron_ibpo.weights.source import Box, Region, TensorMeta
 
-__all__ = ["HFExport"]
+__all__ = ["HFExport", "metadata_of", "regions_of"]
 
 
 @dataclass(frozen=True)
 class _Task:
-    """An entry and the ranks that send its shards, in shard order."""
+    """An entry, and where its shards are."""
 
     entry: Entry
-    senders: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+    """Of each shard, in order: the ranks that hold it."""
 
-    def numel(self) -> int:
-        """Elements of one shard."""
-        return sum(torch.Size(piece.shard_shape(len(self.senders))).numel() for piece in self.entry.pieces)
+    def boxes(self, piece: Piece, shard: int) -> list[Box]:
+        """What shard number `shard` of the entry holds of `piece`, in the order of its rows or columns."""
+        if piece.cut is None:
+            return [whole(piece.shape)]
+        box = list(whole(piece.shape))
+        boxes = []
+        for start, length in piece.ranges(shard, len(self.holders)):
+            box[piece.cut.dim] = (start, start + length)
+            boxes.append(tuple(box))
+        return boxes
+
+    def regions(self, piece: Piece) -> tuple[Region, ...]:
+        if piece.cut is None:
+            everyone = tuple(sorted(rank for ranks in self.holders for rank in ranks))
+            return (Region(whole(piece.shape), everyone),)
+        return tuple(
+            Region(box, ranks) for shard, ranks in enumerate(self.holders) for box in self.boxes(piece, shard)
+        )
+
+    def shard_of(self, rank: int) -> int | None:
+        """Which shard `rank` holds."""
+        return next((shard for shard, ranks in enumerate(self.holders) if rank in ranks), None)
 
 
 class HFExport:
-    """The model's weights, gathered to global rank 0.
+    """The model's weights as a `WeightSource`, and whole on rank 0.
 
     Iterating is collective: every trainer rank must iterate to the end. It yields (name, tensor) in the
-    order of `metadata()`; the tensor is whole on rank 0, on the parameters' device and in their dtype,
-    and None elsewhere. A yielded tensor may share memory with the model's parameters.
+    order of `metadata()`; the tensor is whole on global rank 0, on the parameters' device and in their
+    dtype, and None elsewhere. A yielded tensor may share memory with the model's parameters.
     """
 
     def __init__(self, chunks: list[Any], shape: ModelShape, *, bucket_bytes: int = 512 * 1024**2):
         """Collective. `chunks`: from `build_model`, wrapped by DDP or not.
 
         Args:
-            bucket_bytes: whole tensors that rank 0 may hold at once, in bytes; at least one entry.
+            bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
+                tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
-        place = my_place(shape)
+        place = my_place(shape, chunks)
         self._rank = dist.get_rank()
         self._parameters = dict(parameters_by_global_name(chunks, place))
         first = next(iter(self._parameters.values()))
@@ -56,84 +79,73 @@ class HFExport:
         self.device: torch.device = first.device
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, place)
-        self._buckets = _plan(shape, places, bucket_bytes // self.dtype.itemsize)
+        self._tasks = _plan(shape, places)
+        self._metadata = metadata_of(shape, self.dtype)
+        self._regions = [task.regions(piece) for task in self._tasks for piece in task.entry.pieces]
+        self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
 
     def metadata(self) -> list[TensorMeta]:
-        """What iterating will yield, in order; the same on every rank, without communication."""
-        return [
-            TensorMeta(piece.name, self.dtype, piece.shape)
-            for bucket in self._buckets
-            for task in bucket
-            for piece in task.entry.pieces
-        ]
+        """The tensors in order; the same on every rank, without communication."""
+        return self._metadata
+
+    def regions(self) -> list[tuple[Region, ...]]:
+        """Of each tensor, who holds which part of it; the same on every rank, without communication."""
+        return self._regions
+
+    def local(self) -> Iterator[dict[Box, Tensor]]:
+        """What this rank holds of each tensor, in order, without communication."""
+        for task in self._tasks:
+            shard = task.shard_of(self._rank)
+            if shard is None:
+                yield from ({} for _ in task.entry.pieces)
+                continue
+            parts = task.entry.part(self._parameters[task.entry.name].detach())
+            for piece, part in zip(task.entry.pieces, parts, strict=True):
+                yield _by_box(piece, part, task.boxes(piece, shard))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        for bucket in self._buckets:
-            shards = self._exchange(bucket)
-            for task in bucket:
-                for number, piece in enumerate(task.entry.pieces):
-                    if self._rank == 0:
-                        parts = [shards[rank][task.entry.name][number] for rank in task.senders]
-                        yield piece.name, piece.merge(parts)
-                    else:
-                        yield piece.name, None
-
-    def _exchange(self, bucket: list[_Task]) -> dict[int, dict[str, list[Tensor]]]:
-        """Send this rank's shards of the bucket to rank 0 in one message; there, everybody's: shards of
-        an entry's pieces by rank and entry name."""
-        own = {
-            task.entry.name: task.entry.part(self._parameters[task.entry.name].detach())
-            for task in bucket
-            if self._rank in task.senders
-        }
-        if self._rank != 0:
-            if own:
-                dist.send(torch.cat([part.reshape(-1) for parts in own.values() for part in parts]), dst=0)
-            return {}
-        shards = {0: own}
-        for sender in sorted({rank for task in bucket for rank in task.senders} - {0}):
-            shards[sender] = self._receive(sender, [task for task in bucket if sender in task.senders])
-        return shards
-
-    def _receive(self, sender: int, tasks: list[_Task]) -> dict[str, list[Tensor]]:
-        flat = torch.empty(sum(task.numel() for task in tasks), dtype=self.dtype, device=self.device)
-        dist.recv(flat, src=sender)
-        received: dict[str, list[Tensor]] = {}
-        taken = 0
-        for task in tasks:
-            received[task.entry.name] = []
-            for piece in task.entry.pieces:
-                size = torch.Size(piece.shard_shape(len(task.senders)))
-                received[task.entry.name].append(flat[taken : taken + size.numel()].view(size))
-                taken += size.numel()
-        return received
+        return iter(self._gather)
 
 
-def _plan(shape: ModelShape, places: list[Place], bucket_numel: int) -> list[list[_Task]]:
-    """Entries in checkpoint order, in buckets; every HF tensor once."""
-    buckets: list[list[_Task]] = [[]]
-    filled = 0
+def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
+    """The tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
+    return [TensorMeta(piece.name, dtype, piece.shape) for entry in _entries(shape) for piece in entry.pieces]
+
+
+def regions_of(shape: ModelShape, places: list[Place]) -> list[tuple[Region, ...]]:
+    """Who holds which part of each tensor when rank r stands at `places[r]`, in checkpoint order."""
+    return [task.regions(piece) for task in _plan(shape, places) for piece in task.entry.pieces]
+
+
+def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
+    """A shard of a piece, cut where its boxes join."""
+    if piece.cut is None:
+        return {boxes[0]: part}
+    dim = piece.cut.dim
+    sizes = [box[dim][1] - box[dim][0] for box in boxes]
+    return dict(zip(boxes, part.split(sizes, dim), strict=True))
+
+
+def _plan(shape: ModelShape, places: list[Place]) -> list[_Task]:
+    return [_Task(entry, _holders(entry, places)) for entry in _entries(shape)]
+
+
+def _entries(shape: ModelShape) -> list[Entry]:
+    """In checkpoint order; every HF tensor once."""
+    entries = []
     seen: set[str] = set()
     for entry in weight_map(shape).values():
-        if entry.pieces[0].name in seen:  # the head of tied embeddings
-            continue
+        if entry.pieces[0].name not in seen:  # the head of tied embeddings
+            entries.append(entry)
         seen.update(piece.name for piece in entry.pieces)
-        numel = sum(torch.Size(piece.shape).numel() for piece in entry.pieces)
-        if filled and filled + numel > bucket_numel:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(_Task(entry, _senders(entry, places)))
-        filled += numel
-    return buckets
+    return entries
 
 
-def _senders(entry: Entry, places: list[Place]) -> tuple[int, ...]:
-    """The first rank that holds each shard; one rank if every shard is the whole."""
-    by_shard: dict[int, int] = {}
+def _holders(entry: Entry, places: list[Place]) -> tuple[tuple[int, ...], ...]:
+    """The ranks that hold each shard, in shard order."""
+    by_shard: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         if place.holds(entry):
             shard, _size = place.shard(entry)
-            by_shard.setdefault(shard, rank)
-    if all(piece.cut is None for piece in entry.pieces):
-        return (by_shard[0],)
-    return tuple(by_shard[shard] for shard in sorted(by_shard))
+            by_shard.setdefault(shard, []).append(rank)
+    return tuple(tuple(by_shard[shard]) for shard in sorted(by_shard))

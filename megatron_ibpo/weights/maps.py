@@ -1,15 +1,16 @@
 """Which Hugging Face tensors make up which Megatron parameter, and how both are cut over ranks.
 
-One table an architecture part; loading, export and (later) resharding all follow from it. A Megatron
-parameter is an `Entry` under its global name (layer and expert numbers count over the whole model). It
-is joined from one or more `Piece`s, HF tensors. Every piece is cut over the tensor-parallel ranks so that
-joining a rank's cuts gives exactly that rank's shard of the parameter: joins never see the layout.
+One table an architecture part; loading, export and conversion all follow from it. A Megatron parameter is
+an `Entry` under its global name (layer and expert numbers count over the whole model). It is joined from
+one or more `Piece`s, HF tensors. Every piece is cut over the tensor-parallel ranks so that joining a rank's
+cuts gives exactly that rank's shard of the parameter: joins never see the layout. A Megatron checkpoint
+holds the parameter in `Block`s, which do not depend on the layout either.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,17 @@ from torch import Tensor
 
 from megatron_ibpo.shape import ModelShape
 
-__all__ = ["Cut", "Entry", "Fused", "Piece", "global_name", "is_ignored", "weight_map"]
+__all__ = [
+    "Block",
+    "Cut",
+    "Entry",
+    "Fused",
+    "Piece",
+    "global_name",
+    "is_ignored",
+    "mtp_layers",
+    "weight_map",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,8 @@ class Fused:
     """Where a checkpoint with fused experts holds a piece: rows of one expert of a larger tensor."""
 
     name: str
+    shape: tuple[int, ...]
+    """Of the larger tensor."""
     expert: int
     first_row: int
 
@@ -50,11 +63,7 @@ class Piece:
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """(start, length) along the cut's dimension of what `rank` of `ranks` holds."""
         assert self.cut is not None
-        ranges, start = [], 0
-        for size in self.cut.sections or (self.shape[self.cut.dim],):
-            ranges.append((start + rank * (size // ranks), size // ranks))
-            start += size
-        return ranges
+        return _ranges(self.shape, self.cut, rank, ranks)
 
     def shard_shape(self, ranks: int) -> tuple[int, ...]:
         if self.cut is None:
@@ -79,6 +88,17 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A box of one tensor of a Megatron checkpoint."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Entry:
     """One Megatron parameter."""
 
@@ -91,6 +111,50 @@ class Entry:
     """The inverse."""
     layer: int | None = None
     expert: int | None = None
+    cut: Cut | None = None
+    """How ranks divide the parameter. None: every rank holds all of it."""
+    stored_apart: tuple[str, ...] = ()
+    """Suffixes of the keys under which a Megatron checkpoint holds the cut's sections; one key if none."""
+    num_experts: int = 0
+    """An expert's parameter is a slice of a stored tensor of all experts of the layer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter: joins are by rows."""
+        first = self.pieces[0].shape
+        return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
+
+    def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
+        """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along
+        the cut's dimension."""
+        if self.cut is None:
+            return [self._block(self.name, self.shape, 0, (0, self.shape[0]))]
+        spans = _ranges(self.shape, self.cut, rank, ranks)
+        if not self.stored_apart:
+            return [self._block(self.name, self.shape, self.cut.dim, span) for span in spans]
+        blocks, start = [], 0
+        for suffix, rows, (first, length) in zip(self.stored_apart, self.cut.sections, spans, strict=True):
+            shape = (rows, *self.shape[1:])
+            blocks.append(self._block(f"{self.name}.{suffix}", shape, 0, (first - start, length)))
+            start += rows
+        return blocks
+
+    def _block(self, key: str, shape: tuple[int, ...], dim: int, span: tuple[int, int]) -> Block:
+        offsets, sizes = [0] * len(shape), list(shape)
+        offsets[dim], sizes[dim] = span
+        if self.expert is None:
+            return Block(key, shape, tuple(offsets), tuple(sizes))
+        together = key.removesuffix(str(self.expert)).replace(".experts.", ".experts.experts.")
+        return Block(together, (self.num_experts, *shape), (self.expert, *offsets), (1, *sizes))
+
+
+def _ranges(shape: tuple[int, ...], cut: Cut, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """(start, length) of what `rank` of `ranks` holds of each section."""
+    ranges, start = [], 0
+    for size in cut.sections or (shape[cut.dim],):
+        ranges.append((start + rank * (size // ranks), size // ranks))
+        start += size
+    return ranges
 
 
 @dataclass(frozen=True)
@@ -101,36 +165,81 @@ class _Rule:
     pieces: tuple[Piece, ...]
     join: Callable[[list[Tensor]], Tensor] = lambda cuts: cuts[0]
     part: Callable[[Tensor], list[Tensor]] = lambda shard: [shard]
+    cut: Cut | None = None
+    """Of the joined parameter; of the piece if there is only one."""
+    stored_apart: tuple[str, ...] = ()
 
 
 ROWS, COLUMNS = Cut(0), Cut(1)
 
 
-def weight_map(shape: ModelShape) -> dict[str, Entry]:
-    """Every Megatron parameter of the whole model, by global name, in checkpoint order."""
+def weight_map(shape: ModelShape, mtp_layers: int = 0) -> dict[str, Entry]:
+    """Every Megatron parameter of the whole model, by global name, in checkpoint order.
+
+    Args:
+        mtp_layers: multi-token prediction layers to carry along. Qwen3-Next's checkpoints have one, for
+            speculative decoding; config.json does not say so and the policy that is trained has none.
+    """
     hidden, vocab = shape.hidden_size, shape.vocab_size
     embedding = Piece("model.embed_tokens.weight", (vocab, hidden), ROWS)
     head = embedding if shape.tie_word_embeddings else Piece("lm_head.weight", (vocab, hidden), ROWS)
     entries = [_entry(_Rule("embedding.word_embeddings.weight", (embedding,)))]
     for layer, full_attention in enumerate(shape.full_attention):
-        mixer = _attention(shape) if full_attention else _gated_delta_net(shape)
-        mlp = _moe(shape) if shape.is_moe else _dense_mlp(shape)
-        entries += [_entry(rule, layer) for rule in (*mixer, *mlp)]
-        for expert in range(shape.num_experts):
-            entries += [_entry(rule, layer, expert) for rule in _expert(shape, layer, expert)]
+        entries += _layer(shape, full_attention, f"decoder.layers.{layer}.", f"model.layers.{layer}.", layer)
     entries.append(_entry(_Rule("decoder.final_layernorm.weight", (Piece("model.norm.weight", (hidden,)),))))
     entries.append(_entry(_Rule("output_layer.weight", (head,))))
+    for layer in range(mtp_layers):
+        entries += _mtp_layer(shape, layer)
     return {entry.name: entry for entry in entries}
 
 
-def _entry(rule: _Rule, layer: int | None = None, expert: int | None = None) -> Entry:
-    if layer is None:
-        return Entry(rule.name, rule.pieces, rule.join, rule.part)
-    pieces = tuple(
-        Piece(f"model.layers.{layer}.{piece.name}", piece.shape, piece.cut, piece.fused)
-        for piece in rule.pieces
+def _layer(
+    shape: ModelShape, full_attention: bool, megatron: str, hf: str, layer: int | None = None
+) -> list[Entry]:
+    """A layer's entries; `megatron` and `hf` are the prefixes of its names."""
+    mixer = _attention(shape) if full_attention else _gated_delta_net(shape)
+    mlp = _moe(shape) if shape.is_moe else _dense_mlp(shape)
+    entries = [_entry(rule, megatron, hf, layer) for rule in (*mixer, *mlp)]
+    for expert in range(shape.num_experts):
+        rules = _expert(shape, f"{hf}mlp.experts", expert)
+        entries += [_entry(rule, megatron, hf, layer, expert, shape.num_experts) for rule in rules]
+    return entries
+
+
+def _mtp_layer(shape: ModelShape, layer: int) -> list[Entry]:
+    """Multi-token prediction: embedding and hidden state, each normed, are projected to one vector that
+    goes through an attention layer. HF has the projection and norms once, whatever the layers."""
+    hidden = shape.hidden_size
+    prefix = f"mtp.layers.{layer}."
+    rules = [
+        _Rule("enorm.weight", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        _Rule("hnorm.weight", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        _Rule("eh_proj.weight", (Piece("mtp.fc.weight", (hidden, 2 * hidden), ROWS),)),
+        _Rule("final_layernorm.weight", (Piece("mtp.norm.weight", (hidden,)),)),
+    ]
+    inner = _layer(shape, True, f"{prefix}transformer_layer.", prefix)
+    return [*(_entry(rule, prefix) for rule in rules), *inner]
+
+
+def _entry(
+    rule: _Rule,
+    megatron: str = "",
+    hf: str = "",
+    layer: int | None = None,
+    expert: int | None = None,
+    num_experts: int = 0,
+) -> Entry:
+    return Entry(
+        megatron + rule.name,
+        tuple(Piece(hf + piece.name, piece.shape, piece.cut, piece.fused) for piece in rule.pieces),
+        rule.join,
+        rule.part,
+        layer,
+        expert,
+        rule.pieces[0].cut if len(rule.pieces) == 1 else rule.cut,
+        rule.stored_apart,
+        num_experts,
     )
-    return Entry(f"decoder.layers.{layer}.{rule.name}", pieces, rule.join, rule.part, layer, expert)
 
 
 def _attention(shape: ModelShape) -> list[_Rule]:
@@ -149,6 +258,7 @@ def _attention(shape: ModelShape) -> list[_Rule]:
             ),
             qkv.join,
             qkv.part,
+            ROWS,
         ),
         _Rule("self_attention.q_layernorm.weight", (Piece("self_attn.q_norm.weight", (dim,)),)),
         _Rule("self_attention.k_layernorm.weight", (Piece("self_attn.k_norm.weight", (dim,)),)),
@@ -176,6 +286,8 @@ def _gated_delta_net(shape: ModelShape) -> list[_Rule]:
             ),
             in_proj.join,
             in_proj.part,
+            Cut(0, (keys, keys, values, values, shape.gdn_value_heads, shape.gdn_value_heads)),
+            ("query", "key", "value", "z", "beta", "alpha"),
         ),
         _Rule(
             "self_attention.conv1d.weight",
@@ -186,6 +298,7 @@ def _gated_delta_net(shape: ModelShape) -> list[_Rule]:
                     Cut(0, (keys, keys, values)),
                 ),
             ),
+            stored_apart=("query", "key", "value"),
         ),
         _Rule("self_attention.dt_bias", (Piece("linear_attn.dt_bias", (shape.gdn_value_heads,), ROWS),)),
         _Rule("self_attention.A_log", (Piece("linear_attn.A_log", (shape.gdn_value_heads,), ROWS),)),
@@ -208,6 +321,7 @@ def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[_Rule]:
             ),
             torch.cat,
             _halves,
+            Cut(0, (size, size)),
         ),
         _Rule(f"{megatron}.linear_fc2.weight", (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS),)),
     ]
@@ -237,20 +351,22 @@ def _moe(shape: ModelShape) -> list[_Rule]:
     return rules
 
 
-def _expert(shape: ModelShape, layer: int, expert: int) -> list[_Rule]:
+def _expert(shape: ModelShape, fused: str, expert: int) -> list[_Rule]:
+    """`fused`: what the names of a layer's fused experts begin with."""
     hidden, size = shape.hidden_size, shape.expert_hidden_size
     hf = f"mlp.experts.{expert}"
-    fused = f"model.layers.{layer}.mlp.experts"
-    up = f"{fused}.gate_up_proj"
+    up = f"{fused}.gate_up_proj", (shape.num_experts, 2 * size, hidden)
+    down = f"{fused}.down_proj", (shape.num_experts, hidden, size)
     return [
         _Rule(
             f"mlp.experts.linear_fc1.weight{expert}",
             (
-                Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS, Fused(up, expert, 0)),
-                Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS, Fused(up, expert, size)),
+                Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS, Fused(*up, expert, 0)),
+                Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS, Fused(*up, expert, size)),
             ),
             torch.cat,
             _halves,
+            Cut(0, (size, size)),
         ),
         _Rule(
             f"mlp.experts.linear_fc2.weight{expert}",
@@ -259,7 +375,7 @@ def _expert(shape: ModelShape, layer: int, expert: int) -> list[_Rule]:
                     f"{hf}.down_proj.weight",
                     (hidden, size),
                     COLUMNS,
-                    Fused(f"{fused}.down_proj", expert, 0),
+                    Fused(*down, expert, 0),
                 ),
             ),
         ),
@@ -327,6 +443,14 @@ class _DeltaNetInput:
         return [torch.cat(kinds[:4], dim=1).flatten(0, 1), torch.cat(kinds[4:], dim=1).flatten(0, 1)]
 
 
+_MTP = re.compile(r"^mtp\.layers\.(\d+)\.")
+
+
+def mtp_layers(names: Iterable[str]) -> int:
+    """How many multi-token prediction layers a checkpoint with these tensors has, in either format."""
+    return max((int(match[1]) + 1 for name in names if (match := _MTP.match(name))), default=0)
+
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)(\d+)$")
 
@@ -344,7 +468,7 @@ def is_ignored(shape: ModelShape, name: str) -> bool:
     """Tensors of a checkpoint that the trained model has no use for: multi-token prediction heads
     (Qwen3-Next ships one for speculative decoding), rotary tables, the head's copy of tied embeddings."""
     return (
-        name.startswith("mtp.")
+        (shape.is_hybrid and name.startswith("mtp."))
         or name.endswith("rotary_emb.inv_freq")
         or (shape.tie_word_embeddings and name == "lm_head.weight")
     )

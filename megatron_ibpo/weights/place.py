@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Parameter
 
-from megatron_ibpo.shape import ModelShape
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.shape import ModelShape, pipeline_layers
 from megatron_ibpo.weights.maps import Entry, global_name
 
-__all__ = ["Place", "my_place", "parameters_by_global_name"]
+__all__ = ["Place", "my_place", "parameters_by_global_name", "places_of"]
 
 
 @dataclass(frozen=True)
@@ -22,20 +23,20 @@ class Place:
     tp_size: int
     etp_rank: int
     etp_size: int
-    first_layer: int
-    layers: int
+    layers: tuple[range, ...]
+    """Of each model chunk; there are several only in an interleaved pipeline."""
     first_expert: int
     experts: int
     is_first_stage: bool
     is_last_stage: bool
 
     def holds(self, entry: Entry) -> bool:
+        if entry.expert is not None and not 0 <= entry.expert - self.first_expert < self.experts:
+            return False
         if entry.layer is None:
             wanted_first = entry.name.startswith("embedding.")
             return self.is_first_stage if wanted_first else self.is_last_stage
-        if not self.first_layer <= entry.layer < self.first_layer + self.layers:
-            return False
-        return entry.expert is None or (self.first_expert <= entry.expert < self.first_expert + self.experts)
+        return any(entry.layer in layers for layers in self.layers)
 
     def shard(self, entry: Entry) -> tuple[int, int]:
         """(rank, size) of the group that divides this entry's tensors."""
@@ -44,19 +45,27 @@ class Place:
         return self.etp_rank, self.etp_size
 
 
-def my_place(shape: ModelShape) -> Place:
-    """This rank's place, from Megatron's groups."""
+def my_place(shape: ModelShape, chunks: Sequence[Any] = ()) -> Place:
+    """This rank's place, from Megatron's groups.
+
+    Args:
+        chunks: the rank's models, which say what layers they hold. Without them pipeline stages are taken
+            for even; `parameters_by_global_name` raises where they are not.
+    """
     from megatron.core import parallel_state as groups
 
     stages = groups.get_pipeline_model_parallel_world_size()
-    layers = shape.num_layers // stages
+    even = ParallelConfig(pipeline_model_parallel_size=stages)
+    layers = (
+        tuple(_layers(chunk) for chunk in chunks)
+        or pipeline_layers(shape.num_layers, even)[groups.get_pipeline_model_parallel_rank()]
+    )
     experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
     return Place(
         tp_rank=groups.get_tensor_model_parallel_rank(),
         tp_size=groups.get_tensor_model_parallel_world_size(),
         etp_rank=groups.get_expert_tensor_parallel_rank(),
         etp_size=groups.get_expert_tensor_parallel_world_size(),
-        first_layer=groups.get_pipeline_model_parallel_rank() * layers,
         layers=layers,
         first_expert=groups.get_expert_model_parallel_rank() * experts,
         experts=experts,
@@ -65,8 +74,51 @@ def my_place(shape: ModelShape) -> Place:
     )
 
 
+def places_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1) -> list[Place]:
+    """The ranks of one replica of the model, tensor parallel first, then expert parallel, then pipeline.
+
+    Where expert parallelism is wider than tensor parallelism, the ranks beyond the first TP repeat its
+    dense weights, and the other way round.
+    """
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    experts = shape.num_experts // ep
+    return [
+        Place(
+            tp_rank=rank % tp,
+            tp_size=tp,
+            etp_rank=rank % etp,
+            etp_size=etp,
+            layers=layers,
+            first_expert=rank // etp % ep * experts,
+            experts=experts,
+            is_first_stage=stage == 0,
+            is_last_stage=stage == pp - 1,
+        )
+        for stage, layers in enumerate(pipeline_layers(shape.num_layers, parallel, virtual_stages))
+        for rank in range(max(tp, ep * etp))
+    ]
+
+
+def _layers(chunk: Any) -> range:
+    """Layers of the whole model that a model chunk holds; it may be wrapped by DDP."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
+    return range(numbers[0], numbers[-1] + 1)
+
+
 def parameters_by_global_name(chunks: list[Any], place: Place) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters under their names in the whole model."""
-    for chunk in chunks:
+    """This rank's parameters under their names in the whole model.
+
+    Raises:
+        ValueError: the chunks hold other layers than `place` says.
+    """
+    found = tuple(_layers(chunk) for chunk in chunks)
+    if found != place.layers:
+        raise ValueError(
+            f"this rank's model holds layers {found}, its place {place.layers}: give my_place the chunks"
+        )
+    for chunk, layers in zip(chunks, place.layers, strict=True):
         for name, parameter in chunk.named_parameters():
-            yield global_name(name, place.first_layer, place.first_expert), parameter
+            yield global_name(name, layers.start, place.first_expert), parameter

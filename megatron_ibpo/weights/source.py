@@ -1,14 +1,18 @@
-"""What the trainer offers to whoever wants its weights: names and shapes first, then a stream of tensors."""
+"""What the trainer offers to whoever wants its weights: names and shapes, who holds what, and the tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-__all__ = ["TensorMeta", "WeightSource"]
+__all__ = ["Box", "Region", "TensorMeta", "WeightSource"]
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) along each dimension of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +25,32 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a tensor, and the trainer ranks that hold it."""
+
+    box: Box
+    ranks: tuple[int, ...]
 
 
 class WeightSource(Protocol):
-    """The policy's weights under their Hugging Face names, whole, whatever the trainer's layout.
+    """The policy's weights under their Hugging Face names, as the trainer's ranks hold them.
 
-    Iterating is collective: every trainer rank does it, in the same order. Each pass is a fresh one.
+    `metadata` and `regions` are equal on every rank and never change; nothing here communicates.
     """
 
     def metadata(self) -> list[TensorMeta]:
-        """What a pass will yield, in its order; equal on every rank, nothing is transferred."""
+        """The tensors, in the order in which they are sent."""
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """(name, whole tensor) in the trainer's dtype; the tensor may be None except on global rank 0."""
+    def regions(self) -> list[tuple[Region, ...]]:
+        """Of each tensor: disjoint regions that cover it."""
+        ...
+
+    def local(self) -> Iterator[Mapping[Box, torch.Tensor]]:
+        """One pass over the tensors: the regions that this rank holds, by their boxes; empty where it holds
+        none. They may share memory with the model."""
         ...

@@ -43,7 +43,7 @@ void check_agreement(const Batch<Id>& batch) {
             ibpo::BatchDistance<Id>(*kernels, engine, pairs, nullptr, distances.data()).run(0);
             for (std::size_t i = 0; i < count; ++i)
                 demand(distances[i] == want[i].distance, "a distance", kernels->isa, name, i);
-            ibpo::batch_align(*kernels, engine, pairs, 1, matched_a.data(), matched_b.data(), distances.data());
+            ibpo::BatchAlign<Id>(*kernels, engine, pairs, matched_a.data(), matched_b.data(), distances.data()).run(1);
             for (std::size_t i = 0; i < count; ++i) {
                 demand(distances[i] == want[i].distance, "an alignment's distance", kernels->isa, name, i);
                 demand(std::equal(want[i].matched_a.begin(), want[i].matched_a.end(), matched_a.begin() + batch.a_offsets[i]),

@@ -67,7 +67,7 @@ void check_pair(const Ids& a, const Ids& b, oracle::Alignment want, std::size_t 
                 claim(found == (want.distance <= limit ? want.distance : ibpo::kSaturated), "the distance is wrong");
             }
             Mask matched_a(a.size()), matched_b(b.size());
-            ibpo::batch_align(*kernels, engine, pairs, 1, matched_a.data(), matched_b.data(), &found);
+            ibpo::BatchAlign<std::int64_t>(*kernels, engine, pairs, matched_a.data(), matched_b.data(), &found).run(1);
             claim(found == want.distance, "the alignment's distance is wrong");
             claim(cost(a, b, matched_a, matched_b) == found, "the masks are not of an alignment of this cost");
             if (want.matched_a.empty()) want.matched_a = matched_a, want.matched_b = matched_b;

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = ["WeightMismatchError", "checksum", "compare_checksums"]
+from megatron_ibpo.weights.regions import Message, box_name, unpack
+from megatron_ibpo.weights.source import TensorMeta
+
+__all__ = ["WeightMismatchError", "checksum", "compare_checksums", "part_checksums"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd, as a signed 64-bit number
 CHUNK_WORDS = 16 * 1024**2
@@ -26,6 +29,8 @@ def checksum(tensor: torch.Tensor) -> int:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if rest := -data.numel() % 4:
         data = torch.cat([data, data.new_zeros(rest)])
+    if data.storage_offset() % 4:
+        data = data.clone()
     words = data.view(torch.int32)
     total = 0
     for start in range(0, words.numel(), CHUNK_WORDS):
@@ -35,12 +40,24 @@ def checksum(tensor: torch.Tensor) -> int:
     return total % 2**64
 
 
-def compare_checksums(sent: Mapping[str, int], received: Mapping[str, int]) -> None:
+def part_checksums(message: Message, flat: torch.Tensor, metas: Sequence[TensorMeta]) -> dict[str, int]:
+    """Of each part of a message, under the name of its tensor and the bounds within it."""
+    return {
+        box_name(metas[part.number].name, part.box, metas[part.number].shape): checksum(view)
+        for part, view in zip(message.parts, unpack(message, flat), strict=True)
+    }
+
+
+def compare_checksums(sent: Mapping[str, int], receipts: Sequence[Mapping[str, int]]) -> None:
     """
+    Args:
+        receipts: of the workers of one engine, which may have received different parts.
+
     Raises:
-        WeightMismatchError: they differ; names the first tensors that do.
+        WeightMismatchError: a worker has something else than was sent, or no worker has it; names the first.
     """
-    wrong = [name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name)]
+    wrong = {name for receipt in receipts for name in receipt if sent.get(name) != receipt[name]}
+    wrong |= sent.keys() - {name for receipt in receipts for name in receipt}
     if wrong:
         shown = ", ".join(sorted(wrong)[:SHOWN])
         raise WeightMismatchError(

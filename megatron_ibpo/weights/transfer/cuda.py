@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
@@ -22,26 +21,40 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from megatron_ibpo.weights.gather import Gather
 from megatron_ibpo.weights.source import TensorMeta, WeightSource
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, collect, start
+from megatron_ibpo.weights.transfer.checksum import checksum
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
 from megatron_ibpo.world import World
 
 __all__ = ["IpcTransport", "NcclTransport"]
 
 
 class NcclTransport:
-    """One NCCL group of trainer rank 0 and the workers of all engines."""
+    """One NCCL group of trainer rank 0 and the workers of all engines.
+
+    vLLM's class broadcasts whole tensors from rank 0, so every worker receives what its engine's other
+    workers need too; `Sent` says how much that is. Gathering goes on while vLLM broadcasts: its two packed
+    buffers and ours are a quarter of a bucket each.
+    """
 
     shared_group = True
 
-    def __init__(self, world: World, num_engines: int, workers_per_engine: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, world: World, num_engines: int, workers_per_engine: int, bucket_bytes: int, timeout: float
+    ) -> None:
         self._world = world
+        self._num_engines = num_engines
         self._workers = workers_per_engine
         self._size = 1 + num_engines * workers_per_engine
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = max(1, bucket_bytes // 4)
+        self._timeout = timeout
         self._sender: NCCLTrainerWeightTransferEngine | None = None
+        self._gather: Gather | None = None
 
-    def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+    def connect(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
+    ) -> Failures:
         """Meet all engines; with a group in common they can only be met together."""
         host, port = self._world.on_driver(lambda: (socket.gethostname(), _free_port()))
 
@@ -68,12 +81,16 @@ class NcclTransport:
             client=_Uninvolved(),
             source=_Adapted([], ()),
         )
-        collect(links, failures)
+        self._gather = Gather(source, to=0, bucket_bytes=self._bucket_bytes, device=self._world.device)
+        collect(links, failures, self._timeout)
         return failures
 
-    def send(self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+    def send(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+    ) -> Sent:
         """Send one pass over `source` to all engines."""
         assert self._sender is not None
+        assert self._gather is not None
         metas = source.metadata()
         info = NCCLWeightTransferUpdateInfo(
             names=[meta.name for meta in metas],
@@ -81,44 +98,59 @@ class NcclTransport:
             shapes=[list(meta.shape) for meta in metas],
         )
         failures = start(links, "update_weights", lambda _: (vars(info),))
-        self._sender.source = _Adapted(metas, source)
+        sums: dict[str, int] = {}
+        recorded = _recorded(self._gather, sums) if check and self._world.is_driver else self._gather
+        self._sender.source = _Adapted(metas, recorded)
         self._sender.send_weights()
-        collect(links, failures)
-        return failures
+        collect(links, failures, self._timeout)
+        num_bytes = _num_bytes(metas) * self._num_engines if self._world.is_driver else 0
+        return Sent(failures, num_bytes * self._workers, num_bytes, sums)
 
 
 class IpcTransport:
     """Memory handles to engines on the trainers' own GPUs: each of an engine's workers opens the buffer of
-    the trainer rank on its GPU, so every rank holds every tensor for a moment."""
+    the trainer rank on its GPU, and takes whole tensors from it. Every rank therefore gathers every bucket,
+    each shard broadcast by the rank that holds it."""
 
     shared_group = False
 
-    def __init__(self, world: World, bucket_bytes: int) -> None:
+    def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
-        self._bucket_bytes = bucket_bytes
+        self._workers = workers_per_engine
+        self._bucket_bytes = max(1, bucket_bytes // 4)
+        self._timeout = timeout
+        self._gather: Gather | None = None
 
-    def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+    def connect(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
+    ) -> Failures:
         """Agree on packed buffers; there is no group to join."""
+        self._gather = Gather(source, to=None, bucket_bytes=self._bucket_bytes, device=self._world.device)
         failures = start(links, "init_weight_transfer", lambda _: ({"packed": True},))
-        collect(links, failures)
+        collect(links, failures, self._timeout)
         return failures
 
-    def send(self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+    def send(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+    ) -> Sent:
         """Hand one pass over `source` to `engines`, bucket by bucket."""
+        assert self._gather is not None
         metas = source.metadata()
-        client = _Relay(links)
-        largest = max(meta.num_bytes for meta in metas)
+        client = _Relay(links, self._timeout)
+        sums: dict[str, int] = {}
+        recorded = _recorded(self._gather, sums) if check and self._world.is_driver else self._gather
         sender = IPCTrainerWeightTransferEngine.trainer_init(
             IPCTrainerInitInfo(
                 packed=True,
-                packed_buffer_size_bytes=max(self._bucket_bytes, largest),
+                packed_buffer_size_bytes=max(self._bucket_bytes, *(meta.num_bytes for meta in metas)),
                 rank=0 if links else 1,  # to vLLM rank 0 is who hands over handles: here every owner
             ),
             client=client,
-            source=_Adapted(metas, _on_every_rank(source, self._world)),
+            source=_Adapted(metas, recorded),
         )
         sender.send_weights()
-        return client.failures
+        num_bytes = _num_bytes(metas) * len(engines) if self._world.is_driver else 0
+        return Sent(client.failures, num_bytes * self._workers, num_bytes, sums)
 
 
 class _Uninvolved:
@@ -140,14 +172,15 @@ class _Uninvolved:
 class _Relay(_Uninvolved):
     """Passes the buckets on to the engines that this rank owns."""
 
-    def __init__(self, links: Mapping[int, EngineLink]) -> None:
+    def __init__(self, links: Mapping[int, EngineLink], timeout: float) -> None:
         self._links = dict(links)
+        self._timeout = timeout
         self.failures: Failures = {}
 
     def update_weights(self, update_info: Any) -> None:
         left = {engine: link for engine, link in self._links.items() if engine not in self.failures}
         failures = start(left, "update_weights", lambda _: (update_info,))
-        collect(left, failures)
+        collect(left, failures, self._timeout)
         self.failures |= failures
 
 
@@ -165,16 +198,16 @@ class _Adapted(VllmWeightSource):
         return iter(self._tensors)
 
 
-def _on_every_rank(source: WeightSource, world: World) -> Iterator[tuple[str, torch.Tensor]]:
-    """The source's tensors, on every rank's GPU, from rank 0."""
-    for meta, (name, tensor) in zip(source.metadata(), source, strict=True):
-        if not world.is_driver:
-            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=world.device)
+def _recorded(tensors: Gather, sums: dict[str, int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The tensors, with their checksums noted as they pass."""
+    for name, tensor in tensors:
         assert tensor is not None
-        whole = tensor.detach().contiguous()
-        if world.size > 1:
-            dist.broadcast(whole, src=0)
-        yield name, whole
+        sums[name] = checksum(tensor)
+        yield name, tensor
+
+
+def _num_bytes(metas: Sequence[TensorMeta]) -> int:
+    return sum(meta.num_bytes for meta in metas)
 
 
 def _free_port() -> int:

@@ -1,93 +1,251 @@
-"""Weights over gloo: rank 0 of the trainers and the workers of one engine form a group of their own.
+"""Weights over gloo: the trainer ranks that send and the workers of one engine form a group of their own.
 
-A group for each engine: an engine that dies takes no other with it.
+Every rank sends its own part of each tensor straight to the workers that want of it; nobody gathers. An
+engine that dies takes no other with it.
 """
 
 from __future__ import annotations
 
 import socket
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_ibpo.weights.regions import (
+    Message,
+    Need,
+    Sender,
+    assemble,
+    choose_senders,
+    messages,
+    pack,
+    parts_by_tensor,
+    plan_buckets,
+    receive_buffer,
+)
 from megatron_ibpo.weights.source import TensorMeta, WeightSource
-from megatron_ibpo.weights.transfer.buckets import pack, plan_buckets, unpack
-from megatron_ibpo.weights.transfer.link import TRANSFER_TIMEOUT_S, EngineLink, Failures, collect, start
+from megatron_ibpo.weights.transfer.checksum import part_checksums
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
+from megatron_ibpo.weights.transfer.wire import WirePlan, encode_metas, read_answers
 from megatron_ibpo.world import World
 
-__all__ = ["GlooTransport", "join_group", "receive"]
+__all__ = ["GlooReceiver", "GlooTransport", "join_group"]
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT = timedelta(seconds=TRANSFER_TIMEOUT_S)
+BUCKETS_UNDERWAY = 2
+"""Messages of so many buckets travel while one more is packed or loaded."""
+MOMENT_S = 0.1
+"""What an engine is given at least when another one has used up the time."""
+MEET_TIMEOUT = timedelta(seconds=60)
+"""Both sides are known to be there when they meet."""
+
+
+@dataclass(frozen=True)
+class _Delivery:
+    """One message of one bucket, and the workers that want exactly it."""
+
+    message: Message
+    workers: tuple[tuple[int, int], ...]
+    """(engine, number of its worker)"""
 
 
 class GlooTransport:
-    """The trainers' side. Methods are collective over all trainer ranks."""
+    """The trainers' side. Methods are collective over all trainer ranks.
+
+    A bucket is half of what may be held: two travel while a third is packed, at most three halves.
+    """
 
     shared_group = False
 
-    def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int) -> None:
+    def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
-        self._size = 1 + workers_per_engine
-        self._bucket_bytes = bucket_bytes
+        self._workers = workers_per_engine
+        self._bucket_bytes = max(1, bucket_bytes // 2)
+        self._timeout = timeout
         self._groups: dict[int, Any] = {}
-        """On rank 0: the group of each engine."""
+        """On ranks that send: the group of each engine."""
+        self._needs: dict[int, list[list[Need | None]]] = {}
+        """Of each worker of each engine."""
+        self._metas: list[TensorMeta] = []
+        self._senders: list[tuple[Sender, ...]] = []
+        self._buckets: list[range] = []
+        self._deliveries: list[list[_Delivery]] = []
+        """What this rank sends in each bucket."""
 
-    def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
-        """Meet `engines`; `links` are those of them that this rank owns."""
+    def connect(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
+    ) -> Failures:
+        """Learn what `engines` need of the source's tensors, plan, and meet them.
+
+        Raises:
+            WeightPlanError: on every rank, if tensors and engines do not fit each other.
+        """
+        if source.metadata() != self._metas:
+            self._needs.clear()
+        self._metas = source.metadata()
+        self._senders = choose_senders(self._metas, source.regions())
+        self._buckets = plan_buckets(self._metas, self._bucket_bytes)
+        failures = self._ask_needs(links)
+        failures |= self._meet(links, engines, failures)
+        self._deliveries = [self._deliveries_of(bucket) for bucket in self._buckets]
+        return failures
+
+    def send(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+    ) -> Sent:
+        """Send one pass over `source` to `engines`; it must be what it was when they were met."""
+        failures = start(links, "update_weights", lambda _: ({},))
+        groups = {engine: group for engine, group in self._groups.items() if engine in engines}
+        outbox = _Outbox(groups, self._first_worker, self._timeout)
+        local = source.local()
+        sums: dict[str, int] = {}
+        for number, (bucket, deliveries) in enumerate(zip(self._buckets, self._deliveries, strict=True)):
+            held = dict(zip(bucket, islice(local, len(bucket)), strict=True))
+            outbox.wait(BUCKETS_UNDERWAY)
+            for delivery in deliveries:
+                room = outbox.room(delivery.message.num_bytes)
+                flat = pack(delivery.message, held, room)
+                if check:
+                    sums |= part_checksums(delivery.message, flat, self._metas)
+                outbox.send(number, flat, room, delivery.workers)
+        outbox.wait(0)
+        collect(links, failures, self._timeout)
+        for engine in outbox.failures:
+            self._groups.pop(engine, None)
+        # what the engine itself says tells more
+        return Sent(outbox.failures | failures, outbox.num_bytes, self._needed(engines), sums)
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The trainer ranks that send; their places in the groups are those in this list."""
+        return sorted({rank for senders in self._senders for rank, _ in senders})
+
+    @property
+    def _first_worker(self) -> int:
+        return len(self._ranks)
+
+    def _ask_needs(self, links: Mapping[int, EngineLink]) -> Failures:
+        """Let engines rehearse an update, and tell all ranks what they need."""
+        wire = encode_metas(self._metas)
+        failures = start(links, "rehearse_weight_update", lambda _: (wire,))
+        answers = collect(links, failures, self._timeout)
+        for part in self._world.all_gather(answers):
+            for engine, answer in part.items():
+                self._needs[engine] = read_answers(engine, answer, self._metas)
+        return failures
+
+    def _meet(self, links: Mapping[int, EngineLink], engines: Sequence[int], absent: Failures) -> Failures:
+        """Form the groups of those of `engines` that have not failed on any rank."""
+        missing = {engine for part in self._world.all_gather(list(absent)) for engine in part}
+        present = [engine for engine in engines if engine not in missing]
         hosts = self._world.all_gather(socket.gethostname())
         host = LOOPBACK if len(set(hosts)) == 1 else hosts[0]
-        stores = {engine: _listen(host) for engine in engines} if self._world.is_driver else {}
+        stores = {engine: _listen(host) for engine in present} if self._world.is_driver else {}
         ports = self._world.on_driver(lambda: {engine: store.port for engine, store in stores.items()})
+        ranks = self._ranks
+        size = len(ranks) + self._workers
+        place = {rank: number for number, rank in enumerate(ranks)}
+        senders = [tuple((place[rank], box) for rank, box in tensor) for tensor in self._senders]
+        plan = WirePlan(self._metas, senders, self._bucket_bytes).encode()
+        met = {engine: link for engine, link in links.items() if engine in present}
         failures = start(
-            links,
+            met,
             "init_weight_transfer",
-            lambda engine: ({"address": host, "port": ports[engine], "size": self._size},),
+            lambda engine: (
+                {
+                    "address": host,
+                    "port": ports[engine],
+                    "first_worker": len(ranks),
+                    "size": size,
+                    "timeout": 2 * self._timeout,  # the trainers may be waiting for another engine
+                    "plan": plan,
+                },
+            ),
         )
         unmet: Failures = {}
-        for engine, store in stores.items():
-            try:
-                self._groups[engine] = open_group(store, host, 0, self._size)
-            except RuntimeError as error:
-                unmet[engine] = error
-        collect(links, failures)
-        return unmet | failures  # what the engine itself says tells more
-
-    def send(self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
-        """Send one pass over `source` to `engines`."""
-        metas = source.metadata()
-        info = {
-            "names": [meta.name for meta in metas],
-            "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metas],
-            "shapes": [list(meta.shape) for meta in metas],
-            "bucket_bytes": self._bucket_bytes,
-        }
-        failures = start(links, "update_weights", lambda _: (info,))
-        unsent: Failures = {}
-        if self._world.is_driver:
-            for flat in pack(source, plan_buckets(metas, self._bucket_bytes)):
-                unsent |= self._broadcast(flat, engines)
-        else:
-            for _ in source:  # gathering is collective
-                pass
-        collect(links, failures)
-        return unsent | failures  # what the engine itself says tells more
-
-    def _broadcast(self, flat: torch.Tensor, engines: Sequence[int]) -> Failures:
-        """Send a buffer to the engines that still listen. One that stops listening is left out from then
-        on, and the pass goes on, since the other ranks take part in it."""
-        failures: Failures = {}
-        for engine in engines:
-            if group := self._groups.get(engine):
+        if self._world.rank in place:
+            for engine in present:
                 try:
-                    _broadcast(group, flat)
+                    store = stores.get(engine) or _find(host, ports[engine])
+                    self._groups[engine] = open_group(store, host, place[self._world.rank], size)
                 except RuntimeError as error:
-                    failures[engine] = error
-                    del self._groups[engine]
-        return failures
+                    unmet[engine] = error
+        collect(met, failures, self._timeout)
+        return unmet | failures
+
+    def _deliveries_of(self, bucket: range) -> list[_Delivery]:
+        """What this rank sends in `bucket`; workers that want the same share a message."""
+        workers: dict[Message, list[tuple[int, int]]] = {}
+        for engine in self._needs:
+            for number, needs in enumerate(self._needs[engine]):
+                message = messages(bucket, self._senders, needs).get(self._world.rank)
+                if message is not None:
+                    workers.setdefault(message, []).append((engine, number))
+        return [_Delivery(message, tuple(wanted)) for message, wanted in workers.items()]
+
+    def _needed(self, engines: Sequence[int]) -> int:
+        """Bytes that the workers of `engines` need of one pass."""
+        needs = (need for engine in engines for worker in self._needs.get(engine, []) for need in worker)
+        return sum(need.num_bytes for need in needs if need is not None)
+
+
+class _Outbox:
+    """Messages that are under way, and their memory, which later messages use again: fresh memory costs as
+    much as sending it."""
+
+    def __init__(self, groups: dict[int, Any], first_worker: int, timeout: float) -> None:
+        self._groups = groups
+        self._first_worker = first_worker
+        self._timeout = timeout
+        self._underway: deque[tuple[int, torch.Tensor, list[tuple[int, Any]]]] = deque()
+        """(bucket, memory of the message, works by engine)"""
+        self._free: list[torch.Tensor] = []
+        self.failures: Failures = {}
+        self.num_bytes = 0
+
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a message, uint8 [num_bytes or up to twice as many]."""
+        for place, buffer in enumerate(self._free):
+            if num_bytes <= buffer.nbytes <= 2 * num_bytes:
+                return self._free.pop(place)
+        self._free.clear()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(
+        self, bucket: int, flat: torch.Tensor, room: torch.Tensor, workers: Sequence[tuple[int, int]]
+    ) -> None:
+        """Start sending `flat`, which lies in `room`, to those of the workers' engines that still listen."""
+        works = []
+        for engine, worker in workers:
+            if engine not in self._groups or engine in self.failures:
+                continue
+            try:
+                works.append((engine, self._groups[engine].send([flat], self._first_worker + worker, bucket)))
+                self.num_bytes += flat.nbytes
+            except RuntimeError as error:
+                self.failures[engine] = error
+        self._underway.append((bucket, room, works))
+
+    def wait(self, buckets: int) -> None:
+        """Until messages of at most `buckets` buckets are under way; engines that do not take theirs in time
+        have failed."""
+        deadline = time.monotonic() + self._timeout
+        while self._underway and len({bucket for bucket, *_ in self._underway}) > buckets:
+            _, room, works = self._underway.popleft()
+            for engine, work in works:
+                if engine not in self.failures:
+                    try:
+                        work.wait(timedelta(seconds=max(MOMENT_S, deadline - time.monotonic())))
+                    except RuntimeError as error:
+                        self.failures[engine] = error
+            self._free.append(room)
 
 
 def open_group(store: Any, host: str, rank: int, size: int) -> Any:
@@ -99,26 +257,79 @@ def open_group(store: Any, host: str, rank: int, size: int) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     own = LOOPBACK if host == LOOPBACK else socket.gethostname()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-    options._timeout = TIMEOUT
+    options._timeout = MEET_TIMEOUT
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def join_group(host: str, port: int, rank: int, size: int) -> Any:
     """`open_group` for those who come to the trainer's rank 0."""
-    return open_group(dist.TCPStore(host, port, timeout=TIMEOUT), host, rank, size)
+    return open_group(_find(host, port), host, rank, size)
 
 
-def receive(group: Any, metas: Sequence[TensorMeta], bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that rank 0 of `group` sends, in the order of `metas`."""
-    for bucket in plan_buckets(metas, bucket_bytes):
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        _broadcast(group, flat)
-        yield from unpack(bucket, flat)
+class GlooReceiver:
+    """A worker's side: receives what the trainers send of the tensors in its `needs`."""
+
+    def __init__(self, group: Any, plan: WirePlan, needs: Sequence[Need | None], timeout: float) -> None:
+        """
+        Args:
+            group: from `join_group`; its first members are the plan's senders.
+            timeout: seconds to wait for a bucket.
+        """
+        self._group = group
+        self._metas = plan.metas
+        self._needs = needs
+        self._timeout = timedelta(seconds=timeout)
+        self._buckets = [(bucket, messages(bucket, plan.senders, needs)) for bucket in plan.buckets]
+
+    def tensors(self, receipt: dict[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """One pass, in the plan's order. Of a tensor that is not needed whole the rest is undefined.
+
+        Args:
+            receipt: gets the checksum of every part that arrives; what is undefined is then NaN.
+
+        Raises:
+            RuntimeError: a trainer has gone, or sent nothing in time.
+        """
+        coming = (self._post(place) for place in range(len(self._buckets)))
+        underway = deque(islice(coming, BUCKETS_UNDERWAY))
+        for place in range(len(self._buckets)):
+            flats = self._arrived(underway.popleft())
+            underway.extend(islice(coming, 1))
+            yield from self._unpacked(place, flats, receipt)
+
+    def _arrived(self, posted: dict[int, tuple[torch.Tensor, Any]]) -> dict[int, torch.Tensor]:
+        """The messages of a bucket by sender, once they are all here."""
+        for _, work in posted.values():
+            work.wait(self._timeout)
+        return {sender: flat for sender, (flat, _) in posted.items()}
+
+    def _unpacked(
+        self, place: int, flats: dict[int, torch.Tensor], receipt: dict[str, int] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a bucket; what `flats` held is theirs then."""
+        bucket, by_sender = self._buckets[place]
+        if receipt is not None:
+            for sender, flat in flats.items():
+                receipt |= part_checksums(by_sender[sender], flat, self._metas)
+        parts = parts_by_tensor(bucket, by_sender, flats)
+        flats.clear()
+        for number in bucket:
+            need, meta = self._needs[number], self._metas[number]
+            if need is not None:
+                yield meta.name, assemble(meta.shape, need, parts.pop(number), blank=receipt is not None)
+
+    def _post(self, place: int) -> dict[int, tuple[torch.Tensor, Any]]:
+        """Start receiving the messages of a bucket: (buffer, work) by sender."""
+        posted = {}
+        for sender, message in self._buckets[place][1].items():
+            flat = receive_buffer(message, "cpu")
+            posted[sender] = (flat, self._group.recv([flat], sender, place))
+        return posted
 
 
 def _listen(host: str) -> Any:
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=MEET_TIMEOUT)
 
 
-def _broadcast(group: Any, flat: torch.Tensor) -> None:
-    group.broadcast([flat], dist.BroadcastOptions()).wait()
+def _find(host: str, port: int) -> Any:
+    return dist.TCPStore(host, port, timeout=MEET_TIMEOUT)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["TRANSFER_TIMEOUT_S", "EngineLink", "Failures", "ask", "collect", "start"]
-
-TRANSFER_TIMEOUT_S = 600.0
-"""A step of a weight update gives up after this."""
+__all__ = ["EngineLink", "Failures", "Sent", "ask", "collect", "start"]
 
 Failures = dict[int, Exception]
 """By engine: why it has no part in the update any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of one pass over the weights, as this rank saw it."""
+
+    failures: Failures
+    num_bytes: int
+    """Bytes that this rank gave to engines."""
+    needed_bytes: int
+    """Bytes that the shards of all engines' workers take."""
+    sums: dict[str, int]
+    """Checksums of what this rank sent, if they were asked for."""
 
 
 class EngineLink(Protocol):
@@ -39,21 +50,24 @@ def start(
     return failures
 
 
-def collect(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, Any]:
-    """The answers of the engines that are not in `failures`; adds to it those that fail now."""
+def collect(links: Mapping[int, EngineLink], failures: Failures, timeout: float) -> dict[int, Any]:
+    """The answers of the engines that are not in `failures`; adds to it those that fail now, or that do not
+    answer within `timeout` seconds."""
     answers = {}
     for engine, link in links.items():
         if engine in failures:
             continue
         try:
-            answers[engine] = link.result(TRANSFER_TIMEOUT_S)
+            answers[engine] = link.result(timeout)
         except RuntimeError as error:
             failures[engine] = error
     return answers
 
 
-def ask(links: Mapping[int, EngineLink], failures: Failures, method: str, *arguments: Any) -> dict[int, Any]:
+def ask(
+    links: Mapping[int, EngineLink], failures: Failures, timeout: float, method: str, *arguments: Any
+) -> dict[int, Any]:
     """`start` and `collect` in one, for the engines that are not in `failures`."""
     left = {engine: link for engine, link in links.items() if engine not in failures}
     failures |= start(left, method, lambda _: arguments)
-    return collect(left, failures)
+    return collect(left, failures, timeout)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from megatron_ibpo.weights.source import TensorMeta, WeightSource
-from megatron_ibpo.weights.transfer.checksum import checksum, compare_checksums
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, ask
+from megatron_ibpo.weights.source import WeightSource
+from megatron_ibpo.weights.transfer.checksum import compare_checksums
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask
 from megatron_ibpo.world import World
 
-__all__ = ["Transport", "update_engines"]
+__all__ = ["Order", "Transport", "update_engines"]
 
 
 class Transport(Protocol):
@@ -21,72 +20,75 @@ class Transport(Protocol):
     shared_group: bool
     """All engines meet in one group, so that one failing breaks it for all."""
 
-    def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
-        """Meet `engines`; `links` are those of them that this rank owns."""
+    def connect(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
+    ) -> Failures:
+        """Plan what goes to `engines` and meet them; `links` are those of them that this rank owns.
+
+        Raises:
+            WeightPlanError: on every rank, if the source's tensors are not those that the engines load.
+        """
         ...
 
-    def send(self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
-        """Send one pass over `source` to `engines`, which wait for it."""
+    def send(
+        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+    ) -> Sent:
+        """Send one pass over `source` to `engines`, which wait for it; with `check`, take checksums."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How an update is done."""
+
+    version: int
+    """Of the policy whose weights are sent."""
+    sleeping: bool
+    """The engines sleep, and wake in the order that needs the least memory: weights, update, KV cache."""
+    check: bool
+    """Compare checksums of everything as sent and as received."""
+    timeout: float
+    """Seconds that each step may take."""
 
 
 def update_engines(
     transport: Transport,
     world: World,
     source: WeightSource,
-    version: int,
+    order: Order,
     links: Mapping[int, EngineLink],
     engines: Sequence[int],
-    *,
-    sleeping: bool,
-    check: bool,
-) -> Failures:
-    """Give idle `engines` the weights of `source` as policy `version`; collective.
+) -> Sent:
+    """Give idle `engines` the weights of `source`; collective.
 
-    Sleeping engines wake in the order that needs the least memory: weights, update, KV cache.
+    An engine that fails on the way is left with no version at all, so that it refuses to sample.
 
     Args:
         links: those of `engines` that this rank owns.
-        check: compare checksums of every tensor as sent and as received.
 
     Returns:
-        the failures that this rank saw.
+        what this rank sent, and the failures that it saw.
 
     Raises:
         WeightMismatchError: on the ranks whose engines received something else than was sent.
     """
     failures: Failures = {}
-    if sleeping:
-        ask(links, failures, "wake", "weights")
-    ask(links, failures, "start_weight_update", check)
-    sent: dict[str, int] = {}
-    passing = _Recorded(source, sent) if check else source
-    failures |= transport.send(passing, _without(links, failures), engines)
-    receipts = ask(_without(links, failures), failures, "finish_weight_update", version)
-    if sleeping:
-        ask(_without(links, failures), failures, "wake", "kv_cache")
-    if check:
-        sent = world.on_driver(lambda: sent)
-        for receipt in [worker for workers in receipts.values() for worker in workers]:
-            compare_checksums(sent, receipt)
-    return failures
-
-
-class _Recorded:
-    """A source that notes the checksums of what passes."""
-
-    def __init__(self, source: WeightSource, sums: dict[str, int]) -> None:
-        self._source = source
-        self._sums = sums
-
-    def metadata(self) -> list[TensorMeta]:
-        return self._source.metadata()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name, tensor in self._source:
-            if tensor is not None:
-                self._sums[name] = checksum(tensor)
-            yield name, tensor
+    if order.sleeping:
+        ask(links, failures, order.timeout, "wake", "weights")
+    ask(links, failures, order.timeout, "start_weight_update", order.check)
+    sent = transport.send(source, _without(links, failures), engines, check=order.check)
+    failures = sent.failures | failures  # what was known first is the cause
+    left = _without(links, failures)
+    receipts = ask(left, failures, order.timeout, "finish_weight_update", order.version)
+    if order.sleeping:
+        ask(_without(links, failures), failures, order.timeout, "wake", "kv_cache")
+    if order.check:
+        sums: dict[str, int] = {}
+        for part in world.all_gather(sent.sums):
+            sums |= part
+        for workers in receipts.values():
+            compare_checksums(sums, workers)
+    return Sent(failures, sent.num_bytes, sent.needed_bytes, sent.sums)
 
 
 def _without(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, EngineLink]:

@@ -19,9 +19,12 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from megatron_ibpo.weights.regions import Need
 from megatron_ibpo.weights.source import TensorMeta
 from megatron_ibpo.weights.transfer.checksum import checksum
-from megatron_ibpo.weights.transfer.gloo import join_group, receive
+from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
+from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
+from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer
 
 __all__ = ["GlooWeightTransferEngine", "WorkerExtension"]
 
@@ -30,48 +33,76 @@ __all__ = ["GlooWeightTransferEngine", "WorkerExtension"]
 class GlooInitInfo(WeightTransferInitInfo):
     address: str
     port: int
+    first_worker: int
+    """Place of the engine's first worker in the group."""
     size: int
+    timeout: float
+    plan: dict[str, Any]
+    """A `WirePlan`."""
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    bucket_bytes: int
+    rehearse: list[Any] | None = None
+    """Receive nothing, but find out what the model takes of tensors of these names, dtypes and shapes."""
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """A worker's side of `megatron_ibpo.weights.transfer.gloo`: trainer rank 0 is the group's rank 0."""
+    """A worker's side of `megatron_ibpo.weights.transfer.gloo`: asked first what it needs, it then meets the
+    trainers, and from then on receives that."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
+    receipt: dict[str, int] | None = None
+    """Where checksums of what arrives go."""
+    _needs: list[Need | None] | None = None
+    _receiver: GlooReceiver | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        rank = 1 + self.parallel_config.rank
-        self._group = join_group(init_info.address, init_info.port, rank, init_info.size)
+        assert self._needs is not None, "a rehearsal comes first"
+        rank = init_info.first_worker + self.parallel_config.rank
+        group = join_group(init_info.address, init_info.port, rank, init_info.size)
+        self._receiver = GlooReceiver(group, WirePlan.decode(init_info.plan), self._needs, init_info.timeout)
 
     def start_weight_update(self) -> None:
         self._missing = {name for name, _ in self.model.named_parameters()}
+        self._error: str | None = None
+        self._rehearsing = False
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        metas = [
-            TensorMeta(name, getattr(torch, dtype_name), tuple(shape))
-            for name, dtype_name, shape in zip(
-                update_info.names, update_info.dtype_names, update_info.shapes, strict=True
-            )
-        ]
+        if update_info.rehearse is not None:
+            self._rehearse(decode_metas(update_info.rehearse))
+            return
+        assert self._receiver is not None, "the trainers have not been met"
+        self._load(self._receiver.tensors(self.receipt))
+
+    def _rehearse(self, metas: list[TensorMeta]) -> None:
+        """Load zeros, and note what the model takes of them. Its weights are lost until the next update."""
+        self._rehearsing = True
+        rehearsal = Rehearsal(metas)
+        try:
+            self._load(rehearsal.tensors())
+        except Exception as error:  # whatever a model raises at a name or shape that it does not know
+            self._error = f"{type(error).__name__}: {error}"
+        self._needs = rehearsal.needs()
+
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         model: Any = self.model
-        self._missing -= model.load_weights(receive(self._group, metas, update_info.bucket_bytes))
+        self._missing -= model.load_weights(tensors)
+
+    def answer(self) -> dict[str, Any]:
+        """Of the rehearsal."""
+        assert self._needs is not None
+        return encode_answer(self._needs, sorted(self._missing), self._error)
 
     def finish_weight_update(self) -> None:
-        if self._missing:
+        if self._missing and not self._rehearsing:
             raise ValueError(f"the weight update did not bring {', '.join(sorted(self._missing))}")
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        self._group = None
+        self._receiver = None
 
 
 class WorkerExtension:
@@ -79,11 +110,23 @@ class WorkerExtension:
 
     model_runner: Any
 
+    weight_transfer_engine: WeightTransferEngine[Any, Any]
+
+    def take_rehearsal(self) -> dict[str, Any]:
+        """What this worker needs of the trainers' tensors (`encode_answer`)."""
+        engine = self.weight_transfer_engine
+        assert isinstance(engine, GlooWeightTransferEngine)
+        return engine.answer()
+
     def record_receipt(self) -> None:
-        """From now on keep a checksum of every tensor that the model is given to load."""
+        """From now on keep checksums of what arrives: of the parts that gloo brings, of whole tensors where
+        vLLM's own transports bring them."""
+        self._receipt: dict[str, int] = {}
+        if isinstance(self.weight_transfer_engine, GlooWeightTransferEngine):
+            self.weight_transfer_engine.receipt = self._receipt
+            return
         model = self.model_runner.get_model()
         load_weights = type(model).load_weights
-        self._receipt: dict[str, int] = {}
 
         def recorded(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
@@ -95,6 +138,8 @@ class WorkerExtension:
     def take_receipt(self) -> dict[str, int]:
         """The checksums since `record_receipt`, which ends; empty where it was not called."""
         receipt, self._receipt = getattr(self, "_receipt", {}), {}
+        if isinstance(self.weight_transfer_engine, GlooWeightTransferEngine):
+            self.weight_transfer_engine.receipt = None
         vars(self.model_runner.get_model()).pop("load_weights", None)
         return receipt
 

@@ -1,0 +1,189 @@
+"""Checkpoint directories that are whole or not there: disk space first, a manifest last, then one rename.
+
+The manifest is `integrity.json`, SHA-256 of every file, in the format of megatron-core's
+`dist_checkpointing.save(verify_integrity=True)`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_ibpo.world import World
+
+__all__ = [
+    "MANIFEST",
+    "DiskSpaceError",
+    "HashedFile",
+    "changed_files",
+    "check_disk_space",
+    "file_digest",
+    "write_directory",
+    "write_manifest",
+]
+
+T = TypeVar("T")
+
+MANIFEST = "integrity.json"
+ALGORITHM = "sha256"
+FLUSH_BYTES = 256 * 1024**2
+"""Written to the disk at least this often, so that it is busy from the start and few pages are dirty."""
+
+
+class DiskSpaceError(OSError):
+    """Not enough room for a checkpoint."""
+
+
+class HashedFile:
+    """A new file, written front to back, hashed on the way and on the disk when it is closed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.size = 0
+        self._file = path.open("xb", buffering=0)
+        self._hash = hashlib.new(ALGORITHM)
+        self._flushed = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Raises DiskSpaceError, naming the file, when the disk is full."""
+        left = memoryview(data).cast("B")
+        self._hash.update(left)
+        self.size += left.nbytes
+        try:
+            while left.nbytes:
+                left = left[self._file.write(left) :]
+            if self.size - self._flushed >= FLUSH_BYTES:
+                os.fdatasync(self._file.fileno())
+                self._flushed = self.size
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise DiskSpaceError(f"{self.path}: no room after {self.size} bytes: {error}") from None
+            raise
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """For those who take this for an ordinary file: `write` keeps nothing back."""
+
+    def close(self) -> str:
+        """The digest of what was written."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._hash.hexdigest()
+
+
+def check_disk_space(directory: Path, needed: int) -> None:
+    """Raises DiskSpaceError if the disk of `directory` has not `needed` bytes (and 1 % more) free."""
+    free = shutil.disk_usage(directory).free
+    if free < needed * 1.01:
+        raise DiskSpaceError(
+            f"{directory}: a checkpoint of {needed / 1e9:.2f} GB does not fit, {free / 1e9:.2f} GB are free; "
+            "free some space or write elsewhere"
+        )
+
+
+def write_directory(
+    target: Path,
+    world: World,
+    needed: int,
+    write: Callable[[Path], T],
+    finish: Callable[[Path, list[T]], dict[str, str]],
+) -> None:
+    """Fill a directory, on all ranks, and put it at `target`. Collective; all ranks share the file system.
+
+    It is filled beside `target` under a hidden name, which a killed run leaves behind and the next run
+    removes; a `target` that exists is replaced by the finished directory in one rename.
+
+    Args:
+        needed: bytes that the disk must have free.
+        write: every rank's own files; no collectives. Its result must pickle.
+        finish: on the driver, with all ranks' results: the remaining files. Returns the digests that are
+            known already, by file name; other files are hashed.
+
+    Raises:
+        DiskSpaceError: before anything is written, or when the disk fills up on the way.
+        whatever `write` or `finish` raise: nothing is kept then.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+
+    def prepare() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_disk_space(target.parent, needed)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    world.on_driver(prepare)
+    try:
+        error: Exception | None = None
+        result: T | None = None
+        try:
+            result = write(partial)
+        except Exception as caught:
+            error = caught
+        world.agree(error)
+        results = world.all_gather(result)
+
+        def publish() -> None:
+            write_manifest(partial, finish(partial, results))  # type: ignore[arg-type]
+            _replace(partial, target)
+
+        world.on_driver(publish)
+    except BaseException:
+        if world.is_driver:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_manifest(directory: Path, known: dict[str, str]) -> None:
+    """Write `integrity.json`. `known`: digests of files that need not be read for it."""
+    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != MANIFEST)
+    digests = {name: known.get(name) or file_digest(directory / name) for name in names}
+    (directory / MANIFEST).write_text(json.dumps({"algorithm": ALGORITHM, "files": digests}, indent=2))
+
+
+def changed_files(directory: Path) -> list[str]:
+    """What is wrong with the files that the manifest of `directory` lists; empty if nothing is.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: it is malformed.
+    """
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        files, algorithm = dict(manifest["files"]), manifest["algorithm"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is malformed: {type(error).__name__}: {error}") from None
+    if algorithm != ALGORITHM:
+        raise ValueError(f"{path}: algorithm {algorithm!r} is not {ALGORITHM!r}")
+    wrong = []
+    for name, digest in files.items():
+        if not (directory / name).is_file():
+            wrong.append(f"{directory / name} is missing")
+        elif file_digest(directory / name) != digest:
+            wrong.append(f"{directory / name} is not what was written: its checksum differs")
+    return wrong
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, ALGORITHM).hexdigest()
+
+
+def _replace(partial: Path, target: Path) -> None:
+    """Move the finished directory to its place."""
+    for path in [*partial.rglob("*"), partial]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,354 @@
+"""Megatron's distributed checkpoints (`torch_dist`) on disk, without Megatron: named tensors in pieces.
+
+A directory of `.distcp` files, each a sequence of `torch.save`d pieces, and `.metadata`, a pickle that says
+which piece of which tensor lies where. The pickle is read by an unpickler that knows only the classes that
+belong there: it cannot run code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.weights.files import HashedFile
+from megatron_ibpo.weights.maps import Block, Entry
+
+__all__ = [
+    "HF_FILES",
+    "LAYOUT",
+    "RUN_STATE",
+    "DistcpFile",
+    "Record",
+    "StoredCheckpoint",
+    "find_stored",
+    "is_weight",
+    "newest_step",
+    "read_metadata",
+    "write_metadata",
+]
+
+METADATA, CONFIG = ".metadata", "metadata.json"
+RUN_STATE = "run_state.json"
+"""Ours: JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""
+LAYOUT = "layout.json"
+"""Ours: for what layout the checkpoint was written, and whether it holds an optimizer."""
+HF_FILES = "hf"
+"""Ours: folder with config.json and the tokenizer, so that the checkpoint converts back."""
+COMMON = "common_state/shard_0_1"
+"""Key under which megatron-core 0.19 looks for what is no tensor."""
+ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron-LM pads the vocabulary to a multiple of 128 TP."""
+
+_ALLOWED = {
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The directory's `.metadata`, by a restricted unpickler.
+
+    Raises:
+        CheckpointError: it is no torch_dist checkpoint, or its metadata is damaged or asks for code.
+    """
+    config = directory / CONFIG
+    if not config.is_file() or not (directory / METADATA).is_file():
+        if any(directory.glob("mp_rank_*")):
+            raise CheckpointError(
+                f"{directory} is in Megatron's old format, pickles that can run code when they are read; "
+                "load it in Megatron and save it with --ckpt-format torch_dist"
+            )
+        raise CheckpointError(f"{directory} holds no Megatron checkpoint: no {METADATA} and {CONFIG}")
+    try:
+        backend = json.loads(config.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{config} is malformed: {type(error).__name__}: {error}") from None
+    if backend != "torch_dist":
+        raise CheckpointError(f"{directory}: format {backend!r} is not supported, only torch_dist")
+    try:
+        with (directory / METADATA).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory / METADATA} is damaged or unsafe, and was not read: {type(error).__name__}: {error}"
+        ) from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{directory / METADATA} holds a {type(metadata).__name__}, not metadata")
+    return metadata
+
+
+def newest_step(path: Path) -> Path | None:
+    """The last step that a training run has saved in `path` or `path`/checkpoints."""
+    found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
+    return max((step for step in found if (step / RUN_STATE).is_file()), key=lambda p: p.name, default=None)
+
+
+def find_stored(path: Path) -> Path:
+    """The checkpoint directory that `path` means: itself, the newest step of a training run, or what
+    Megatron-LM's tracker file names.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory")
+    if (path / CONFIG).is_file():
+        return path
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return newest_step(path) or path
+    latest = tracker.read_text().strip()
+    if not (latest.isdecimal() or latest == "release"):
+        raise CheckpointError(f"{tracker} must hold the number of an iteration, it holds {latest[:40]!r}")
+    return path / (latest if latest == "release" else f"iter_{int(latest):07}")
+
+
+class StoredCheckpoint:
+    """A torch_dist checkpoint's tensors, read piece by piece. May be shared by threads."""
+
+    def __init__(self, directory: Path):
+        """Raises CheckpointError as `read_metadata`, or if files of it are missing."""
+        self.directory = directory
+        self._metadata = read_metadata(directory)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            key: meta
+            for key, meta in self._metadata.state_dict_metadata.items()
+            if isinstance(meta, TensorStorageMetadata)
+        }
+        self._chunks = {
+            key: {tuple(chunk.offsets): chunk for chunk in meta.chunks} for key, meta in self.tensors.items()
+        }
+        files = {info.relative_path for info in self._metadata.storage_data.values()}
+        missing = sorted(file for file in files if not (directory / file).is_file())
+        if missing:
+            raise CheckpointError(f"{directory}: {listed(missing)} named in {METADATA} but not there")
+
+    @property
+    def places(self) -> dict[MetadataIndex, _StorageInfo]:
+        """File, offset and length of every piece."""
+        return self._metadata.storage_data
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Raises CheckpointError if a tensor is missing or unknown, or has another shape or dtype than the
+        model's."""
+        missing, wanted = [], set()
+        for entry in entries:
+            found = [self._find(block) for block in entry.blocks()]
+            missing += [block.key for block, at in zip(entry.blocks(), found, strict=True) if at is None]
+            dtypes = set()
+            for block in found:
+                if block is not None:
+                    wanted.add(block.key)
+                    self._check_tensor(block)
+                    dtypes.add(self.tensors[block.key].properties.dtype)
+            if len(dtypes) > 1:
+                raise CheckpointError(f"{self.directory}: the parts of {entry.name} are {dtypes}, not alike")
+        if missing:
+            raise CheckpointError(f"{self.directory}: missing {listed(sorted(set(missing)))}")
+        extra = sorted(key for key in self.tensors if key not in wanted and is_weight(key))
+        if extra:
+            raise CheckpointError(
+                f"{self.directory}: tensors that this model has no place for: {listed(extra)}"
+            )
+
+    def _check_tensor(self, block: Block) -> None:
+        meta = self.tensors[block.key]
+        shape = tuple(meta.size)
+        if shape != block.shape:
+            padded = block.key in ROWS_MAY_BE_PADDED and shape[1:] == block.shape[1:]
+            if not (padded and shape[0] > block.shape[0]):
+                raise CheckpointError(
+                    f"{self.directory}: {block.key} has shape {shape}, config.json asks for {block.shape}"
+                )
+        if meta.properties.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise CheckpointError(
+                f"{self.directory}: {block.key} is {meta.properties.dtype}, not bfloat16, float16 or float32"
+            )
+
+    def _find(self, block: Block) -> Block | None:
+        """The block where it lies: a homogeneous model's layers may be one tensor with a layer axis."""
+        if block.key in self.tensors:
+            return block
+        head, _, rest = block.key.partition(".layers.")
+        layer, _, name = rest.partition(".")
+        key = f"{head}.layers.{name}"
+        if head != "decoder" or key not in self.tensors:
+            return None
+        layers = self.tensors[key].size[0]
+        return Block(
+            key, (layers, *block.shape), (int(layer), *block.offsets), (1, *block.sizes)
+        )  # its shape is checked like any other's
+
+    def dtype(self, block: Block) -> torch.dtype:
+        found = self._find(block)
+        assert found is not None, f"{block.key}: presence is checked before reading"
+        return self.tensors[found.key].properties.dtype
+
+    def read(self, block: Block) -> Tensor:
+        """The block's elements, without the axes of length one that are layer and expert.
+
+        Raises:
+            CheckpointError: a piece of it is missing or damaged; names file and tensor.
+        """
+        found = self._find(block)
+        assert found is not None, f"{block.key}: presence is checked before reading"
+        dims = _own_dims(block)
+        exact = self._chunks[found.key].get(found.offsets)
+        if exact is not None and tuple(exact.sizes) == found.sizes:
+            return self._load(found.key, exact).reshape(dims)
+        whole = torch.empty(found.sizes, dtype=self.tensors[found.key].properties.dtype)
+        covered = 0
+        for chunk in self._chunks[found.key].values():
+            overlap = _overlap(found, chunk)
+            if overlap is None:
+                continue
+            ours, theirs = overlap
+            whole[ours] = self._load(found.key, chunk)[theirs]
+            covered += whole[ours].numel()
+        if covered != whole.numel():
+            raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {found.key}")
+        return whole.reshape(dims)
+
+    def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if place is None:
+            raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {key}")
+        path = self.directory / place.relative_path
+        try:
+            with path.open("rb") as file:
+                data = os.pread(file.fileno(), place.length, place.offset)
+            if len(data) != place.length:
+                raise EOFError(f"{place.length} bytes at {place.offset} wanted, {len(data)} found")
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"{path}: {key} cannot be read, the file is damaged: {reason}") from None
+        expected = self.tensors[key].properties.dtype
+        if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or tensor.dtype != expected:
+            raise CheckpointError(f"{path}: {key} is not the tensor that {METADATA} describes")
+        return tensor
+
+
+def is_weight(key: str) -> bool:
+    """Not what a training run stores beside the weights."""
+    return (
+        not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+        and "_extra_state" not in key
+    )
+
+
+def _own_dims(block: Block) -> tuple[int, ...]:
+    """Sizes of the parameter's own axes: an expert's block has one more in front."""
+    return block.sizes[1:] if ".experts.experts." in block.key else block.sizes
+
+
+def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What both hold, as indices into the block and into the chunk."""
+    ours, theirs = [], []
+    for start, size, other, length in zip(
+        block.offsets, block.sizes, chunk.offsets, chunk.sizes, strict=True
+    ):
+        first, last = max(start, other), min(start + size, other + length)
+        if first >= last:
+            return None
+        ours.append(slice(first - start, last - start))
+        theirs.append(slice(first - other, last - other))
+    return tuple(ours), tuple(theirs)
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a block was written."""
+
+    block: Block
+    dtype: torch.dtype
+    file: str
+    offset: int
+    length: int
+
+
+class DistcpFile:
+    """One file of a checkpoint, to which blocks are added."""
+
+    def __init__(self, path: Path):
+        self.records: list[Record] = []
+        self._file = HashedFile(path)
+
+    def add(self, block: Block, tensor: Tensor) -> None:
+        """`tensor`: the block's elements, of any shape; a view's storage is not written with it."""
+        tensor = tensor.reshape(block.sizes).contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        start = self._file.size
+        torch.save(tensor, self._file)  # type: ignore[arg-type]
+        length = self._file.size - start
+        self.records.append(Record(block, tensor.dtype, self._file.path.name, start, length))
+
+    def close(self) -> str:
+        """The file's digest."""
+        return self._file.close()
+
+
+def write_metadata(directory: Path, records: Iterable[Record]) -> dict[str, str]:
+    """Write what makes the files of `records` a checkpoint. Returns digests of files that were written."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for record in records:
+        block = record.block
+        if block.key not in tensors:
+            properties = TensorProperties(dtype=record.dtype)
+            tensors[block.key] = TensorStorageMetadata(properties, torch.Size(block.shape), [])
+        offsets = torch.Size(block.offsets)
+        tensors[block.key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(block.sizes)))
+        index = MetadataIndex(block.key, offsets, counts[block.key])
+        counts[block.key] += 1
+        storage[index] = _StorageInfo(record.file, record.offset, record.length)
+    common = HashedFile(directory / "common_state.distcp")
+    torch.save([{}], common)  # type: ignore[arg-type]
+    storage[MetadataIndex(COMMON)] = _StorageInfo(common.path.name, 0, common.size)
+    state: dict[str, Any] = {**tensors, COMMON: BytesStorageMetadata()}
+    with (directory / METADATA).open("wb") as file:
+        pickle.dump(Metadata(state_dict_metadata=state, storage_data=storage), file)
+    (directory / CONFIG).write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
+    return {common.path.name: common.close()}

@@ -1,0 +1,156 @@
+"""What a model's loader takes of each tensor, learnt by giving it tensors of zeros that note what is read.
+
+A tensor-parallel worker copies its shard out of every tensor that it is given. Nothing says beforehand
+which part that is; the copying itself does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_ibpo.weights.regions import Need, intersect, whole
+from megatron_ibpo.weights.source import Box, TensorMeta
+
+__all__ = ["Rehearsal"]
+
+HARMLESS = {
+    "__get__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size",
+    "is_contiguous", "is_floating_point", "is_complex", "ndimension", "get_device", "untyped_storage",
+    "__len__", "requires_grad_",
+}  # fmt: skip
+"""Functions of a tensor that do not look at its values."""
+
+
+@dataclass
+class _Reads:
+    """What was read of one tensor."""
+
+    meta: TensorMeta
+    boxes: set[Box] = field(default_factory=set)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Into which it was copied."""
+
+    def note(self, view: torch.Tensor, dtype: torch.dtype | None) -> None:
+        self.boxes.add(_box_of(view, self.meta))
+        self.dtypes.add(self.meta.dtype if dtype is None else dtype)
+
+    def need(self) -> Need | None:
+        if not self.boxes:
+            return None
+        boxes = tuple(sorted(self.boxes))
+        if any(intersect(a, b) for number, a in enumerate(boxes) for b in boxes[:number]):
+            boxes = (whole(self.meta.shape),)
+        dtype = next(iter(self.dtypes)) if len(self.dtypes) == 1 else self.meta.dtype
+        narrower = dtype.is_floating_point and dtype.itemsize < self.meta.dtype.itemsize
+        return Need(dtype if narrower else self.meta.dtype, boxes)
+
+
+class Rehearsal:
+    """Zeros under the names and shapes of tensors to come, and what was read of them.
+
+    A plain copy is noted with its bounds, and with the precision that it was copied to, in which the tensor
+    may then travel. Whatever else looks at values counts as reading all that it looks at.
+    """
+
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        self._reads = [_Reads(meta) for meta in metas]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """To be given to a model's `load_weights`. They take no memory: nobody writes to them."""
+        for reads in self._reads:
+            zeros = torch.zeros(reads.meta.shape, dtype=reads.meta.dtype)
+            yield reads.meta.name, _watched(zeros, reads)
+
+    def needs(self) -> list[Need | None]:
+        """Of each tensor, what was read; None if nothing was."""
+        return [reads.need() for reads in self._reads]
+
+
+class _Watched(torch.Tensor):
+    """A tensor that tells what is read of it and of its views."""
+
+    reads: _Reads
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        watched = list(_found((args, kwargs)))
+        if func is torch.Tensor.copy_ and not isinstance(args[0], cls):
+            for source in watched:
+                source.reads.note(source, args[0].dtype)
+            return result
+        views = _views(result, watched)
+        if views is not None:
+            return views
+        if getattr(func, "__name__", "") not in HARMLESS:
+            for source in watched:
+                source.reads.note(source, None)
+        return result
+
+
+def _watched(tensor: torch.Tensor, reads: _Reads) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        view = tensor.as_subclass(_Watched)
+    view.reads = reads
+    return view
+
+
+def _found(arguments: Any) -> Iterator[_Watched]:
+    """The watched tensors among arguments, however deep."""
+    if isinstance(arguments, _Watched):
+        yield arguments
+    elif isinstance(arguments, dict):
+        yield from _found(list(arguments.values()))
+    elif isinstance(arguments, tuple | list):
+        for item in arguments:
+            yield from _found(item)
+
+
+def _views(result: Any, watched: list[_Watched]) -> Any:
+    """The result, watched, if it is one or several views of a watched tensor."""
+    if isinstance(result, tuple | list):
+        views = [_views(item, watched) for item in result]
+        return type(result)(views) if views and all(view is not None for view in views) else None
+    if not isinstance(result, torch.Tensor):
+        return None
+    for source in watched:
+        if _address(result) == _address(source):
+            return _watched(result, source.reads)
+    return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _box_of(view: torch.Tensor, meta: TensorMeta) -> Box:
+    """The bounds of a view in the contiguous tensor that it was cut from; if it is no box, the rows that it
+    touches."""
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype, sizes, strides = view.dtype, tuple(view.shape), view.stride()
+        offset = int(view.storage_offset())
+    if dtype != meta.dtype or not meta.shape or 0 in sizes:
+        return whole(meta.shape)
+    rows = math.prod(meta.shape[1:])
+    steps = [math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
+    if list(strides) == steps and len(sizes) == len(meta.shape):
+        box, left = [], offset
+        for step, size, limit in zip(steps, sizes, meta.shape, strict=True):
+            start, left = divmod(left, step)
+            if start + size > limit:
+                break
+            box.append((start, start + size))
+        else:
+            return tuple(box)
+    last = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    return ((offset // rows, last // rows + 1), *whole(meta.shape[1:]))

@@ -1,0 +1,103 @@
+"""A training run's checkpoint goes on under another layout as under its own, optimizer included."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run_ranks
+from test_trainer import close_trainer, config_for, open_trainer, sequences
+from tiny_models import make_qwen3, make_qwen3_next
+
+from megatron_ibpo.config import ParallelConfig
+
+
+def layout(tp=1, pp=1, ep=1, *, first=None, distributed=False):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        decoder_first_pipeline_num_layers=first,
+        expert_model_parallel_size=ep,
+        use_distributed_optimizer=distributed,
+    )
+
+
+SHARDED = {"distributed": True}
+PAIRS = {
+    "dense TP2 to one rank": (2, layout(tp=2), 1, layout()),
+    "dense TP2 to PP2": (2, layout(tp=2), 2, layout(pp=2)),
+    "dense DP2 to one rank, sharded": (2, layout(**SHARDED), 1, layout(**SHARDED)),
+    "dense TP2 DP2 to PP2, sharded": (4, layout(tp=2, **SHARDED), 2, layout(pp=2, **SHARDED)),
+    "next EP2 to one rank": (2, layout(ep=2), 1, layout()),
+    "next EP2 to TP2 EP2": (2, layout(ep=2), 2, layout(tp=2, ep=2)),
+    "next TP2 to uneven PP2": (2, layout(tp=2), 2, layout(pp=2, first=1)),
+    "next EP2 to one rank, sharded": (2, layout(ep=2, **SHARDED), 1, layout(**SHARDED)),
+    "next EP2 DP2 to TP2 EP2, sharded": (4, layout(ep=2, **SHARDED), 2, layout(tp=2, ep=2, **SHARDED)),
+}
+"""Ranks and layout that save, ranks and layout that load; "sharded": the optimizer, over data parallel."""
+
+
+def go_on(world, cases, saving):
+    """For each (name, checkpoint to start from, where to save, layout): weights and gradient norms of two
+    updates after a first one, which is made and saved here or else read."""
+    return {name: updates(world, *case, saving) for name, *case in cases}
+
+
+def updates(world, hf_dir, directory, parallel, saving):
+    from megatron_ibpo.policy.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+
+    # a large epsilon: what rounding makes of a gradient near zero does not decide about the step
+    trainer, export, _ = open_trainer(world, hf_dir, config_for(parallel, lr=1e-2, eps_adam=1e-2))
+    rows = sequences(6)
+    if saving:
+        trainer.update(rows)
+        save_checkpoint(trainer, directory, 1, {})
+    else:
+        load_checkpoint(trainer, find_checkpoint(directory))
+    norms = [trainer.update(rows)["grad_norm"] for _ in range(2)]
+    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    close_trainer()
+    return weights, norms
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By pair: what goes on in the first layout, and in the second."""
+    directory = tmp_path_factory.mktemp("resharding")
+    models = {
+        "dense": make_qwen3(directory / "dense", 3, std=0.1),
+        "next": make_qwen3_next(directory / "next", 4, std=0.1),
+    }
+    through, resumed = {}, {}
+    for results, saving in ((through, True), (resumed, False)):
+        for size in (1, 2, 4):
+            cases = [
+                (name, models[name.split()[0]], directory / name, before if saving else after)
+                for name, (old_size, before, new_size, after) in PAIRS.items()
+                if size == (old_size if saving else new_size)
+            ]
+            if cases:
+                results |= run_ranks(go_on, size, cases, saving, timeout=240)[0]
+    return {name: (through[name], resumed[name]) for name in PAIRS}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_another_layout_goes_on_from_the_same_state(results, name):
+    (weights, norms), (resumed_weights, resumed_norms) = results[name]
+    assert resumed_norms == pytest.approx(norms, rel=1e-5)
+    for tensor, expected in weights.items():
+        assert (resumed_weights[tensor] - expected).abs().max() < 1e-6, tensor
+
+
+def load_with_other_optimizer(world, hf_dir, directory):
+    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    saved = save_checkpoint(trainer, directory, 1, {})
+    close_trainer()
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout(distributed=True)))
+    with pytest.raises(ValueError, match="saved with use_distributed_optimizer=False"):
+        load_checkpoint(trainer, saved)
+    close_trainer()
+
+
+def test_a_sharded_optimizer_does_not_take_the_state_of_a_whole_one(tmp_path):
+    run_ranks(load_with_other_optimizer, 1, make_qwen3(tmp_path / "dense", 3), tmp_path)

@@ -1,0 +1,159 @@
+"""What the conversion tools share: progress bar, errors, and the proof that nothing was lost."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_ibpo.quiet import hush_megatron
+from megatron_ibpo.shape import ModelConfigError, read_hf_config
+from megatron_ibpo.weights import CheckpointError, DiskSpaceError
+from megatron_ibpo.weights.convert import Report, differing_tensors
+from megatron_ibpo.weights.hf_files import Checkpoint
+from megatron_ibpo.weights.maps import weight_map
+from megatron_ibpo.world import RemoteError, World, start_world
+
+LOGITS_BOUND = 1e-3
+"""Root mean square of the differences, over that of the logits. Rounding in float32 makes 1e-7 to 1e-4
+(delta nets of large weights, experts chosen by a hair); a tensor out of place makes about 1."""
+PROMPT_LENGTHS = (1, 5, 33, 70)
+console = Console(stderr=True)
+
+
+def run(work: Callable[[World], int]) -> int:
+    """Join the ranks, do the work. Returns the exit status: 2 when the input or the disk is to blame."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.captureWarnings(True)
+    hush_megatron()
+    world = start_world()
+    try:
+        return work(world)
+    except (CheckpointError, ModelConfigError, DiskSpaceError, FileExistsError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except RemoteError as error:
+        print(f"rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        world.close()
+
+
+@contextmanager
+def progress_bar(world: World, title: str) -> Iterator[Report]:
+    """A bar on the driver, of its own share of the work."""
+    columns = ("[bold]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    lock = threading.Lock()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not world.is_driver) as bar:
+        task = bar.add_task(title, total=None)
+
+        def report(now: int, total: int) -> None:
+            with lock:
+                bar.update(task, advance=now, total=total)
+
+        yield report
+
+
+def verify(hf_dir: Path, stored_dir: Path, world: World, *, allow_pickle: bool = False) -> int:
+    """Compare two checkpoints of one model: all bits of all weights, then logits on random prompts.
+
+    Returns the exit status: 1 where they differ.
+    """
+    with progress_bar(world, "comparing") as report:
+        differing = differing_tensors(hf_dir, stored_dir, world, allow_pickle=allow_pickle, report=report)
+    if differing:
+        if world.is_driver:
+            console.print(f"[red]{len(differing)} tensors differ: {', '.join(differing[:8])}")
+        return 1
+    if world.is_driver:
+        console.print("weights: 0 differing bytes")
+    reason = _too_much(hf_dir, world)
+    if reason:
+        if world.is_driver:
+            console.print(f"[yellow]logits: not compared: {reason}")
+        return 0
+    largest, relative = logits_difference(hf_dir, stored_dir, world)
+    console.print(
+        f"logits: differ by at most {largest:.1e} in float32; relative root mean square {relative:.1e}, "
+        f"allowed {LOGITS_BOUND:.0e}"
+    )
+    return int(not relative <= LOGITS_BOUND)
+
+
+def _too_much(hf_dir: Path, world: World) -> str:
+    """Why the logits cannot be compared here; empty if they can."""
+    if world.size > 1:
+        return "several processes; run tools/convert_megatron_to_hf.py --verify in one"
+    entries = weight_map(read_hf_config(hf_dir)).values()
+    needed = 2 * 4 * sum(torch.Size(piece.shape).numel() for entry in entries for piece in entry.pieces)
+    available = psutil.virtual_memory().available
+    if needed > 0.9 * available:
+        return (
+            f"both models in float32 need {needed / 1e9:.0f} GB of memory, {available / 1e9:.0f} GB are free"
+        )
+    if not any(hf_dir.glob("*.safetensors")):
+        return "transformers would have to read pickles"
+    return ""
+
+
+def logits_difference(hf_dir: Path, stored_dir: Path, world: World) -> tuple[float, float]:
+    """(largest, relative root mean square) difference between the logits of transformers' model and of the
+    trainer's, each from its own files, in float32, over random prompts."""
+    from megatron_ibpo.config import Config, ParallelConfig
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.checkpoint import load_weights
+    from megatron_ibpo.policy.model import build_model
+
+    shape = read_hf_config(hf_dir)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(shape.vocab_size, (sum(PROMPT_LENGTHS),), generator=generator)
+    expected = _transformers_logits(hf_dir, ids)
+    parallel.initialize(ParallelConfig(), world, seed=0)
+    try:
+        (model,) = build_model(shape, Config())
+        load_weights([model], stored_dir)
+        difference = _megatron_logits(model, ids) - expected
+        return difference.abs().max().item(), (difference.norm() / expected.norm()).item()
+    finally:
+        parallel.destroy()
+
+
+@torch.no_grad()
+def _transformers_logits(hf_dir: Path, ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    return torch.cat([model(prompt[None]).logits[0] for prompt in ids.split(PROMPT_LENGTHS)])
+
+
+@torch.no_grad()
+def _megatron_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = torch.tensor(PROMPT_LENGTHS)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+    positions = torch.cat([torch.arange(length) for length in PROMPT_LENGTHS])
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(PROMPT_LENGTHS),
+        max_seqlen_kv=max(PROMPT_LENGTHS),
+    )
+    return model(ids[None], positions[None], None, packed_seq_params=packed)[0].float()
+
+
+def checkpoint_bytes(hf_dir: Path, *, allow_pickle: bool = False) -> int:
+    """Of all weights in a Hugging Face checkpoint."""
+    checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
+    return sum((hf_dir / file).stat().st_size for file in set(checkpoint.file_of.values()))

@@ -1,0 +1,50 @@
+"""Megatron's distributed checkpoint to a Hugging Face checkpoint, on CPUs, without building the model.
+
+    python tools/convert_megatron_to_hf.py --load runs/a --save hf/a        # the run's newest step
+    torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py …           # several processes share the work
+
+Reads what any layout wrote, optimizer state left aside. Writes sharded safetensors with an index, one tensor
+an expert, config.json and the tokenizer: what transformers and vLLM load. Tensors keep dtype and bits.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from conversion import checkpoint_bytes, console, progress_bar, run, verify
+
+from megatron_ibpo.weights.convert import megatron_to_hf
+from megatron_ibpo.weights.torch_dist import find_stored
+from megatron_ibpo.world import World
+
+
+@dataclass
+class Arguments:
+    load: Path
+    """A checkpoint, or a training run's directory, which means its newest one. Never written to."""
+    save: Path
+    """Directory to write; must not exist."""
+    origin_hf_checkpoint: Path | None = None
+    """Where config.json and tokenizer come from; the checkpoint's own when None."""
+    verify: bool = False
+    """Then compare all bits of both checkpoints, and logits on random prompts."""
+
+
+def convert(arguments: Arguments, world: World) -> int:
+    stored = find_stored(arguments.load)
+    started = time.perf_counter()
+    with progress_bar(world, "converting") as report:
+        megatron_to_hf(stored, arguments.save, world, origin=arguments.origin_hf_checkpoint, report=report)
+    if world.is_driver:
+        size = checkpoint_bytes(arguments.save)
+        console.print(f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
+    return verify(arguments.save, stored, world) if arguments.verify else 0
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(Arguments, description=__doc__)
+    sys.exit(run(lambda world: convert(chosen, world)))
