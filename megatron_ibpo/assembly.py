@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -12,7 +12,15 @@ from typing import Any
 from megatron_ibpo import credit as credit_room
 from megatron_ibpo.config import AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter, Spent
-from megatron_ibpo.data import CorrectionTemplate, PromptSource, Tokenizer, load_tokenizer, open_source
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    PromptSource,
+    Tokenizer,
+    load_tokenizer,
+    open_source,
+    thinking_marks,
+    token_texts,
+)
 from megatron_ibpo.evaluate import evaluate
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import (
@@ -66,6 +74,9 @@ class Run:
     world: World
     tokenizer: Tokenizer
     template: CorrectionTemplate
+    token_texts: Callable[[Sequence[int]], list[str]]
+    thinking: credit_room.ThinkingMarks | None
+    """With --ibpo-strip-thinking."""
     prompts: PromptSource | None
     """None when recorded rollouts are replayed."""
     eval_prompts: list[Prompt]
@@ -278,6 +289,8 @@ class Run:
             seed=self.config.run.seed,
             step=step,
             reward_threshold=self.config.data.reward_threshold,
+            token_texts=self.token_texts,
+            thinking=self.thinking,
         )
 
     def _generate(self, requests: list[SampleRequest]) -> list[Response]:
@@ -357,6 +370,9 @@ def assemble(config: Config) -> Iterator[Run]:
             first_step = state["step"]
             tokenizer = load_tokenizer(hf_dir)
             template = CorrectionTemplate(tokenizer, config.algorithm.ibpo_k)
+            thinking = None
+            if config.algorithm.ibpo_strip_thinking:
+                thinking = credit_room.ThinkingMarks(*thinking_marks(tokenizer))
             prompts, eval_prompts = _open_prompts(config, tokenizer)
             world.on_driver(lambda: prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config)))
             verifier = _open_verifier(config, world, stack)
@@ -391,6 +407,8 @@ def assemble(config: Config) -> Iterator[Run]:
             world=world,
             tokenizer=tokenizer,
             template=template,
+            token_texts=token_texts(tokenizer),
+            thinking=thinking,
             prompts=prompts,
             eval_prompts=eval_prompts,
             verifier=verifier,

@@ -6,47 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.records import Correction, Group, Prompt, Response
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import modified_tokens, prefix_requests
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
-from megatron_ibpo.study.steps import step_boundaries
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-# ----------------------------------------------------------------------------------------------------- steps
-
-
-def test_a_step_of_the_tiny_task_ends_with_its_result():
-    text = "5+9=14+8=-22#22"
-    bounds = step_boundaries(list(text))
-    assert [text[a:b] for a, b in pairwise(bounds)] == ["5+9=14", "+8=-22", "#22"]
-
-
-def test_steps_of_prose_are_sentences_and_lines():
-    tokens = ["First", " we", " add", ".", " Then", " x", " =", " 3.5", ",", " so", "\n", "the", " end"]
-    bounds = step_boundaries(tokens)
-    steps = ["".join(tokens[a:b]) for a, b in pairwise(bounds)]
-    assert steps == ["First we add.", " Then x = 3.5", ", so\n", "the end"]
-
-
-@given(st.lists(st.text(alphabet="ab=12. \n", min_size=1, max_size=4), min_size=1, max_size=20))
-def test_steps_cover_the_text_without_overlap(tokens):
-    bounds = step_boundaries(tokens)
-    assert bounds[0] == 0
-    assert bounds[-1] == len(tokens)
-    assert bounds == sorted(set(bounds))
 
 
 # ------------------------------------------------------------------------------------------------ statistics

@@ -14,10 +14,18 @@ import numpy as np
 
 from megatron_ibpo.cli import parse_config
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit import LoopAccess
+from megatron_ibpo.credit import LoopAccess, ThinkingMarks
 from megatron_ibpo.credit.corrections import compare_and_correct
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source
+from megatron_ibpo.credit.spans import split_spans
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    Tokenizer,
+    load_tokenizer,
+    open_source,
+    thinking_marks,
+    token_texts,
+)
 from megatron_ibpo.edit_distance import unmodified_mask
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
 from megatron_ibpo.rewards import open_verifier
@@ -26,7 +34,6 @@ from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.shape import read_hf_config
 from megatron_ibpo.study.credit_audit import AuditedResponse
-from megatron_ibpo.study.steps import step_boundaries
 from megatron_ibpo.world import World, start_world
 
 __all__ = ["audit_responses", "modified_tokens", "prefix_requests"]
@@ -75,7 +82,8 @@ def audit_responses(
         ]
         chosen = sorted(random.Random(seed).sample(wrong, min(responses, len(wrong))), key=lambda x: x[1:])
         pieces = [(group.prompt, group.responses[index]) for group, _, index in chosen]
-        boundaries = [step_boundaries(_texts(response, tokenizer)) for _, response in pieces]
+        texts = token_texts(tokenizer)
+        boundaries = [_boundaries(texts(response.content_ids)) for _, response in pieces]
         outcomes = asker.outcomes(pieces, boundaries, rollouts, seed)
     audited = [
         _audited(number, group, index, bounds, ended, phi[number][index])
@@ -106,7 +114,7 @@ def prefix_requests(
     rollout = config.rollout
     return [
         SampleRequest(
-            (*prompt.token_ids, *response.token_ids[:start]),
+            (*(response.prompt_token_ids or prompt.token_ids), *response.token_ids[:start]),
             derive_seed("audit", seed, prompt.index, *response.token_ids, start, number),
             rollout.rollout_max_response_len - start,
             rollout.rollout_temperature,
@@ -166,8 +174,17 @@ class _Asker:
         if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
             algorithm = replace(algorithm, ibpo_corrections=1)
         template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
+        thinking = ThinkingMarks(*thinking_marks(self.tokenizer)) if algorithm.ibpo_strip_thinking else None
         loop = LoopAccess(
-            self.pool.generate, self.score, template, self.config.rollout, self.max_context, seed, step=0
+            self.pool.generate,
+            self.score,
+            template,
+            self.config.rollout,
+            self.max_context,
+            seed,
+            step=0,
+            token_texts=token_texts(self.tokenizer),
+            thinking=thinking,
         )
         return compare_and_correct(groups, algorithm, loop).phi
 
@@ -180,14 +197,13 @@ class _Asker:
     ) -> list[np.ndarray]:
         """For each response [boundaries - 1, rollouts]: 1 where the continuation ended correct."""
         asked = [
-            (prompt, response, request)
+            (prompt, len(response.prompt_token_ids or prompt.token_ids), request)
             for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
             for request in prefix_requests(prompt, response, bounds, rollouts, self.config, seed)
         ]
         written = self.pool.generate([request for _, _, request in asked])
-        for (prompt, _, request), rest in zip(asked, written, strict=True):
-            start = request.prompt_token_ids[len(prompt.token_ids) :]
-            rest.token_ids = [*start, *rest.token_ids]
+        for (_, read, request), rest in zip(asked, written, strict=True):
+            rest.token_ids = [*request.prompt_token_ids[read:], *rest.token_ids]
         self.score([(prompt, rest) for (prompt, _, _), rest in zip(asked, written, strict=True)])
         ended = iter(float(rest.correct) for rest in written)
         return [
@@ -215,8 +231,9 @@ def _audited(
     )
 
 
-def _texts(response: Response, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode([token_id]) for token_id in response.content_ids]
+def _boundaries(texts: Sequence[str]) -> list[int]:
+    """Tokens before each step, and all of them."""
+    return [0, *(last for _, last in split_spans(texts))]
 
 
 def _settings(run_dir: Path, policy: Literal["start", "end"]) -> tuple[Config, Path]:
