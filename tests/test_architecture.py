@@ -21,6 +21,7 @@ LIBRARIES = {
     "vllm": {"rollout", "weights"},
     "transformers": {"data"},
     "triton": {"kernels"},
+    "scipy": {"study"},
 }
 """Who may import what, anywhere in its code."""
 
