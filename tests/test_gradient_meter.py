@@ -73,6 +73,9 @@ def test_it_measures_what_autograd_says_of_each_prompt(checkpoints):
     signal = mean @ mean - variance / len(gradients)
     halves = gradients.reshape(2, 2, -1).mean(1)  # four prompts
     exact, two = run_ranks(measured, 1, checkpoints["dense"], config_for(layout()), rows, [EXACT, 2])[0]
+    fused = config_for(layout(), fuse_lm_head=True)
+    (same,) = run_ranks(measured, 1, checkpoints["dense"], fused, rows, [EXACT])[0]
+    assert same.snr == pytest.approx(exact.snr, rel=1e-3)
     assert (exact.prompts, exact.blocks) == (4, 4)
     assert exact.variance == pytest.approx(variance, rel=1e-4)
     assert exact.signal == pytest.approx(signal, rel=1e-3)

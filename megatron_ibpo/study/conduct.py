@@ -133,7 +133,7 @@ def _announce(
         if seconds is None
         else f"about {seconds / 60:.0f} minutes to go",
     ]
-    console.print(", ".join(parts), highlight=False)
+    console.print(", ".join(parts), highlight=False, soft_wrap=True)
 
 
 def _predicted(study: Study, known: Sequence[PlannedRun], open_runs: Sequence[PlannedRun]) -> float | None:
