@@ -139,7 +139,8 @@ def test_every_step_tells_what_happened(run):
             "clip_fraction", "grad_norm", "logprob_diff_abs_mean", "tokens_trained", "entropy",
         } <= row.keys()  # fmt: skip
         assert row["updates_skipped"] == 0
-        assert row["weight_update_bytes_ratio"] == 1  # the engines got their shards, and nothing twice
+        # the engines got their shards, and nothing twice; messages are padded between precisions
+        assert row["weight_update_bytes_ratio"] == pytest.approx(1, abs=1e-4)
         assert 0 < row["logprob_diff_abs_mean"] < 0.02  # bf16 rollouts against the fp32 trainer
 
 
