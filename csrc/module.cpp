@@ -86,13 +86,16 @@ py::tuple batch_align(const Array<Id>& a, const Offsets& a_offsets, const Array<
     return py::make_tuple(matched_a, matched_b, distances);
 }
 
-// The numbers of a list of plain ints, several times faster than numpy reads them; None if anything else is in it.
-py::object read_ints(const py::list& list) {
-    const py::ssize_t size = PyList_GET_SIZE(list.ptr());
+// The numbers of a list or tuple of plain ints, several times faster than numpy reads them; None if anything else
+// is in it.
+py::object read_ints(const py::object& ints) {
+    const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(ints.ptr(), "neither list nor tuple"));
+    if (!fast) throw py::error_already_set();
+    const py::ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
     Array<std::int64_t> result(size);
     std::int64_t* out = result.mutable_data();
     for (py::ssize_t i = 0; i < size; ++i) {
-        PyObject* item = PyList_GET_ITEM(list.ptr(), i);
+        PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
         if (!PyLong_CheckExact(item)) return py::none();
         int overflow = 0;
         out[i] = PyLong_AsLongLongAndOverflow(item, &overflow);

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_ibpo import credit as credit_room
-from megatron_ibpo.config import Config
-from megatron_ibpo.data import CorrectionTemplate, PromptSource, Tokenizer, load_tokenizer, open_source
+from megatron_ibpo.config import AlgorithmConfig, Config
+from megatron_ibpo.cost import CostMeter, Spent
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    PromptSource,
+    Tokenizer,
+    load_tokenizer,
+    open_source,
+    thinking_marks,
+    token_texts,
+)
 from megatron_ibpo.evaluate import evaluate
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import (
@@ -20,6 +29,7 @@ from megatron_ibpo.policy.checkpoint import (
     load_run_state,
     save_checkpoint,
 )
+from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
@@ -28,10 +38,12 @@ from megatron_ibpo.report import (
     Stages,
     checkpoint_bytes,
     load_groups,
+    outcomes_path,
     prepare_run_dir,
     rollout_path,
     run_sizes,
     save_groups,
+    save_outcomes,
 )
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout import EngineError, EnginePool
@@ -46,6 +58,10 @@ START_ERRORS = (ValueError, OSError, EngineError, RemoteError)
 """What `assemble` raises for input that cannot work."""
 
 
+GSPO = AlgorithmConfig(advantage_estimator="gspo", ibpo_lambda=0.0, ibpo_corrections=0, ibpo_joint=False)
+"""Plain advantages of the responses alone: what the gradient meter compares with."""
+
+
 class NotFiniteError(RuntimeError):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
@@ -58,6 +74,9 @@ class Run:
     world: World
     tokenizer: Tokenizer
     template: CorrectionTemplate
+    token_texts: Callable[[Sequence[int]], list[str]]
+    thinking: credit_room.ThinkingMarks | None
+    """With --ibpo-strip-thinking."""
     prompts: PromptSource | None
     """None when recorded rollouts are replayed."""
     eval_prompts: list[Prompt]
@@ -70,11 +89,18 @@ class Run:
     reporter: Report | None
     """On the driver; None elsewhere."""
     stages: Stages
+    cost: CostMeter
     first_step: int
     start_seconds: dict[str, float] = field(default_factory=dict)
     steps_skipped_in_a_row: int = 0
     weights_checked: bool = False
     recorded_corrections: list[Response] = field(default_factory=list)
+
+    def done(self, step: int) -> bool:
+        """Whether `step` completed steps are all: so many were asked for, or the budget is spent."""
+        run = self.config.run
+        within = run.budget is None or self.cost.spent.of(run.budget_unit) < run.budget
+        return step >= run.num_rollout or not within
 
     def sample(self, step: int) -> list[Group]:
         """This step's groups, sampled and scored, or those that were recorded."""
@@ -93,20 +119,28 @@ class Run:
 
     def credit(self, groups: list[Group], step: int) -> credit_room.Credit:
         """Corrections, advantages and weights: what the algorithm makes of the groups."""
-        rollout = self.config.rollout
         with self.stages("credit"):
-            return credit_room.assign_credit(
-                groups,
-                self.config.algorithm,
-                sample=self._generate,
-                score=self._score,
-                correction_prompt=self.template,
-                rollout=rollout,
-                max_context=self.max_context,
-                seed=self.config.run.seed,
-                step=step,
-                reward_threshold=self.config.data.reward_threshold,
-            )
+            credit = self._assign_credit(groups, step, self.config.algorithm)
+        self._count_passes()
+        return credit
+
+    def measure_gradient_if_due(
+        self, groups: list[Group], sequences: Sequence[TrainSequence], step: int
+    ) -> dict[str, float]:
+        """Every --gradient-meter-interval steps, before the update: how noisy the gradient is over prompts,
+        and what GSPO's would be on the same responses."""
+        run = self.config.run
+        if run.gradient_meter_interval is None or step % run.gradient_meter_interval:
+            return {}
+        if run.debug_rollout_only:
+            return {}
+        if self.pool is not None:
+            self.pool.sleep()
+        with self.stages("gradient meter"):
+            plain = self._assign_credit(groups, step, GSPO).sequences
+            metrics = compare_with_gspo(self.trainer, sequences, plain, run.gradient_meter_blocks)
+        self.trainer.take_passes()  # an instrument's are free
+        return metrics
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """The optimizer steps of one rollout.
@@ -118,8 +152,16 @@ class Run:
             return {}
         if self.pool is not None:
             self.pool.sleep()
+        recording = self.config.run.save_debug_rollout_data
+        if recording:
+            for sequence, logprobs in zip(sequences, self._observed_logprobs(sequences), strict=True):
+                sequence.old_logprobs = logprobs
         with self.stages("train"):
             metrics = self.trainer.update(sequences)
+        self._count_passes()
+        if recording:
+            for sequence, logprobs in zip(sequences, self._observed_logprobs(sequences), strict=True):
+                sequence.new_logprobs = logprobs
         self.steps_skipped_in_a_row = self.steps_skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
         if self.steps_skipped_in_a_row >= self.config.run.max_nonfinite_steps:
             raise NotFiniteError(
@@ -153,17 +195,25 @@ class Run:
         self.world.on_driver(lambda: shutil.rmtree(directory))
         self.weights_checked = True
 
-    def report(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
-        """Record step `step` (counted from 1)."""
+    def report(
+        self,
+        step: int,
+        groups: list[Group],
+        sequences: Sequence[TrainSequence],
+        metrics: dict[str, float],
+    ) -> None:
+        """Record step `step` (counted from 1), and what was spent with it."""
+        seconds = self.stages.take()
+        self.cost.time(self.world.on_driver(lambda: seconds))
         with self.stages("report"):
             if self.reporter is None:
                 return
             if self.config.run.save_debug_rollout_data:
                 path = rollout_path(self.config.run.run_dir / "rollouts", step)
-                save_groups(path, step, groups, self.tokenizer.decode)
+                save_groups(path, step, groups, self.tokenizer.decode, sequences)
             restarts = self.pool.restarts if self.pool else 0
-            metrics = {**metrics, "engine_restarts": restarts}
-            self.reporter.step(step, metrics, self.stages.take())
+            metrics = {**metrics, **self.cost.spent.metrics(), "engine_restarts": restarts}
+            self.reporter.step(step, metrics, seconds)
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate at the start, at the end, and every --eval-interval steps."""
@@ -171,14 +221,20 @@ class Run:
         at_interval = run.eval_interval is not None and step % run.eval_interval == 0
         if self.pool is None or not self.eval_prompts:
             return
-        if step not in (0, run.num_rollout) and not at_interval:
+        if step > 0 and not self.done(step) and not at_interval:
             return
         rollout = self.config.rollout
+        plain: list[tuple[Prompt, Response]] = []
+
+        def score(pairs: list[tuple[Prompt, Response]]) -> None:
+            self._ask_verifier(pairs)
+            plain.extend([] if plain else pairs)  # the plain samples come first
+
         with self.stages("evaluate"):
             evaluation = evaluate(
                 self.eval_prompts,
                 self._ask_engines,
-                self._ask_verifier,
+                score,
                 samples_per_prompt=run.n_samples_per_eval_prompt,
                 max_tokens=rollout.rollout_max_response_len,
                 temperature=rollout.rollout_temperature,
@@ -187,7 +243,8 @@ class Run:
                 seed=run.seed,
             )
         if self.reporter is not None:
-            self.reporter.evaluation(step, evaluation, self.stages.take())
+            save_outcomes(outcomes_path(run.run_dir, step), step, plain)
+            self.reporter.evaluation(step, evaluation, self.stages.take(), self.cost.spent.metrics())
 
     def agree_to_stop(self, requested: bool) -> bool:
         """Whether any rank was asked to stop."""
@@ -197,9 +254,10 @@ class Run:
         """A Megatron checkpoint at the end, every --save-interval steps, and before stopping early."""
         run = self.config.run
         at_interval = run.save_interval is not None and step % run.save_interval == 0
-        if run.save and (at_interval or stopping or step == run.num_rollout):
+        if run.save and (at_interval or stopping or self.done(step)):
+            state = {"seed": run.seed, "spent": asdict(self.cost.spent)}
             with self.stages("save"):
-                save_checkpoint(self.trainer, run.run_dir / "checkpoints", step, {"seed": run.seed})
+                save_checkpoint(self.trainer, run.run_dir / "checkpoints", step, state)
 
     def finish(self, status: str) -> None:
         """Export the policy in Hugging Face format, draw the curves, write the summary."""
@@ -217,6 +275,24 @@ class Run:
         assert limit is not None  # `assemble` resolved it
         return limit
 
+    def _assign_credit(
+        self, groups: list[Group], step: int, algorithm: AlgorithmConfig
+    ) -> credit_room.Credit:
+        return credit_room.assign_credit(
+            groups,
+            algorithm,
+            sample=self._generate,
+            score=self._score,
+            correction_prompt=self.template,
+            rollout=self.config.rollout,
+            max_context=self.max_context,
+            seed=self.config.run.seed,
+            step=step,
+            reward_threshold=self.config.data.reward_threshold,
+            token_texts=self.token_texts,
+            thinking=self.thinking,
+        )
+
     def _generate(self, requests: list[SampleRequest]) -> list[Response]:
         if self.pool is None:
             taken = self.recorded_corrections[: len(requests)]
@@ -228,7 +304,20 @@ class Run:
                 )
             return taken
         with self.stages("sample"):
-            return self._ask_engines(requests)
+            responses = self._ask_engines(requests)
+        self.cost.sampling(requests, responses)
+        return responses
+
+    def _observed_logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+        """For the record: free, and no part of training."""
+        with self.stages("record"):
+            logprobs = self.trainer.logprobs(sequences)
+        self.trainer.take_passes()
+        return logprobs
+
+    def _count_passes(self) -> None:
+        passes = self.trainer.take_passes()
+        self.cost.training(passes.forward, passes.updates)
 
     def _ask_engines(self, requests: list[SampleRequest]) -> list[Response]:
         assert self.pool is not None
@@ -277,9 +366,13 @@ def assemble(config: Config) -> Iterator[Run]:
                 raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
             config = _with_context(config, shape)
             checkpoint = None if config.run.load is None else find_checkpoint(config.run.load)
-            first_step = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
+            state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
+            first_step = state["step"]
             tokenizer = load_tokenizer(hf_dir)
             template = CorrectionTemplate(tokenizer, config.algorithm.ibpo_k)
+            thinking = None
+            if config.algorithm.ibpo_strip_thinking:
+                thinking = credit_room.ThinkingMarks(*thinking_marks(tokenizer))
             prompts, eval_prompts = _open_prompts(config, tokenizer)
             world.on_driver(lambda: prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config)))
             verifier = _open_verifier(config, world, stack)
@@ -314,6 +407,8 @@ def assemble(config: Config) -> Iterator[Run]:
             world=world,
             tokenizer=tokenizer,
             template=template,
+            token_texts=token_texts(tokenizer),
+            thinking=thinking,
             prompts=prompts,
             eval_prompts=eval_prompts,
             verifier=verifier,
@@ -322,6 +417,12 @@ def assemble(config: Config) -> Iterator[Run]:
             pool=pool,
             reporter=reporter,
             stages=stages,
+            cost=CostMeter(
+                shape,
+                _accelerators(config, world, pool),
+                recomputes=config.model.recompute_granularity == "full",
+                before=Spent(**state.get("spent", {})),
+            ),
             first_step=first_step,
         )
         if first_step > 0:
@@ -372,6 +473,13 @@ def _checkpoint_bytes(config: Config) -> int:
     interval = config.run.save_interval or config.run.num_rollout
     kept = -(-config.run.num_rollout // interval)
     return kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
+
+
+def _accelerators(config: Config, world: World, pool: EnginePool | None) -> int:
+    """That the run holds: the trainers', and the engines' own where they do not share those."""
+    if pool is None or config.rollout.colocate or world.device.type == "cpu":
+        return world.size
+    return world.size + pool.num_engines * config.rollout.rollout_num_gpus_per_engine
 
 
 def _open_verifier(config: Config, world: World, stack: ExitStack) -> Any:

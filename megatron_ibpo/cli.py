@@ -2,7 +2,9 @@
 
 `megatron_ibpo.config` is the one source: every field is a flag (`--tensor-model-parallel-size 2`,
 `--no-sequence-parallel`) and a key of a flat YAML recipe (dash or underscore). What wins, weakest first:
-the fields' defaults, the preset named by `--advantage-estimator`, `--config` files in the order given, flags.
+the fields' defaults, `--config` files in the order given, flags. The preset that `advantage-estimator` names
+counts where it is named: it wins over files before that place, and what is given in the same file, in later
+ones or by flags wins over it.
 """
 
 from __future__ import annotations
@@ -55,17 +57,11 @@ def parse_config(argv: Sequence[str]) -> Config:
     early.add_argument("--advantage-estimator", "--advantage_estimator")
     known, flags = early.parse_known_args(list(argv))
 
-    recipe: dict[str, Any] = {}
-    for path in known.config:
-        recipe.update(_read_recipe(path))
+    layers = [_read_recipe(path) for path in known.config]
     if known.advantage_estimator is not None:
-        recipe["advantage_estimator"] = known.advantage_estimator
-
+        layers.append({"advantage_estimator": known.advantage_estimator})
     defaults = Config()
-    preset = recipe.get("advantage_estimator", defaults.algorithm.advantage_estimator)
-    if preset not in PRESETS:
-        raise ConfigError(f"--advantage-estimator: no preset {preset!r}{_nearest(preset, PRESETS)}")
-    for name, value in (PRESETS[preset] | recipe).items():
+    for name, value in _resolve(layers, defaults.algorithm.advantage_estimator).items():
         _set(defaults, name, value)
 
     config = tyro.cli(
@@ -82,6 +78,23 @@ def parse_config(argv: Sequence[str]) -> Config:
             print(config_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def _resolve(layers: Sequence[dict[str, Any]], default_preset: str) -> dict[str, Any]:
+    """Fields and values of recipes, a later one winning over an earlier one, and of the preset in force.
+
+    Raises:
+        ConfigError: an unknown preset.
+    """
+    preset, given = default_preset, dict[str, Any]()
+    for layer in layers:
+        preset = layer.get("advantage_estimator", preset)
+        if preset not in PRESETS:
+            raise ConfigError(f"--advantage-estimator: no preset {preset!r}{_nearest(preset, PRESETS)}")
+        if "advantage_estimator" in layer:
+            given = {name: value for name, value in given.items() if name not in PRESETS[preset]}
+        given |= layer
+    return PRESETS[preset] | given
 
 
 def config_yaml(config: Config) -> str:
@@ -288,12 +301,15 @@ _RANGES: dict[str, _Rule] = {
     "update_weight_buffer_size": _AT_LEAST_1,
     "update_weight_timeout": _POSITIVE,
     "num_rollout": _AT_LEAST_1,
+    "budget": _POSITIVE,
     "seed": _NOT_NEGATIVE,
     "data_seed": _NOT_NEGATIVE,
     "save_interval": _AT_LEAST_1,
     "eval_interval": _AT_LEAST_1,
     "eval_num_prompts": _NOT_NEGATIVE,
     "n_samples_per_eval_prompt": _AT_LEAST_1,
+    "gradient_meter_interval": _AT_LEAST_1,
+    "gradient_meter_blocks": (lambda value: value >= 2, "at least 2 (a spread needs two of them)"),
     "max_nonfinite_steps": _AT_LEAST_1,
     "dry_run_world_size": _AT_LEAST_1,
     "dry_run_gpus_per_node": _AT_LEAST_1,
@@ -343,6 +359,12 @@ def _contradictions(config: Config) -> list[str]:
         problems.append(
             f"--rollout-max-context-len: {context} leaves no room for a prompt beside "
             f"--rollout-max-response-len {rollout.rollout_max_response_len}"
+        )
+    schedule = config.optimizer
+    if run.budget is not None and (schedule.lr_decay_style != "constant" or schedule.lr_warmup_fraction > 0):
+        problems.append(
+            "--budget: how many steps it allows is not known beforehand, so the learning rate can follow no "
+            "schedule; use --lr-decay-style constant --lr-warmup-fraction 0"
         )
     if run.debug_rollout_only and run.load_debug_rollout_data is not None:
         problems.append("--debug-rollout-only: cannot be combined with --load-debug-rollout-data")

@@ -130,9 +130,17 @@ class AlgorithmConfig:
     fields default to what that preset says."""
 
     advantage_estimator: str = "ibpo"
-    """Preset in `megatron_ibpo.credit.PRESETS`: ibpo, gspo."""
-    ibpo_variant: Literal["base"] = "base"
-    """How a successful correction is turned into credit."""
+    """Preset in `megatron_ibpo.credit.PRESETS`: ibpo, ibpo-ratio, ibpo-mask, ibpo-k1, ibpo-shaping-only,
+    ibpo-joint-only, ibpo-rewrite-penalty, gspo, grpo, dapo, ppo, ciw, ciw-inverted, cipo."""
+    ibpo_operator: Literal["compare-and-correct", "agreement"] = "compare-and-correct"
+    """What judges wrong responses: their corrections by the policy (the paper's), or, without any generation,
+    the share of their steps that correct responses of the group have too."""
+    ibpo_variant: Literal["base", "ratio", "mask"] = "base"
+    """How a successful correction is turned into credit: Δ = β; Δ = the share of tokens that it keeps; or
+    Δ = β and a gradient through the tokens that it changes only."""
+    ibpo_mask_insertions: bool = False
+    """In the mask, a token counts as changed too if the correction inserts something after it. Off: a
+    correction that only inserts then leaves a response without gradient, which is counted."""
     ibpo_lambda: float = 0.6
     """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
     ibpo_beta: float = 0.5
@@ -140,7 +148,7 @@ class AlgorithmConfig:
     ibpo_k: int = 2
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: int = 1
-    """M: corrections sampled for each wrong response; 0 turns correction off."""
+    """M: corrections sampled for each wrong response; 0 turns compare-and-correct off."""
     ibpo_rewrite_threshold: float | Literal["adaptive"] = 0.6
     """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
     2 population standard deviations over the step's corrections."""
@@ -148,6 +156,14 @@ class AlgorithmConfig:
     """Train on the corrections as samples of their own."""
     ibpo_correction_weight: float = 1.0
     """Weight of a correction relative to a response in the joint loss."""
+    ibpo_correction_group: Literal["prompt", "pair"] = "prompt"
+    """What a correction's advantage is relative to: all corrections made for its prompt, or those of its own
+    pair (which needs several, --ibpo-corrections)."""
+    ibpo_rewrite_penalty: float = 0.0
+    """ρ: what a correction loses of its own reward in the joint loss if its distance from the response
+    exceeds α. Off in the paper's base variant."""
+    ibpo_strip_thinking: bool = False
+    """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
 
 
 @dataclass
@@ -231,6 +247,12 @@ class RunConfig:
     checkpoints, hf."""
     num_rollout: int = 60
     """Steps: one rollout and its updates each."""
+    budget: float | None = None
+    """Stop after the step with which so much is spent, in --budget-unit; --num-rollout steps at most. What
+    only observes (evaluation, saving, reports, the gradient meter) is free. None: no such limit."""
+    budget_unit: Literal["accelerator-seconds", "tokens", "flops"] = "accelerator-seconds"
+    """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
+    floating-point operations."""
     seed: int = 0
     """Of sampling, pairing and initialisation."""
     save: bool = True
@@ -246,11 +268,19 @@ class RunConfig:
     n_samples_per_eval_prompt: int = 1
     """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it."""
     save_debug_rollout_data: bool = False
-    """Keep every step's records as readable JSON in run_dir/rollouts."""
+    """Keep every step's records as readable JSON in run_dir/rollouts, with token weights and the trainer's
+    log-probs before and after the update: two more forward passes a step. tools/run_page.py shows them."""
     load_debug_rollout_data: Path | None = None
     """Train on the records kept in this directory instead of sampling; no engine is started."""
     debug_rollout_only: bool = False
     """Sample and score, do not train."""
+    gradient_meter_interval: int | None = None
+    """Steps between measurements of the policy gradient's noise over prompts, for the objective in use and
+    for GSPO on the same responses; never when None."""
+    gradient_meter_blocks: int = 4
+    """Parts that the prompts of a measurement are cut into, a backward pass each. From --rollout-batch-size
+    on each prompt is one, which is exact; 2 are two halves, the cheapest. All are unbiased; more are less
+    scattered. 4 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_nonfinite_steps: int = 3

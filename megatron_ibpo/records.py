@@ -77,11 +77,18 @@ class Response:
     correct: bool = False
     """reward has reached the verifier's threshold."""
     reward_error: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    """What it was sampled from, where that is not the group's prompt as it stands (prompt perturbation)."""
+
+    @property
+    def num_content_tokens(self) -> int:
+        """Tokens without the end-of-sequence id."""
+        return len(self.token_ids) - (self.finish_reason == "stop")
 
     @property
     def content_ids(self) -> list[int]:
         """`token_ids` without the end-of-sequence id."""
-        return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+        return self.token_ids[: self.num_content_tokens]
 
 
 @dataclass(slots=True)
@@ -98,6 +105,8 @@ class Correction:
     """Normalised token edit distance d(y_i, corrected)."""
     reference_distance: float | None = None
     """d(corrected, nearest reference); None when there is no reference (K=1)."""
+    beyond_threshold: bool = False
+    """The first half of the rewrite test: `distance` exceeds α."""
     rewritten: bool = False
     """The rewrite test fired: a full rewrite earns no bonus."""
     unmodified_share: float = 0.0
@@ -136,6 +145,8 @@ class TrainSequence:
     """Scale the gradient of each response token; None means all ones."""
     old_logprobs: tuple[float, ...] | None = None
     """Filled by the trainer before the update; None means that the update's own forward gives them."""
+    new_logprobs: tuple[float, ...] | None = None
+    """After the update; with --save-debug-rollout-data only, for the record."""
 
     @property
     def num_tokens(self) -> int:

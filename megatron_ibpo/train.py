@@ -57,13 +57,14 @@ def train(config: Config) -> int:
             return _refuse(error)
         step = run.first_step
         run.evaluate_if_due(step)
-        while step < config.run.num_rollout:
+        while not run.done(step):
             groups = run.sample(step)
             credit = run.credit(groups, step)
-            metrics = run.update(credit.sequences)
+            metrics = run.measure_gradient_if_due(groups, credit.sequences, step)
+            metrics |= run.update(credit.sequences)
             step += 1
             metrics |= run.sync(step)
-            run.report(step, groups, credit.metrics | metrics)
+            run.report(step, groups, credit.sequences, credit.metrics | metrics)
             stopping = run.agree_to_stop(stop.requested)
             run.save_if_due(step, stopping=stopping)
             if stopping:

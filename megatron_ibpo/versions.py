@@ -28,6 +28,7 @@ TESTED = {
     "tokenizers": "0.23.3",
     "sentencepiece": "0.2.3",
     "safetensors": "0.8.0",
+    "scipy": "1.17.1",
     "reasoning-gym": "0.1.25",
     "math-verify": "0.9.0",
     "tyro": "1.0.17",

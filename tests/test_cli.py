@@ -51,10 +51,25 @@ def test_flags_win_over_recipes_and_recipes_over_the_preset(tmp_path):
     assert config.rollout.rollout_batch_size == 8, "the later recipe wins"
     assert config.optimizer.clip_grad == 3.0, "the flag wins"
     assert parse_config(["--config", first, "--ibpo-corrections", "2"]).algorithm.ibpo_corrections == 2
-    overriding = recipe(tmp_path, "ibpo-corrections: 3\n", "third.yaml")
-    assert (
-        parse_config(["--config", overriding, "--advantage-estimator=gspo"]).algorithm.ibpo_corrections == 3
-    )
+
+
+def test_a_preset_counts_where_it_is_named(tmp_path):
+    """Over what was read before it, so that a recipe of one method can be run with another."""
+    base = recipe(tmp_path, "advantage-estimator: ibpo\nibpo-lambda: 0.3\neps-clip: 3e-3\n", "base.yaml")
+    assert parse_config(["--config", base]).algorithm.ibpo_lambda == 0.3, "its own file wins over a preset"
+
+    by_flag = parse_config(["--config", base, "--advantage-estimator=ibpo-joint-only"])
+    assert by_flag.algorithm.ibpo_lambda == 0.0
+    assert by_flag.loss.eps_clip == 3e-3, "what the preset says nothing of stays"
+    assert parse_config(["--config", base, "--advantage-estimator", "grpo"]).loss.eps_clip == 0.2
+
+    method = recipe(tmp_path, "advantage-estimator: ibpo-mask\nibpo-beta: 0.4\n", "method.yaml")
+    by_file = parse_config(["--config", base, "--config", method])
+    assert (by_file.algorithm.ibpo_lambda, by_file.algorithm.ibpo_beta) == (0.6, 0.4)
+    later = recipe(tmp_path, "ibpo-k: 3\n", "later.yaml")
+    assert parse_config(["--config", method, "--config", later]).algorithm.ibpo_k == 3
+    back = parse_config(["--config", method, "--advantage-estimator", "gspo"])
+    assert back.algorithm.ibpo_variant == "base", "nothing of an earlier preset is left"
 
 
 def test_the_default_preset_is_in_force_without_naming_it():
@@ -195,6 +210,8 @@ def breaking(section: str, **fields):
         breaking("rollout", rollout_top_k=0),
         breaking("rollout", rollout_temperature=0.0),
         breaking("run", load=Path("nowhere")),
+        breaking("run", budget=100.0),  # with the default schedule
+        breaking("run", gradient_meter_blocks=1),
         breaking("run", debug_rollout_only=True, load_debug_rollout_data=Path(".")),
         breaking("data", prompt_data=None),
         breaking("model", hf_checkpoint=Path("nowhere")),

@@ -8,103 +8,34 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from credit_cases import (
+    EOS,
+    GSPO,
+    RIGHT,
+    Loop,
+    algorithm,
+    by_kind,
+    candidates,
+    fix_last,
+    group,
+    of_preset,
+    prompt,
+    response,
+    scored,
+    some_groups,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, Judgement, assign_credit, check_algorithm
+from megatron_ibpo.credit import PRESETS, Judgement, check_algorithm
 from megatron_ibpo.credit.advantage import group_advantages
+from megatron_ibpo.credit.edits import find_edits
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.rewrite import mark_rewrites
 from megatron_ibpo.credit.shaping import correction_bonus
-from megatron_ibpo.records import Correction, Group, Prompt, Response
-
-EOS = 2
-RIGHT = [10, 11, 12, 13]
-"""The content of a right response in these tests; a response is right when it ends in 13."""
-
-
-def response(content, reward=None, finish_reason="stop"):
-    ids = [*content, EOS] if finish_reason == "stop" else list(content)
-    correct = reward is not None and reward >= 1
-    return Response(ids, [-0.5] * len(ids), finish_reason, 1.0, 0, reward, correct)
-
-
-def scored(*contents):
-    return [response(content, float(content[-1] == 13)) for content in contents]
-
-
-def group(*contents, index=0):
-    return Group(prompt(index), scored(*contents))
-
-
-def prompt(index=0):
-    return Prompt(index, (1, 5, 27), 2, "13", "test", "question")
-
-
-def algorithm(**settings):
-    return AlgorithmConfig(**{k: v for k, v in PRESETS["ibpo"].items() if k != "loss_variant"} | settings)
-
-
-GSPO = {k: v for k, v in PRESETS["gspo"].items() if k != "loss_variant"}
-
-
-class Loop:
-    """A policy that corrects as told: `answers` gives the content of each correction from its x̃."""
-
-    def __init__(self, correct, rewards=None):
-        self.correct, self.rewards, self.requests = correct, rewards, []
-
-    def sample(self, requests):
-        self.requests += requests
-        return [response(self.correct(request.prompt_token_ids)) for request in requests]
-
-    def score(self, pairs):
-        for _, answer in pairs:
-            right = answer.content_ids[-1:] == [13]
-            answer.reward = self.rewards(answer) if self.rewards else float(right)
-            answer.correct = answer.reward is not None and answer.reward >= 1
-
-    def credit(self, groups, config, **settings):
-        return assign_credit(
-            groups,
-            config,
-            sample=self.sample,
-            score=self.score,
-            correction_prompt=lambda prompt, target, references: (
-                *prompt.head_ids,
-                *[token for candidate in (target, *references) for token in (90, *candidate)],
-                *prompt.tail_ids,
-            ),
-            **{
-                "rollout": RolloutConfig(rollout_max_response_len=8),
-                "max_context": 100,
-                "seed": 0,
-                "step": 0,
-                **settings,
-            },
-        )
-
-
-def candidates(prompt_ids):
-    """The solutions shown in an x̃ of these tests."""
-    inner, found = prompt_ids[2:-1], []
-    for token in inner:
-        if token == 90:
-            found.append([])
-        else:
-            found[-1].append(token)
-    return found
-
-
-def fix_last(prompt_ids):
-    """The target with its last token made right: one edit."""
-    return [*candidates(prompt_ids)[0][:-1], 13]
-
-
-def by_kind(credit, kind):
-    return [s for s in credit.sequences if s.kind == kind]
-
+from megatron_ibpo.credit.shown import shown_parts
+from megatron_ibpo.records import Correction, Group
 
 # ----------------------------------------------------------------------------------- Algorithm 1 by hand
 
@@ -222,16 +153,6 @@ def test_advantages_do_not_depend_on_the_order_of_the_group(rewards, rng):
 
 
 # ---------------------------------------------------------------------------------------- equivalences
-
-
-def some_groups(seed=0, num_groups=6, size=4):
-    rng = random.Random(seed)
-    return [
-        group(
-            *([rng.randrange(10, 15) for _ in range(rng.randrange(1, 6))] for _ in range(size)), index=40 + i
-        )
-        for i in range(num_groups)
-    ]
 
 
 def test_no_shaping_and_no_joint_training_is_gspo_bit_for_bit():
@@ -391,7 +312,7 @@ def corrected_group(y, y_hat, *references):
 )
 def test_what_counts_as_a_rewrite(y, y_hat, references, threshold, rewritten):
     made = corrected_group(y, y_hat, *references)
-    assert mark_rewrites([made], threshold) == threshold
+    assert mark_rewrites([made], threshold, shown_parts(None)) == threshold
     assert made.corrections[0].rewritten is rewritten
 
 
@@ -404,14 +325,14 @@ def test_the_adaptive_threshold_is_mean_and_two_population_deviations_over_the_s
     """d = 0 five times and 1 once: mean 1/6, std √5/6, α = 1/6 + √5/3 = .912."""
     groups = [corrected_group([7, 7], [7, 7], [9, 9]) for _ in range(5)]
     groups.append(corrected_group([7, 7], [9, 9], [9, 9]))
-    assert mark_rewrites(groups, "adaptive") == pytest.approx(1 / 6 + 5**0.5 / 3)
+    assert mark_rewrites(groups, "adaptive", shown_parts(None)) == pytest.approx(1 / 6 + 5**0.5 / 3)
     assert [g.corrections[0].rewritten for g in groups] == [False] * 5 + [True]
 
 
 def test_ends_of_sequence_are_no_edits():
     cut_off = Group(prompt(), [response([7, 8], 0.0, finish_reason="length")])
     cut_off.corrections = [Correction(0, (), (), response([7, 8], 1.0))]
-    mark_rewrites([cut_off], 0.6)
+    mark_rewrites([cut_off], 0.6, shown_parts(None))
     assert cut_off.corrections[0].distance == 0
 
 
@@ -428,7 +349,8 @@ def test_ends_of_sequence_are_no_edits():
 def test_what_the_edit_distance_tells_of_a_correction(y, y_hat, distance, share):
     made = Group(prompt(), [response(y, 0.0), response(y, 0.0)])
     made.corrections = [Correction(0, (1,), (), response(y_hat, 1.0))]
-    mark_rewrites([made], 0.6)
+    mark_rewrites([made], 0.6, shown_parts(None))
+    find_edits([made], shown_parts(None), mark_insertions=False)
     correction = made.corrections[0]
     assert (correction.distance, correction.reference_distance) == (distance, distance)
     assert correction.unmodified_share == share
@@ -443,7 +365,7 @@ def test_with_several_corrections_the_bonus_is_their_mean():
     for reward, rewritten in outcomes:
         made.corrections.append(Correction(0, (), (), response([13], reward), rewritten=rewritten))
     # right, rewritten, wrong; the fourth was not scored and does not count
-    assert correction_bonus(made, 0.6) == [pytest.approx(0.2)]
+    assert correction_bonus(made, algorithm(ibpo_beta=0.6)) == [pytest.approx(0.2)]
 
 
 def test_m_corrections_are_asked_for_each_wrong_response():
@@ -549,18 +471,4 @@ def test_all_problems_are_named_at_once():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_passes_the_check(preset):
-    settings = {k: v for k, v in PRESETS[preset].items() if k != "loss_variant"}
-    check_algorithm(AlgorithmConfig(advantage_estimator=preset, **settings))
-
-
-def test_the_ibpo_preset_is_the_papers():
-    assert PRESETS["ibpo"] == {
-        "ibpo_variant": "base",
-        "ibpo_lambda": 0.6,
-        "ibpo_beta": 0.5,
-        "ibpo_k": 2,
-        "ibpo_corrections": 1,
-        "ibpo_rewrite_threshold": 0.6,
-        "ibpo_joint": True,
-        "loss_variant": "gspo",
-    }
+    check_algorithm(AlgorithmConfig(advantage_estimator=preset, **of_preset(preset)))

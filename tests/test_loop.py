@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_ibpo.report import load_outcomes, outcomes_path
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
     "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
@@ -142,6 +144,42 @@ def test_every_step_tells_what_happened(run):
         assert 0 < row["logprob_diff_abs_mean"] < 0.02  # bf16 rollouts against the fp32 trainer
 
 
+def test_every_row_tells_what_was_spent_until_then(run):
+    rows = rows_of(run[0])
+    for name in ("spent_accelerator_seconds", "spent_tokens", "spent_flops"):
+        spent = [row[name] for row in rows]
+        assert spent == sorted(set(spent))
+    tokens = [row["tokens_responses"] + row["tokens_corrections"] + row["tokens_trained"] for row in rows]
+    assert rows[-1]["spent_tokens"] > sum(tokens)
+    start, end = rows_of(run[0], "evaluation")
+    assert start["spent_tokens"] == 0
+    assert end["spent_tokens"] == rows[-1]["spent_tokens"]
+    counted = sum(rows[1]["seconds"][stage] for stage in ("sample", "score", "credit", "train", "sync"))
+    grown = rows[1]["spent_accelerator_seconds"] - rows[0]["spent_accelerator_seconds"]
+    assert grown == pytest.approx(2 * counted, rel=1e-3)  # two processes
+
+
+def test_a_run_keeps_which_held_out_problems_were_solved(run):
+    for evaluation in rows_of(run[0], "evaluation"):
+        solved = load_outcomes(outcomes_path(run[0], evaluation["step"]))
+        assert len(solved) == 64
+        assert sum(solved.values()) / 64 == evaluation["accuracy"]
+
+
+def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, tmp_path):
+    """On recorded rollouts, where training alone is paid."""
+    run_dir, _ = run
+    per_step = [row["tokens_trained"] for row in rows_of(run_dir)]
+    flags = ["--load-debug-rollout-data", str(run_dir / "rollouts"), "--no-save"]
+    flags += ["--budget", str(per_step[0] + 1), "--budget-unit", "tokens", "--gradient-meter-interval", "1"]
+    status, output = finished(start_script(tmp_path / "run", *SMALL, *flags))
+    assert status == 0, output[-5000:]
+    spent = [row["spent_tokens"] for row in rows_of(tmp_path / "run")]
+    assert spent[-1] > per_step[0]
+    assert all(value <= per_step[0] for value in spent[:-1])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+
+
 def test_the_recorded_rollouts_are_readable(run):
     record = (run[0] / "rollouts/step_000001.json").read_text()
     assert re.search(r'"decoded": "[-0-9+=]+#-?\d+', record)
@@ -149,14 +187,17 @@ def test_the_recorded_rollouts_are_readable(run):
 
 
 def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, tmp_path):
-    """From the checkpoint of step 1, given the recorded rollouts; no engine is needed."""
+    """From the checkpoint of step 1, given the recorded rollouts; no engine is needed. The gradient meter, on
+    in one of the two, changes nothing."""
     run_dir, _ = run
     resumed = tmp_path / "resumed"
-    flags = ["--load", str(run_dir / "checkpoints/step_000001")]
+    flags = ["--load", str(run_dir / "checkpoints/step_000001"), "--gradient-meter-interval", "1"]
     flags += ["--load-debug-rollout-data", str(run_dir / "rollouts")]
     status, output = finished(start_script(resumed, *SMALL, *flags))
     assert status == 0, output[-5000:]
     assert [row["step"] for row in rows_of(resumed)] == [2, 3]
+    assert all({"gradient_variance", "gspo_gradient_variance"} <= row.keys() for row in rows_of(resumed))
+    assert not any("gradient_variance" in row for row in rows_of(run_dir))
     first = load_file(run_dir / "hf/model.safetensors")
     second = load_file(resumed / "hf/model.safetensors")
     assert first.keys() == second.keys()

@@ -33,6 +33,7 @@ from megatron_ibpo.report import (
     rollout_path,
     save_groups,
 )
+from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.summary import COUNTS
 
 
@@ -66,7 +67,7 @@ def run_steps(config: Config, steps: range, screen: io.StringIO, *, terminal: bo
             report.evaluation(0, accuracy(0.5, 0.4), {"evaluate": 2.0})
         for step in steps:
             report.step(step, step_metrics(step), {"sample": 1.0, "train": 0.5})
-        report.evaluation(steps.stop - 1, accuracy(0.75, 0.8), {"evaluate": 2.0})
+        report.evaluation(steps.stop - 1, accuracy(0.75, 0.8), {"evaluate": 2.0}, {"spent_tokens": 400.0})
         return report.finish(seconds={"save": 0.25})
 
 
@@ -93,6 +94,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
     assert 0 <= seconds_total < 60
     assert summary == {
         "status": "finished",
+        "spent": {"spent_tokens": 400.0},
         "accuracy_start": 0.5,
         "accuracy_end": 0.75,
         "greedy_start": 0.4,
@@ -326,3 +328,34 @@ def test_a_bad_recording_names_its_file(tmp_path, content):
 
 def test_the_public_names_exist():
     assert all(hasattr(reporting, name) for name in reporting.__all__)
+
+
+def test_outcomes_of_an_evaluation_come_back_problem_by_problem(tmp_path):
+    def answered(index, *correct, temperature=1.0):
+        prompt = Prompt(index, (1,), 1, "3", "sum", "1+2=")
+        rewards = [None if outcome is None else float(outcome) for outcome in correct]
+        return [
+            (prompt, Response([5], [0.0], "stop", temperature, 0, reward=reward, correct=reward == 1))
+            for reward in rewards
+        ]
+
+    path = outcomes_path(tmp_path, 60)
+    pairs = [
+        *answered(4, 1, 0, None),
+        *answered(9, 1, 1),
+        *answered(2, None),
+        *answered(4, 0, temperature=0.0),
+    ]
+    save_outcomes(path, 60, pairs)
+    assert path.name == "step_000060.json"
+    assert json.loads(path.read_text())["problems"]["4"] == {"sampled": [1, 0, None], "greedy": [0]}
+    loaded = load_outcomes(path)
+    assert math.isnan(loaded.pop(2))
+    assert loaded == {4: 0.5, 9: 1.0}
+
+
+def test_outcomes_that_are_none_say_where(tmp_path):
+    (tmp_path / "x.json").write_text('{"problems": [1]}')
+    for name in ("x.json", "missing.json"):
+        with pytest.raises(ValueError, match=name):
+            load_outcomes(tmp_path / name)

@@ -4,8 +4,9 @@
 
 The policy learns from noisy worked solutions with a planted misconception: a carry or borrow is dropped with
 probability .55, any other step slips with .02, so that it solves about half of the problems and has something
-to learn by reinforcement. A fifth of the rows are compare-and-correct: two noisy solutions and the
-instruction in the prompt, a third noisy solution as the target.
+to learn by reinforcement. (With .9 and .1 it solves far fewer: examples/tiny_qwen3_hard.) A fifth of the rows
+are compare-and-correct: two noisy solutions and the instruction in the prompt, a third noisy solution as the
+target.
 
 The supervised gradient is GSPO's own: on-policy (ratio 1) with advantage 1 and weights |y| / Σ|y|, the
 gradient of the loss is that of the mean negative log-likelihood of a token.
@@ -51,7 +52,6 @@ from megatron_ibpo.weights import HFExport, load_hf, save_hf
 from megatron_ibpo.world import start_world
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-DROPPED_CARRY, SLIP = 0.55, 0.02
 CORRECTION_SHARE = 0.2
 
 
@@ -66,6 +66,10 @@ class Arguments:
     """Solutions a step."""
     lr: float = 4e-3
     seed: int = 0
+    carry_dropped: float = 0.55
+    """Probability that a step which carries or borrows forgets to."""
+    slip: float = 0.02
+    """Probability that another step is off by one or two."""
     tensor_parallel: int = 2
     """TP; experts are spread over the same ranks."""
 
@@ -118,13 +122,19 @@ def write_initial_checkpoint(directory: Path, family: str, seed: int) -> None:
 
 
 def supervised_rows(
-    tokenizer: Tokenizer, template: CorrectionTemplate, prompts: list[Prompt], rng: random.Random
+    tokenizer: Tokenizer,
+    template: CorrectionTemplate,
+    prompts: list[Prompt],
+    rng: random.Random,
+    arguments: Arguments,
 ) -> Iterator[TrainSequence]:
     """Worked solutions, the first share of them as compare-and-correct."""
 
     def solution(prompt: Prompt) -> list[int]:
         expression = prompt.metadata["expression"]
-        return tokenizer.encode(worked_solution(expression, rng, carry_dropped=DROPPED_CARRY, slip=SLIP))
+        return tokenizer.encode(
+            worked_solution(expression, rng, carry_dropped=arguments.carry_dropped, slip=arguments.slip)
+        )
 
     rows = []
     for number, prompt in enumerate(prompts):
@@ -169,7 +179,9 @@ def main(arguments: Arguments) -> None:
         rng = random.Random(arguments.seed)
         begin = time.perf_counter()
         for step in range(arguments.steps):
-            rows = list(supervised_rows(tokenizer, template, source.batch(step, arguments.rows), rng))
+            rows = list(
+                supervised_rows(tokenizer, template, source.batch(step, arguments.rows), rng, arguments)
+            )
             metrics = trainer.update(rows)
             if world.is_driver and (step + 1) % 25 == 0:
                 seconds = time.perf_counter() - begin

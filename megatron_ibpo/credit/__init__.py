@@ -3,5 +3,15 @@
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.operator import Judgement, LoopAccess, Operator
 from megatron_ibpo.credit.presets import PRESETS, check_algorithm
+from megatron_ibpo.credit.shown import ThinkingMarks
 
-__all__ = ["PRESETS", "Credit", "Judgement", "LoopAccess", "Operator", "assign_credit", "check_algorithm"]
+__all__ = [
+    "PRESETS",
+    "Credit",
+    "Judgement",
+    "LoopAccess",
+    "Operator",
+    "ThinkingMarks",
+    "assign_credit",
+    "check_algorithm",
+]

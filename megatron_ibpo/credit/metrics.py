@@ -34,37 +34,25 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def correction_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """How corrections went.
 
-    correction_success: share of scored corrections that are correct. rewrite_rate, noop_rate (ŷ = y) and
-    reference_copy_rate (ŷ = a reference): shares of all corrections.
+    correction_success: share of scored corrections that are correct. rewrite_rate, noop_rate (ŷ = y),
+    reference_copy_rate (ŷ = a reference) and beyond_threshold_rate (d(y, ŷ) > α): shares of all corrections.
     """
-    pairs = [(group, correction) for group in groups for correction in group.corrections]
-    responses = [correction.response for _, correction in pairs]
+    corrections = [correction for group in groups for correction in group.corrections]
+    responses = [correction.response for correction in corrections]
     return _known(
-        corrections=len(pairs),
+        corrections=len(corrections),
         correction_success=_mean(r.correct for r in responses if r.reward is not None),
-        rewrite_rate=_mean(correction.rewritten for _, correction in pairs),
-        noop_rate=_mean(
-            correction.response.content_ids == group.responses[correction.target].content_ids
-            for group, correction in pairs
-        ),
-        reference_copy_rate=_mean(
-            any(
-                correction.response.content_ids == group.responses[i].content_ids
-                for i in correction.references
-            )
-            for group, correction in pairs
-        ),
-        correction_distance=_mean(correction.distance for _, correction in pairs),
-        unmodified_share=_mean(correction.unmodified_share for _, correction in pairs),
+        rewrite_rate=_mean(correction.rewritten for correction in corrections),
+        beyond_threshold_rate=_mean(correction.beyond_threshold for correction in corrections),
+        noop_rate=_mean(correction.distance == 0 for correction in corrections),
+        reference_copy_rate=_mean(correction.reference_distance == 0 for correction in corrections),
+        correction_distance=_mean(correction.distance for correction in corrections),
+        unmodified_share=_mean(correction.unmodified_share for correction in corrections),
         correction_length=_mean(len(response.token_ids) for response in responses),
         tokens_corrections=sum(len(response.token_ids) for response in responses),
         truncated_corrections=sum(response.finish_reason == "length" for response in responses),
         correction_reward_errors=_errors(responses),
         skipped_pairs=sum(group.skipped_pairs for group in groups),
-        degenerate_correction_groups=sum(
-            bool(group.corrections) and is_degenerate([c.response.reward for c in group.corrections])
-            for group in groups
-        ),
     )
 
 

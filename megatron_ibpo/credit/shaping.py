@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.records import Group
+from megatron_ibpo.records import Correction, Group
 
-__all__ = ["correction_bonus", "shaped_rewards"]
+__all__ = ["correction_bonus", "counts", "largest_bonus", "shaped_rewards"]
 
 
-def correction_bonus(group: Group, beta: float) -> list[float]:
-    """Δ of every response: β times the share of its corrections that are correct and no rewrite.
+def counts(correction: Correction) -> bool:
+    """The correction says that its target was near the mark: it is right, and no rewrite."""
+    return correction.response.correct and not correction.rewritten
 
-    Corrections that the verifier failed on say nothing and are left out of the share. A response without
+
+def correction_bonus(group: Group, algorithm: AlgorithmConfig) -> list[float]:
+    """Δ of every response: the mean over its corrections of β, or under "ratio" of the share of tokens that
+    the correction keeps, and of 0 for those that do not count.
+
+    Corrections that the verifier failed on say nothing and are left out of the mean. A response without
     corrections has Δ = 0; a failed correction costs nothing.
     """
     earned: list[list[float]] = [[] for _ in group.responses]
     for correction in group.corrections:
         if correction.response.reward is not None:
-            counts = correction.response.correct and not correction.rewritten
-            earned[correction.target].append(beta if counts else 0.0)
+            ratio = algorithm.ibpo_variant == "ratio"
+            worth = correction.unmodified_share if ratio else algorithm.ibpo_beta
+            earned[correction.target].append(worth if counts(correction) else 0.0)
     return [sum(values) / len(values) if values else 0.0 for values in earned]
+
+
+def largest_bonus(algorithm: AlgorithmConfig) -> float:
+    """λφ at most: φ is β, or a share that may come to 1."""
+    is_share = algorithm.ibpo_variant == "ratio" or algorithm.ibpo_operator == "agreement"
+    return algorithm.ibpo_lambda * (1.0 if is_share else algorithm.ibpo_beta)
 
 
 def shaped_rewards(

@@ -12,6 +12,7 @@ from megatron_ibpo.data.jsonl import JsonlSource
 from megatron_ibpo.data.templates import CorrectionTemplate
 from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_ibpo.data.vocabulary import thinking_marks, token_texts
 from megatron_ibpo.data.worked_solutions import worked_solution
 from megatron_ibpo.records import Prompt
 
@@ -23,6 +24,8 @@ __all__ = [
     "load_tokenizer",
     "make_tiny_tokenizer",
     "open_source",
+    "thinking_marks",
+    "token_texts",
     "worked_solution",
 ]
 

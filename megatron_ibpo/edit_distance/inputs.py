@@ -48,7 +48,7 @@ def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
     Raises:
         TypeError: it holds something other than such ids; ValueError: it is not 1-D.
     """
-    if type(values) is list and (ints := _edit_distance.read_ints(values)) is not None:
+    if type(values) in (list, tuple) and (ints := _edit_distance.read_ints(values)) is not None:
         return ints
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{name}: a masked array; take the ids that count out of it first")

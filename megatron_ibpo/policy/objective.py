@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,7 +12,25 @@ from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.loss import ChosenBackend, choose_backend, resolve_variant
 from megatron_ibpo.records import TrainSequence
 
-__all__ = ["aggregation", "backend_in_use", "check_loss", "clip_params"]
+__all__ = ["Objective", "aggregation", "backend_in_use", "check_loss", "clip_params", "gspo_objective"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a mini-batch, as its door wants it told."""
+
+    variant: str
+    clip_params: dict[str, float]
+    divisor: str | float
+    """What divides a sequence's sum over tokens: see `aggregation`."""
+    backend: Literal["triton", "torch"]
+
+
+def gspo_objective(config: Config, device: torch.device) -> Objective:
+    """GSPO as published, whatever the run trains with: what the gradient meter compares with."""
+    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
+    backend = choose_backend(config.loss.loss_backend, device, dtype, "gspo")
+    return Objective("gspo", {}, "sequence-mean", backend.name)
 
 
 def clip_params(loss: LossConfig) -> dict[str, float]:

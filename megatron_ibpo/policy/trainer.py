@@ -33,12 +33,22 @@ from megatron_ibpo.loss import (
     resolve_variant,
 )
 from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
-from megatron_ibpo.policy.objective import aggregation, backend_in_use, clip_params
+from megatron_ibpo.policy.objective import Objective, aggregation, backend_in_use, clip_params
 from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches, split_minibatches
 from megatron_ibpo.records import TrainSequence
 from megatron_ibpo.world import World
 
-__all__ = ["Trainer"]
+__all__ = ["Passes", "Trainer"]
+
+
+@dataclass
+class Passes:
+    """Sequences that went through the model, by their lengths in tokens."""
+
+    forward: list[int] = field(default_factory=list)
+    """In a forward pass alone, for log-probs."""
+    updates: list[int] = field(default_factory=list)
+    """In a forward and backward pass of an optimizer step."""
 
 
 class Trainer:
@@ -70,6 +80,7 @@ class Trainer:
         model_config.finalize_model_grads_func = finalize_model_grads
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.no_sync_func = self.chunks[0].no_sync
+        self._passes = Passes()
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One rollout's optimizer steps over the same sequences, given on every rank.
@@ -98,7 +109,9 @@ class Trainer:
         metrics["loss"] /= len(live)
         metrics["sequences_trained"] = sum(len(part) for part in live)
         metrics["sequences_without_advantage"] = len(sequences) - metrics["sequences_trained"]
-        metrics["tokens_trained"] = sum(s.num_tokens for part in live for s in part)
+        trained = [s for part in live for s in part]
+        metrics["tokens_trained"] = sum(s.num_tokens for s in trained)
+        metrics["tokens_trained_corrections"] = sum(s.num_tokens for s in trained if s.kind == "correction")
         metrics["seconds_old_logprobs"] = seconds_logprobs
         if tis_weights and any(tis_weights):
             weights = [w for part in tis_weights for w in part]
@@ -109,6 +122,7 @@ class Trainer:
         """Log-prob of every response token under the present weights, on every rank, in order."""
         if not sequences:
             return []
+        self._passes.forward += [s.num_tokens for s in sequences]
         batches = self._micro_batches(sequences, own_old_logprobs=True)
         for chunk in self.chunks:
             chunk.eval()
@@ -122,6 +136,11 @@ class Trainer:
             for piece in part:
                 found.update(piece)
         return [found[i] for i in range(len(sequences))]
+
+    def take_passes(self) -> Passes:
+        """What was computed since the last take."""
+        taken, self._passes = self._passes, Passes()
+        return taken
 
     def _fill_old_logprobs(self, sequences: list[TrainSequence]) -> None:
         for sequence, logprobs in zip(sequences, self.logprobs(sequences), strict=True):
@@ -156,18 +175,13 @@ class Trainer:
         if not sequences:
             totals.add("updates_empty", 1)
             return totals
-        batches = self._micro_batches(sequences, own_old_logprobs)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
-        scale = len(batches) * parallel_state.get_data_parallel_world_size()
-        stored = self._run(batches, partial(self._loss_output, scale, divisor), forward_only=False)
-        for part in self.world.all_gather(stored if _is_reporting_rank() else []):
-            for piece in part:
-                totals.merge(piece)
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        self._passes.updates += [s.num_tokens for s in sequences]
+        pieces = self.accumulate_gradients(
+            sequences, self.objective(divisor), own_old_logprobs=own_old_logprobs
+        )
+        for piece in pieces:
+            totals.merge(piece)
+        norm = self.gradient_norm()
         totals.add("learning_rate", self.scheduler.get_lr(self.optimizer.param_groups[0]), average=True)
         if math.isfinite(norm) and math.isfinite(totals.sums["loss"]):
             totals.add("grad_norm", norm, average=True)
@@ -176,6 +190,50 @@ class Trainer:
             totals.add("updates_skipped", 1)
             totals.sums["loss"] = 0.0
         return totals
+
+    def objective(self, divisor: str | float) -> Objective:
+        """The run's loss, with the divisor of a mini-batch (`aggregation`)."""
+        return Objective(self.config.loss.loss_variant, self.clip_params, divisor, self.loss_backend.name)
+
+    def accumulate_gradients(
+        self, sequences: Sequence[TrainSequence], objective: Objective, *, own_old_logprobs: bool
+    ) -> list[_Totals]:
+        """Fill the gradient buffers with the gradient of Σ weight x loss over `sequences`, which must not be
+        empty, reduced over the ranks; what was in them is gone. Returns what was observed on the way, the
+        same on every rank."""
+        batches = self._micro_batches(sequences, own_old_logprobs)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
+        scale = len(batches) * parallel_state.get_data_parallel_world_size()
+        stored = self._run(batches, partial(self._loss_output, scale, objective), forward_only=False)
+        parts = self.world.all_gather(stored if _is_reporting_rank() else [])
+        return [piece for part in parts for piece in part]
+
+    def gradient_norm(self) -> float:
+        """Norm of what the gradient buffers hold, each parameter of the whole model counted once."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """This rank's gradients, as flat fp32 tensors that may be read and written. With the distributed
+        optimizer only this rank's shard of them is meaningful."""
+        return [
+            buffer.grad_data
+            for chunk in self.chunks
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+        ]
+
+    def weighted(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+        """Copies of `sequences` with the weights that an update over all of them would give them: truncated
+        importance weights included."""
+        (copies,) = split_minibatches(sequences, 1)
+        if self.config.loss.use_tis:
+            live = [s for s in copies if s.advantage != 0]
+            self._fill_old_logprobs(live)
+            self._apply_tis(live)
+        return copies
 
     def _micro_batches(self, sequences: Sequence[TrainSequence], own_old_logprobs: bool) -> list[PackedBatch]:
         plan = plan_micro_batches(
@@ -224,7 +282,7 @@ class Trainer:
         )
 
     def _loss_output(
-        self, scale: float, divisor: str | float, batch: PackedBatch, output: Tensor
+        self, scale: float, objective: Objective, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, _Totals]:
         if self.config.loss.fuse_lm_head:
             weight = head_weight(self.chunks[-1].module)
@@ -241,11 +299,11 @@ class Trainer:
             advantages=batch.advantages_S,
             token_weights_N=batch.token_weights_N,
             sequence_weights_S=batch.weights_S,
-            variant=self.config.loss.loss_variant,
-            params=self.clip_params,
-            aggregation=divisor,
+            variant=objective.variant,
+            params=objective.clip_params,
+            aggregation=objective.divisor,
             temperature=batch.temperature_S,
-            backend=self.loss_backend.name,
+            backend=objective.backend,
             **self._vocabulary(width),
         )
         return loss * scale, _observed(batch, loss, stats)

@@ -1,6 +1,8 @@
 """What a run shows and keeps: metrics, progress, curves, summary, recorded rollouts."""
 
 from megatron_ibpo.report.display import Size
+from megatron_ibpo.report.metrics import read_rows
+from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
 from megatron_ibpo.report.run_dir import checkpoint_bytes, prepare_run_dir
 from megatron_ibpo.report.run_report import Report
@@ -13,8 +15,12 @@ __all__ = [
     "Stages",
     "checkpoint_bytes",
     "load_groups",
+    "load_outcomes",
+    "outcomes_path",
     "prepare_run_dir",
+    "read_rows",
     "rollout_path",
     "run_sizes",
     "save_groups",
+    "save_outcomes",
 ]

@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.records import Correction, Group, Prompt, Response
+from megatron_ibpo.records import Correction, Group, Prompt, Response, TrainSequence
 
-__all__ = ["load_groups", "rollout_path", "save_groups"]
+__all__ = ["Trained", "load_groups", "load_trained", "rollout_path", "save_groups"]
 
 _FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training made of one response or correction."""
+
+    advantage: float
+    weight: float
+    token_weights: list[float] | None
+    """None: all ones."""
+    old_logprobs: list[float] | None
+    """The trainer's, before the update."""
+    new_logprobs: list[float] | None
+    """The trainer's, after it."""
 
 
 def rollout_path(directory: Path, step: int) -> Path:
@@ -25,14 +39,23 @@ def rollout_path(directory: Path, step: int) -> Path:
 
 
 def save_groups(
-    path: Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str]
+    path: Path,
+    step: int,
+    groups: Sequence[Group],
+    decode: Callable[[Sequence[int]], str],
+    sequences: Sequence[TrainSequence] = (),
 ) -> None:
-    """Write the groups of a step, corrections and rewards included.
+    """Write the groups of a step, corrections and rewards included, and what was trained on of them.
 
     Raises:
         TypeError: a prompt's metadata holds what JSON cannot keep.
     """
-    content = {"format": _FORMAT, "step": step, "groups": [_group_to_json(group, decode) for group in groups]}
+    content = {
+        "format": _FORMAT,
+        "step": step,
+        "groups": [_group_to_json(group, decode) for group in groups],
+        "trained": _trained_to_json(groups, sequences),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(_readable(content) + "\n", encoding="utf-8")
@@ -56,6 +79,46 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
         raise ValueError(
             f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
         ) from error
+
+
+def load_trained(path: Path) -> dict[tuple[int, str, int], Trained]:
+    """(group, "response" or "correction", place in the group) → what was trained on. Those left out of
+    training are missing, and all of them in recordings that hold none.
+
+    Raises:
+        ValueError: the file is missing or is not what `save_groups` writes.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            (item["group"], item["kind"], item["index"]): Trained(
+                **{name: item[name] for name in Trained.__dataclass_fields__}
+            )
+            for item in content.get("trained", [])
+        }
+    except OSError as error:
+        raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
+        ) from error
+
+
+def _trained_to_json(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> list[dict[str, Any]]:
+    """Each sequence beside the place of what it was made of: they come in order, some left out."""
+    items = []
+    places = {kind: [_taken(group, kind) for group in groups] for kind in ("response", "correction")}
+    for sequence in sequences:
+        place = places[sequence.kind][sequence.group]
+        index = next(i for i, ids in place if ids == sequence.response_token_ids)
+        kept = {name: getattr(sequence, name) for name in Trained.__dataclass_fields__}
+        items.append({"group": sequence.group, "kind": sequence.kind, "index": index, **kept})
+    return items
+
+
+def _taken(group: Group, kind: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+    responses = group.responses if kind == "response" else [c.response for c in group.corrections]
+    return ((i, tuple(response.token_ids)) for i, response in enumerate(responses))
 
 
 def _group_to_json(group: Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

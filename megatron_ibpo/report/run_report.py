@@ -64,10 +64,19 @@ class Report:
         """Show a line."""
         self._display.print(text)
 
-    def evaluation(self, step: int, evaluation: Evaluation, seconds: Mapping[str, float]) -> None:
-        """Record and show an evaluation made after `step` completed steps (0: before the first)."""
-        metrics = evaluation.metrics()
-        self._record("evaluation", step, metrics, seconds)
+    def evaluation(
+        self,
+        step: int,
+        evaluation: Evaluation,
+        seconds: Mapping[str, float],
+        spent: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record and show an evaluation made after `step` completed steps (0: before the first).
+
+        Args:
+            spent: metrics of what training had cost until then.
+        """
+        self._record("evaluation", step, evaluation.metrics() | dict(spent or {}), seconds)
         self.note(f"evaluation after {step} steps: {evaluation}")
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:

@@ -45,6 +45,7 @@ def run_sizes(
         Size("context tokens", f"≤ {rollout.rollout_max_context_len or 0:,}", "prompt and response together"),
         Size("tokens a micro-batch", config.model.max_tokens_per_gpu, "--max-tokens-per-gpu, packed"),
         Size("steps", config.run.num_rollout, "--num-rollout"),
+        Size("budget", f"{config.run.budget or 0:g}", f"{config.run.budget_unit}; the run stops when spent"),
         Size(
             "layout",
             f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
@@ -57,7 +58,9 @@ def run_sizes(
     if engines is not None:
         per_engine = rollout.rollout_num_gpus_per_engine
         sizes.append(Size("engines", engines, f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"))
-    return [size for size in sizes if corrections or not size.name.startswith("corrections")]
+    unused = set() if corrections else {"corrections a step"}
+    unused |= {"budget"} if config.run.budget is None else set()
+    return [size for size in sizes if size.name not in unused]
 
 
 def _computed_by(loss: LossConfig, backend: str | None) -> str:

@@ -23,6 +23,8 @@ COUNTS = (
 """Metrics that count what was dropped or failed; a summary gives their sums over the run."""
 _RUNNING_TOTALS = ("engine_restarts",)
 """Metrics that are sums already; a summary gives the largest."""
+_SPENT = ("spent_accelerator_seconds", "spent_tokens", "spent_flops")
+"""Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5
 
 
@@ -48,6 +50,7 @@ def summarise(
         "greedy_end": last.get("greedy_accuracy"),
         "reward_start": _mean(rewards[:_REWARD_STEPS]),
         "reward_end": _mean(rewards[-_REWARD_STEPS:]),
+        "spent": {name: rows[-1][name] for name in _SPENT if rows and name in rows[-1]},
         "steps": max((row["step"] for row in steps), default=0),
         "seconds_total": round(seconds_total, 2),
         "seconds_by_stage": {name: round(value, 2) for name, value in seconds_by_stage.items()},

@@ -1,0 +1,39 @@
+"""Steps of a written solution: equations, calculations, sentences, lines."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+__all__ = ["split_spans"]
+
+_ENDS = re.compile(
+    r"\n+"
+    r"|[.!?;]+(?=\s|$)"  # of a sentence; not the point of a number
+    r"|=\s*[-+]?\s*[$€£]?\s*\d+(?:[.,]\d+)*"  # of a calculation: its result
+)
+
+
+def split_spans(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Cut a solution into spans [first, last) of tokens, which follow each other without a gap.
+
+    A span ends with a line, with a sentence, or with the result behind an equals sign, `6+1=7-8=-1#-1` so
+    into `6+1=7`, `-8=-1`, `#-1`. What holds neither letter nor digit belongs to the span before it. The token
+    in which an end falls belongs to it whole.
+
+    Args:
+        texts: of each token.
+    """
+    text = "".join(texts)
+    ends_of_tokens = list(accumulate(map(len, texts)))
+    cuts = {bisect_left(ends_of_tokens, match.end()) + 1 for match in _ENDS.finditer(text)}
+    bounds = sorted({0, len(texts), *(cut for cut in cuts if cut < len(texts))})
+    spans: list[tuple[int, int]] = []
+    for first, last in pairwise(bounds):
+        if spans and not any(c.isalnum() for piece in texts[first:last] for c in piece):
+            spans[-1] = (spans[-1][0], last)
+        else:
+            spans.append((first, last))
+    return spans

@@ -1,0 +1,36 @@
+"""What credit may need to know of single tokens: their texts, and the marks of thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_ibpo.data.errors import DataError
+from megatron_ibpo.data.tokenizer import Tokenizer
+
+__all__ = ["thinking_marks", "token_texts"]
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[Sequence[int]], list[str]]:
+    """A function from ids to the text of each; every id is decoded once."""
+    known: dict[int, str] = {}
+
+    def texts(ids: Sequence[int]) -> list[str]:
+        for token in set(ids) - known.keys():
+            known[token] = tokenizer.decode([token])
+        return [known[token] for token in ids]
+
+    return texts
+
+
+def thinking_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of <think> and of </think>.
+
+    Raises:
+        DataError: the tokenizer cannot express them.
+    """
+    opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))
+    if tokenizer.unk_id is not None and tokenizer.unk_id in (*opening, *closing):
+        raise DataError(
+            "--ibpo-strip-thinking: the tokenizer has no tokens for <think> and </think>; drop the flag"
+        )
+    return opening, closing

@@ -1,0 +1,251 @@
+"""The audit of a run: its policy writes, corrects, and is asked to write on from every step of its errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_ibpo.cli import parse_config
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import LoopAccess, ThinkingMarks
+from megatron_ibpo.credit.corrections import compare_and_correct
+from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.credit.spans import split_spans
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    Tokenizer,
+    load_tokenizer,
+    open_source,
+    thinking_marks,
+    token_texts,
+)
+from megatron_ibpo.edit_distance import unmodified_mask
+from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
+from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rollout import EnginePool
+from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.seeds import derive_seed
+from megatron_ibpo.shape import read_hf_config
+from megatron_ibpo.study.credit_audit import AuditedResponse
+from megatron_ibpo.world import World, start_world
+
+__all__ = ["audit_responses", "modified_tokens", "prefix_requests"]
+
+
+def audit_responses(
+    run_dir: Path,
+    scratch: Path,
+    *,
+    policy: Literal["start", "end"],
+    prompts: int,
+    responses: int,
+    rollouts: int,
+    seed: int,
+) -> tuple[list[AuditedResponse], list[dict[str, Any]], dict[str, Any]]:
+    """Sample groups of held-out prompts as the run does, have the wrong responses corrected, and estimate the
+    value at every step boundary of a sample of them.
+
+    Args:
+        scratch: for the engine's logs.
+        policy: the checkpoint that the run started from, or the one that it exported.
+        responses: wrong ones that are audited, drawn among all.
+        rollouts: from each boundary; even, since halves are compared.
+
+    Returns:
+        (what was measured, the same responses as text for a reader, what was counted on the way).
+
+    Raises:
+        ValueError: no such run or policy.
+        EngineError: the engine did not start or died.
+    """
+    config, hf_dir = _settings(run_dir, policy)
+    config.run.run_dir = scratch
+    with ExitStack() as stack:
+        world = start_world(config.parallel.distributed_timeout_minutes)
+        stack.callback(world.close)
+        tokenizer = load_tokenizer(hf_dir)
+        asker = _Asker(config, world, hf_dir, tokenizer, stack)
+        groups = asker.groups(prompts, seed)
+        phi = asker.correct(groups, seed)
+        wrong = [
+            (group, number, index)
+            for number, group in enumerate(groups)
+            for index, response in enumerate(group.responses)
+            if is_wrong(response) and response.content_ids
+        ]
+        chosen = sorted(random.Random(seed).sample(wrong, min(responses, len(wrong))), key=lambda x: x[1:])
+        pieces = [(group.prompt, group.responses[index]) for group, _, index in chosen]
+        texts = token_texts(tokenizer)
+        boundaries = [_boundaries(texts(response.content_ids)) for _, response in pieces]
+        outcomes = asker.outcomes(pieces, boundaries, rollouts, seed)
+    audited = [
+        _audited(number, group, index, bounds, ended, phi[number][index])
+        for (group, number, index), bounds, ended in zip(chosen, boundaries, outcomes, strict=True)
+    ]
+    readable = [
+        {
+            "prompt": prompt.text,
+            "steps": [tokenizer.decode(response.token_ids[a:b]) for a, b in pairwise(bounds)],
+        }
+        for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
+    ]
+    counts = {
+        "responses_sampled": sum(len(group.responses) for group in groups),
+        "wrong": len(wrong),
+        "corrections": sum(len(group.corrections) for group in groups),
+        "corrections_correct": sum(c.response.correct for group in groups for c in group.corrections),
+        "skipped_pairs": sum(group.skipped_pairs for group in groups),
+        "rollouts": sum((len(bounds) - 1) * rollouts for bounds in boundaries),
+    }
+    return audited, readable, counts
+
+
+def prefix_requests(
+    prompt: Prompt, response: Response, boundaries: Sequence[int], rollouts: int, config: Config, seed: int
+) -> list[SampleRequest]:
+    """`rollouts` continuations from each boundary but the last, sampled as in training."""
+    rollout = config.rollout
+    return [
+        SampleRequest(
+            (*(response.prompt_token_ids or prompt.token_ids), *response.token_ids[:start]),
+            derive_seed("audit", seed, prompt.index, *response.token_ids, start, number),
+            rollout.rollout_max_response_len - start,
+            rollout.rollout_temperature,
+            rollout.rollout_top_p,
+            rollout.rollout_top_k,
+        )
+        for start in boundaries[:-1]
+        for number in range(rollouts)
+    ]
+
+
+def modified_tokens(group: Group, index: int) -> list[int] | None:
+    """1 for each token of a response that some correction changes, of those that earn credit (correct and no
+    rewrite); None if none does."""
+    earning = [c for c in group.corrections if c.target == index and c.response.correct and not c.rewritten]
+    if not earning:
+        return None
+    y = np.asarray(group.responses[index].content_ids, dtype=np.int64)
+    kept = np.ones(len(y), dtype=bool)
+    for correction in earning:
+        mask, _ = unmodified_mask([y], None, [np.asarray(correction.response.content_ids)], None)
+        kept &= mask.astype(bool)
+    return [int(changed) for changed in ~kept]
+
+
+class _Asker:
+    """One engine and one verifier, asked as the loop asks them."""
+
+    def __init__(self, config: Config, world: World, hf_dir: Path, tokenizer: Tokenizer, stack: ExitStack):
+        self.config, self.tokenizer = config, tokenizer
+        self.max_context = config.rollout.rollout_max_context_len or (
+            read_hf_config(hf_dir).max_position_embeddings
+        )
+        config.rollout.rollout_max_context_len = self.max_context
+        self.verifier = stack.enter_context(open_verifier(config.data))
+        self.pool = stack.enter_context(EnginePool(config, world, hf_dir))
+        self.pool.start()
+        self.pool.wait_ready()
+
+    def groups(self, count: int, seed: int) -> list[Group]:
+        """Responses to held-out prompts, scored."""
+        data, rollout = self.config.data, self.config.rollout
+        room = self.max_context - rollout.rollout_max_response_len
+        spec = data.eval_prompt_data or data.prompt_data
+        assert spec is not None  # the run had one
+        source = open_source(spec, self.tokenizer, data, split="eval", max_prompt_len=room)
+        prompts = source.batch(0, min(count, len(source) or count))
+        responses = iter(self.pool.generate(group_requests(prompts, rollout, seed=seed, step=0)))
+        size = rollout.n_samples_per_prompt
+        groups = [Group(prompt, [next(responses) for _ in range(size)]) for prompt in prompts]
+        self.score([(group.prompt, response) for group in groups for response in group.responses])
+        return groups
+
+    def correct(self, groups: list[Group], seed: int) -> list[list[float]]:
+        """φ of every response by compare-and-correct; fills in the corrections."""
+        algorithm = self.config.algorithm
+        if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
+            algorithm = replace(algorithm, ibpo_corrections=1)
+        template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
+        thinking = ThinkingMarks(*thinking_marks(self.tokenizer)) if algorithm.ibpo_strip_thinking else None
+        loop = LoopAccess(
+            self.pool.generate,
+            self.score,
+            template,
+            self.config.rollout,
+            self.max_context,
+            seed,
+            step=0,
+            token_texts=token_texts(self.tokenizer),
+            thinking=thinking,
+        )
+        return compare_and_correct(groups, algorithm, loop).phi
+
+    def outcomes(
+        self,
+        pieces: Sequence[tuple[Prompt, Response]],
+        boundaries: Sequence[Sequence[int]],
+        rollouts: int,
+        seed: int,
+    ) -> list[np.ndarray]:
+        """For each response [boundaries - 1, rollouts]: 1 where the continuation ended correct."""
+        asked = [
+            (prompt, len(response.prompt_token_ids or prompt.token_ids), request)
+            for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
+            for request in prefix_requests(prompt, response, bounds, rollouts, self.config, seed)
+        ]
+        written = self.pool.generate([request for _, _, request in asked])
+        for (_, read, request), rest in zip(asked, written, strict=True):
+            rest.token_ids = [*request.prompt_token_ids[read:], *rest.token_ids]
+        self.score([(prompt, rest) for (prompt, _, _), rest in zip(asked, written, strict=True)])
+        ended = iter(float(rest.correct) for rest in written)
+        return [
+            np.array([[next(ended) for _ in range(rollouts)] for _ in bounds[:-1]]) for bounds in boundaries
+        ]
+
+    def score(self, pairs: list[tuple[Prompt, Response]]) -> None:
+        texts = [(prompt, self.tokenizer.decode(response.token_ids)) for prompt, response in pairs]
+        for (_, response), score in zip(pairs, self.verifier.score(texts), strict=True):
+            response.reward, response.correct = score.reward, score.correct
+            response.reward_error = score.error
+
+
+def _audited(
+    number: int, group: Group, index: int, boundaries: list[int], outcomes: np.ndarray, phi: float
+) -> AuditedResponse:
+    return AuditedResponse(
+        prompt=number,
+        boundaries=boundaries,
+        values=[*outcomes.mean(axis=1).tolist(), 0.0],
+        first_half=[*outcomes[:, 0::2].mean(axis=1).tolist(), 0.0],
+        second_half=[*outcomes[:, 1::2].mean(axis=1).tolist(), 0.0],
+        modified=modified_tokens(group, index),
+        phi=phi,
+    )
+
+
+def _boundaries(texts: Sequence[str]) -> list[int]:
+    """Tokens before each step, and all of them."""
+    return [0, *(last for _, last in split_spans(texts))]
+
+
+def _settings(run_dir: Path, policy: Literal["start", "end"]) -> tuple[Config, Path]:
+    """The run's configuration and the checkpoint of the policy."""
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"{run_dir} holds no config.yaml: is it the directory of a run?")
+    config = parse_config(["--config", str(path)])
+    hf_dir = config.model.hf_checkpoint if policy == "start" else run_dir / "hf"
+    if hf_dir is None or not (hf_dir / "config.json").exists():
+        raise ValueError(
+            f"{hf_dir} holds no policy: the run must have finished without --no-save, or audit the policy it "
+            "started from with --policy start"
+        )
+    return config, hf_dir

@@ -1,0 +1,252 @@
+"""Does credit fall where the value falls? The statistics of the audit, on plain numbers.
+
+The value of a prefix is the chance that the policy, writing on from there, ends correct. In a wrong response
+it falls from the prompt's to 0, and the step with the largest drop is where the response went wrong, as far
+as rollouts can tell. A token mask is compared with that step by step within each response, φ between
+responses.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+__all__ = ["AuditedResponse", "audit", "step_auc", "step_shares"]
+
+Array = npt.NDArray[np.float64]
+
+Measure = Callable[[Array, Array], float]
+"""Of the steps' scores and the value's drops over them."""
+Credit = Callable[["AuditedResponse"], list[Array]]
+"""Token weights for a response; several where they are drawn."""
+
+RESAMPLES = 1000
+RANDOM_MASKS = 20
+
+
+@dataclass(frozen=True)
+class AuditedResponse:
+    """A wrong response with n steps, and what was measured of it."""
+
+    prompt: int
+    """Responses of one prompt are not independent: intervals resample prompts."""
+    boundaries: list[int]
+    """[n + 1] tokens before each boundary, from 0 to all."""
+    values: list[float]
+    """[n + 1] share of rollouts from each boundary that ended correct; 0 at the last."""
+    first_half: list[float]
+    """[n + 1] the same from every other rollout,"""
+    second_half: list[float]
+    """and from the rest."""
+    modified: list[int] | None
+    """[tokens] 1 where corrections that earn credit change the response; None where none does."""
+    phi: float
+
+    @cached_property
+    def drops(self) -> Array:
+        """[n] by how much the value falls over each step."""
+        return _drops(self.values)
+
+    @cached_property
+    def nearness(self) -> float:
+        """Mean value of the boundaries inside: how long the response could still have ended well."""
+        return float(np.mean(self.values[1:-1])) if len(self.values) > 2 else 0.0
+
+
+def _drops(values: Sequence[float]) -> Array:
+    falls: Array = -np.diff(np.asarray(values, dtype=np.float64))
+    return falls.round(9)  # equal ones stay equal
+
+
+def step_shares(weights: Sequence[float] | Array, boundaries: Sequence[int]) -> Array:
+    """Mean weight of the tokens of each step."""
+    return np.array([np.mean(weights[a:b]) for a, b in pairwise(boundaries)])
+
+
+def step_auc(scores: Array, step: int) -> float:
+    """Chance that `step` has a higher score than another step of the response, ties counting half."""
+    return float((stats.rankdata(scores)[step] - 1) / (len(scores) - 1))
+
+
+def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> dict[str, Any]:
+    """All that is reported, each figure with its 95 % interval (percentile bootstrap over prompts).
+
+    Args:
+        min_drop: a response whose largest drop is smaller has no step that can be called the error; it is
+            left out of what asks for one, and counted.
+
+    Raises:
+        ValueError: no responses.
+    """
+    if not responses:
+        raise ValueError("no wrong responses to audit")
+    located = [r for r in responses if len(r.values) > 2 and r.drops.max() >= min_drop]
+    masked = [r for r in located if r.modified is not None and any(r.modified)]
+    random = _Random(np.random.default_rng(0))
+    credits: dict[str, Credit] = {
+        "mask": lambda r: [np.asarray(r.modified, dtype=float)],
+        "random masks of the same size": random.masks,
+        "uniform credit": lambda r: [np.ones(r.boundaries[-1])],
+    }
+    measures: dict[str, Measure] = {
+        "auc": _auc,
+        "rank_correlation": _rank,
+        "first_credited_step_is_the_error": _first_is_error,
+    }
+    return {
+        "responses": len(responses),
+        "prompts": len({r.prompt for r in responses}),
+        "min_drop": min_drop,
+        "with_a_located_error": len(located),
+        "located_and_masked": len(masked),
+        "largest_drop": _mean(located, lambda r: float(r.drops.max())),
+        "position_of_the_drop": _mean(located, _position),
+        "mask": {
+            name: {
+                what: _mean(masked, partial(_averaged, credit, measure)) for what, measure in measures.items()
+            }
+            for name, credit in credits.items()
+        }
+        | {"ceiling: drops of the other rollouts": {"auc": _mean(masked, _ceiling_auc)}},
+        "mask_above_random_auc": _mean(
+            masked,
+            lambda r: _averaged(credits["mask"], _auc, r) - _averaged(random.masks, _auc, r),
+        ),
+        "phi": {
+            "positive": float(np.mean([r.phi > 0 for r in responses])),
+            "rank_correlation": _of_prompts(responses, _phi_rank),
+            "rank_correlation_within_prompts": _of_prompts(responses, _phi_rank_within),
+            "auc_of_phi_for_nearness_above_median": _of_prompts(responses, _phi_auc),
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------- within a response
+
+
+class _Random:
+    """Random masks, the same ones each time a response asks."""
+
+    def __init__(self, rng: np.random.Generator):
+        self._rng = rng
+        self._drawn: dict[int, list[Array]] = {}
+
+    def masks(self, response: AuditedResponse) -> list[Array]:
+        if id(response) not in self._drawn:
+            mask = np.asarray(response.modified, dtype=float)
+            self._drawn[id(response)] = [self._rng.permutation(mask) for _ in range(RANDOM_MASKS)]
+        return self._drawn[id(response)]
+
+
+def _averaged(credit: Credit, measure: Measure, response: AuditedResponse) -> float:
+    """Mean of a measure over the masks that a credit gives a response."""
+    drops = response.drops
+    shares = [step_shares(mask, response.boundaries) for mask in credit(response)]
+    return float(np.mean([measure(share, drops) for share in shares]))
+
+
+def _auc(scores: Array, drops: Array) -> float:
+    return step_auc(scores, int(drops.argmax()))
+
+
+def _first_is_error(scores: Array, drops: Array) -> float:
+    """Whether the first step with any credit is the one where the value drops most."""
+    return float(np.flatnonzero(scores)[0] == drops.argmax())
+
+
+def _ceiling_auc(response: AuditedResponse) -> float:
+    """What the drops that half of the rollouts see say of the error that the other half sees: no credit can
+    be expected to agree better with values known from so few rollouts."""
+    return step_auc(_drops(response.first_half), int(_drops(response.second_half).argmax()))
+
+
+def _position(response: AuditedResponse) -> float:
+    """Where the largest drop ends, as a share of the response's tokens."""
+    return response.boundaries[int(response.drops.argmax()) + 1] / response.boundaries[-1]
+
+
+# ------------------------------------------------------------------------------------- between responses
+
+
+def _phi_rank(responses: Sequence[AuditedResponse]) -> float:
+    return _rank(np.array([r.phi for r in responses]), np.array([r.nearness for r in responses]))
+
+
+def _phi_rank_within(responses: Sequence[AuditedResponse]) -> float:
+    """The same after taking out what responses of a prompt have in common, as group advantages do."""
+    by_prompt: dict[int, list[AuditedResponse]] = {}
+    for response in responses:
+        by_prompt.setdefault(response.prompt, []).append(response)
+    phi, nearness = [], []
+    for group in by_prompt.values():
+        if len(group) > 1:
+            phi.append(_centred([r.phi for r in group]))
+            nearness.append(_centred([r.nearness for r in group]))
+    return _rank(np.concatenate(phi), np.concatenate(nearness)) if phi else 0.0
+
+
+def _phi_auc(responses: Sequence[AuditedResponse]) -> float:
+    """Chance that of two responses, one nearer than the median and one not, the nearer has the larger φ."""
+    nearness = np.array([r.nearness for r in responses])
+    phi = np.array([r.phi for r in responses])
+    near = nearness > np.median(nearness)
+    if near.all() or not near.any():
+        return 0.5
+    return float(stats.mannwhitneyu(phi[near], phi[~near]).statistic / (near.sum() * (~near).sum()))
+
+
+def _centred(values: Sequence[float]) -> Array:
+    return np.round(np.asarray(values) - np.mean(values), 9)
+
+
+def _rank(x: Array, y: Array) -> float:
+    """Spearman's rank correlation; 0 where one side is constant and so says nothing."""
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return 0.0
+    # as scipy's spearmanr, without its test, which would take most of a bootstrap's time
+    return float(np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1])
+
+
+# --------------------------------------------------------------------------------------------- intervals
+
+
+def _mean(
+    responses: Sequence[AuditedResponse], measure: Callable[[AuditedResponse], float]
+) -> dict[str, float] | None:
+    """Mean over responses, and its interval; None without responses."""
+    if not responses:
+        return None
+    values = {id(r): measure(r) for r in responses}
+    return _of_prompts(responses, lambda drawn: float(np.mean([values[id(r)] for r in drawn])))
+
+
+def _of_prompts(
+    responses: Sequence[AuditedResponse], statistic: Callable[[Sequence[AuditedResponse]], float]
+) -> dict[str, float]:
+    """A statistic of the responses and its interval when prompts are drawn again, each with its responses."""
+    prompts: dict[int, list[AuditedResponse]] = {}
+    for response in responses:
+        prompts.setdefault(response.prompt, []).append(response)
+    groups = list(prompts.values())
+    estimate = statistic(responses)
+    if len(groups) < 2:
+        return {"estimate": estimate, "low": float("nan"), "high": float("nan")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # a statistic may be constant
+        found = stats.bootstrap(
+            (np.arange(len(groups)),),
+            lambda drawn: statistic([response for i in drawn for response in groups[i]]),
+            n_resamples=RESAMPLES,
+            method="percentile",
+            vectorized=False,
+            rng=np.random.default_rng(0),
+        ).confidence_interval
+    return {"estimate": estimate, "low": float(found.low), "high": float(found.high)}

@@ -1,0 +1,122 @@
+"""The runs of a study as child processes: each with a time-out and an end, finished ones known again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.report import read_rows
+from megatron_ibpo.rollout.process_group import end_group
+from megatron_ibpo.study.plan import PlannedRun, Study
+
+__all__ = ["execute", "is_finished"]
+
+LOOK_EVERY_S = 2.0
+GRACE_S = 30.0
+"""Seconds to finish a step after the first signal, and once more to stop at once after the second."""
+
+Outcome = Literal["finished", "failed", "timed out"]
+
+
+def is_finished(run: PlannedRun) -> bool:
+    """Whether this very run was completed before.
+
+    Raises:
+        ConfigError: its directory holds a finished run with another configuration.
+    """
+    summary = run.directory / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text())["status"] != "finished":
+        return False
+    if _planned_path(run).read_text(encoding="utf-8") != run.config:
+        raise ConfigError(
+            f"{run.directory} holds a run with other settings than the study asks for now: choose another "
+            "directory for the results, or remove that run"
+        )
+    return True
+
+
+def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None]) -> Outcome:
+    """Run it from its start; what an interrupted attempt left is removed.
+
+    Its output goes to `log.txt` beside its directory. However this function is left, the child and all it
+    started have ended.
+
+    Args:
+        show: given the newest row of the run's metrics from time to time.
+    """
+    if run.directory.exists():
+        shutil.rmtree(run.directory)
+    run.directory.parent.mkdir(parents=True, exist_ok=True)
+    _planned_path(run).write_text(run.config, encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with run.directory.with_suffix(".log").open("wb") as log:
+        child = subprocess.Popen(
+            _command(run, study.processes),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            in_time = _wait(child, study.run_timeout, lambda: _show_newest(run.directory, show))
+        finally:
+            _end(child)
+    if not in_time:
+        return "timed out"
+    return "finished" if child.returncode == 0 else "failed"
+
+
+def _command(run: PlannedRun, processes: int) -> list[str]:
+    launcher = ["-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", str(processes)]
+    return [
+        sys.executable,
+        *(launcher if processes > 1 else []),
+        "-m",
+        "megatron_ibpo.train",
+        *run.arguments,
+    ]
+
+
+def _planned_path(run: PlannedRun) -> Path:
+    return run.directory.with_suffix(".config")
+
+
+def _wait(child: subprocess.Popen[bytes], timeout: float, look: Callable[[], None]) -> bool:
+    """Whether the child ended by itself before the time-out."""
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            child.wait(min(LOOK_EVERY_S, left))
+            return True
+        except subprocess.TimeoutExpired:
+            look()
+    return False
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask the child to stop, ask it to stop at once, then make it."""
+    for _ in range(2):
+        if child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
+    end_group(child.pid)
+    child.wait(GRACE_S)
+
+
+def _show_newest(directory: Path, show: Callable[[dict[str, Any]], None]) -> None:
+    metrics = directory / "metrics.jsonl"
+    if metrics.exists() and (rows := read_rows(metrics)):
+        show(rows[-1])

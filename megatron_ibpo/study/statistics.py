@@ -1,0 +1,142 @@
+"""What a comparison of methods may say: intervals and tests over seeds and held-out problems.
+
+Every method is trained with the same seeds and tested on the same problems, so outcomes form a matrix
+[seeds, problems] a method, and two methods are paired entry by entry. Both seeds and problems are samples, so
+both are resampled; a problem is drawn for all seeds at once, as it is asked of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+__all__ = ["Difference", "Estimate", "cost_to_reach", "mean_with_interval", "paired_difference"]
+
+Array = npt.NDArray[np.float64]
+
+RESAMPLES = 4000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """How much more one method reaches than another, paired."""
+
+    bootstrap_p: float
+    """Two-sided, of no difference: twice the share of resamples on the other side of 0."""
+    sign_flip_p: float
+    """Two-sided and exact, over seeds alone: under no difference each seed's sign is a coin's."""
+    sign_flip_floor: float
+    """The smallest p that so many seeds can give: 2 / 2^seeds."""
+
+
+def mean_with_interval(solved_SP: Array) -> Estimate:
+    """Mean accuracy and its interval over seeds and problems.
+
+    Args:
+        solved_SP: share of correct responses of each seed's run on each problem; NaN where unknown. With one
+            seed the interval is over problems alone.
+
+    Raises:
+        ValueError: fewer than two problems.
+    """
+    low, high, _ = _resample(solved_SP)
+    return Estimate(float(np.nanmean(solved_SP)), low, high)
+
+
+def paired_difference(method_SP: Array, baseline_SP: Array) -> Difference:
+    """Method minus baseline, same seeds and problems in the same order.
+
+    Raises:
+        ValueError: the two are not of one shape, or there are fewer than two problems.
+    """
+    if method_SP.shape != baseline_SP.shape:
+        raise ValueError(f"not paired: {method_SP.shape} outcomes against {baseline_SP.shape}")
+    difference_SP = method_SP - baseline_SP
+    low, high, resampled = _resample(difference_SP)
+    below, above = int((resampled <= 0).sum()), int((resampled >= 0).sum())
+    seeds = len(difference_SP)
+    return Difference(
+        mean=float(np.nanmean(difference_SP)),
+        low=low,
+        high=high,
+        bootstrap_p=min(1.0, 2 * (min(below, above) + 1) / (len(resampled) + 1)),
+        sign_flip_p=_sign_flip_p(np.nanmean(method_SP, axis=1), np.nanmean(baseline_SP, axis=1)),
+        sign_flip_floor=2 / 2**seeds,
+    )
+
+
+def _resample(values_SP: Array) -> tuple[float, float, Array]:
+    """(low, high, resampled means) of the mean over resampled seeds and problems."""
+    seeds, problems = values_SP.shape
+    if problems < 2:
+        raise ValueError(f"an interval over problems needs two of them, there is {problems}")
+    samples: tuple[npt.NDArray[np.int64], ...] = (np.arange(problems),)
+    statistic: Callable[..., float] = lambda p: float(np.nanmean(values_SP[0, p]))  # noqa: E731
+    if seeds > 1:  # one seed cannot be resampled
+        samples = (np.arange(seeds), *samples)
+        statistic = lambda s, p: float(np.nanmean(values_SP[np.ix_(s, p)]))  # noqa: E731
+    found = stats.bootstrap(
+        samples,
+        statistic,
+        n_resamples=RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        vectorized=False,
+        rng=np.random.default_rng(0),
+    )
+    interval = found.confidence_interval
+    return float(interval.low), float(interval.high), found.bootstrap_distribution
+
+
+def _sign_flip_p(method_S: Array, baseline_S: Array) -> float:
+    if len(method_S) < 2:
+        return 1.0
+    found = stats.permutation_test(
+        (method_S, baseline_S),
+        lambda a, b, axis: np.mean(a - b, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=2**16,  # exact up to 16 seeds
+        rng=np.random.default_rng(0),
+    )
+    return float(found.pvalue)
+
+
+def cost_to_reach(
+    threshold: float, spent: Sequence[float], values: Sequence[float], window: int = 5
+) -> float:
+    """What was spent when the mean of the last `window` values first reached `threshold`; infinite if it
+    never did. Between two steps it is interpolated.
+
+    Args:
+        spent: running total with each value, ascending.
+    """
+    if len(values) < window:
+        return math.inf
+    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+    at = np.asarray(spent[window - 1 :], dtype=np.float64)
+    reached = np.flatnonzero(smooth >= threshold)
+    if not len(reached):
+        return math.inf
+    first = int(reached[0])
+    if first == 0:
+        return float(at[0])
+    return float(np.interp(threshold, smooth[first - 1 : first + 1], at[first - 1 : first + 1]))

@@ -1,0 +1,103 @@
+"""A headless Chromium for tests, driven through its DevTools protocol.
+
+with open_page(path) as page:
+    page.evaluate("document.title")
+    page.press("j")
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+__all__ = ["Page", "find_browser", "open_page"]
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+TIMEOUT_S = 30.0
+CODES = {"ArrowLeft": 37, "ArrowRight": 39}
+
+
+def find_browser() -> str | None:
+    """A Chromium on this machine."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+class Page:
+    """One open page."""
+
+    def __init__(self, connection: ClientConnection):
+        self._connection = connection
+        self._calls = 0
+        self.events: list[dict[str, Any]] = []
+        """What the page reported: exceptions, console entries, requests."""
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._calls += 1
+        self._connection.send(json.dumps({"id": self._calls, "method": method, "params": parameters}))
+        while True:
+            answer = json.loads(self._connection.recv(timeout=TIMEOUT_S))
+            if answer.get("id") == self._calls:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def wait_for(self, event: str) -> None:
+        while not any(seen["method"] == event for seen in self.events):
+            self.events.append(json.loads(self._connection.recv(timeout=TIMEOUT_S)))
+
+    def evaluate(self, expression: str) -> Any:
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        code = CODES.get(key, ord(key[0].upper()))
+        common = {"key": key, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **common)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+@contextmanager
+def open_page(path: Path, *, size: tuple[int, int] = (1400, 1000)) -> Iterator[Page]:
+    """`path` in a browser that can reach no network."""
+    browser = find_browser()
+    assert browser is not None
+    with tempfile.TemporaryDirectory() as profile:
+        process = subprocess.Popen(
+            [
+                browser, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
+                f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}",
+                "--host-resolver-rules=MAP * ~NOTFOUND", "about:blank",
+            ],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if line.startswith("DevTools listening on "))
+            address = line.removeprefix("DevTools listening on ").strip()
+            with connect(address, max_size=None, open_timeout=TIMEOUT_S) as browser_connection:
+                targets = Page(browser_connection).call("Target.getTargets")["targetInfos"]
+            target = next(t["targetId"] for t in targets if t["type"] == "page")
+            root = address.split("/devtools/")[0]
+            with connect(f"{root}/devtools/page/{target}", max_size=None, open_timeout=TIMEOUT_S) as socket:
+                page = Page(socket)
+                for domain in ("Page", "Runtime", "Network", "Log"):
+                    page.call(f"{domain}.enable")
+                page.call("Page.navigate", url=path.resolve().as_uri())
+                page.wait_for("Page.loadEventFired")
+                yield page
+        finally:
+            process.kill()
+            process.wait(10)

@@ -1,0 +1,93 @@
+"""Audit a run's credit: does the value of its wrong responses fall where corrections change them?
+
+    python tools/audit_credit.py runs/a
+
+The policy answers held-out prompts as in training, its wrong responses are corrected, and from every step of
+a sample of them it writes on, many times, to see from where it can still end correct. Writes audit.json, with
+all that was measured, and audit.png.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from megatron_ibpo.rollout import EngineError
+from megatron_ibpo.study.audit_plot import plot_audit
+from megatron_ibpo.study.audit_run import audit_responses
+from megatron_ibpo.study.credit_audit import audit
+
+
+@dataclass
+class Arguments:
+    run: tyro.conf.Positional[Path]
+    """Directory of the run."""
+    save: Path | None = None
+    """Directory for the results; audit/ in the run's directory when None."""
+    policy: Literal["start", "end"] = "end"
+    """The policy that the run started from, or the one that it ended with."""
+    prompts: int = 64
+    """Held-out prompts to answer."""
+    responses: int = 128
+    """Wrong responses to audit."""
+    rollouts: int = 16
+    """Continuations from each step boundary."""
+    min_drop: float = 0.25
+    """A response whose value never falls by so much over one step has no step that is called the error."""
+    seed: int = 0
+
+
+def main(arguments: Arguments) -> int:
+    if arguments.rollouts < 2 or arguments.rollouts % 2 or min(arguments.prompts, arguments.responses) < 1:
+        print("error: --rollouts must be even, --prompts and --responses at least 1", file=sys.stderr)
+        return 2
+    save = arguments.save or arguments.run / "audit"
+    try:
+        responses, texts, counts = audit_responses(
+            arguments.run,
+            save,
+            policy=arguments.policy,
+            prompts=arguments.prompts,
+            responses=arguments.responses,
+            rollouts=arguments.rollouts,
+            seed=arguments.seed,
+        )
+        found = audit(responses, min_drop=arguments.min_drop)
+    except (ValueError, OSError, EngineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    content = {
+        "settings": {name: str(value) for name, value in asdict(arguments).items()},
+        "counts": counts,
+        "found": found,
+        "responses": [asdict(r) | text for r, text in zip(responses, texts, strict=True)],
+    }
+    save.mkdir(parents=True, exist_ok=True)
+    (save / "audit.json").write_text(json.dumps(_plain(content), allow_nan=False) + "\n", encoding="utf-8")
+    plot_audit(
+        responses, found, save / "audit.png", title=f"{arguments.run.name}, policy: {arguments.policy}"
+    )
+    print(json.dumps(_plain({"counts": counts} | found), indent=2))
+    print(save / "audit.json", save / "audit.png", sep="\n")
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: what is not finite is null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else None
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
