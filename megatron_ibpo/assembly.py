@@ -14,6 +14,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.data import (
     CorrectionTemplate,
     PromptSource,
+    PromptSuffixes,
     Tokenizer,
     load_tokenizer,
     open_source,
@@ -66,6 +67,7 @@ class Run:
     world: World
     tokenizer: Tokenizer
     template: CorrectionTemplate
+    suffixes: PromptSuffixes
     token_texts: Callable[[Sequence[int]], list[str]]
     thinking: credit_room.ThinkingMarks | None
     """With --ibpo-strip-thinking."""
@@ -86,20 +88,42 @@ class Run:
     steps_skipped_in_a_row: int = 0
     weights_checked: bool = False
     recorded_corrections: list[Response] = field(default_factory=list)
+    sampling_metrics: dict[str, float] = field(default_factory=dict)
+    """Of this step's dynamic sampling."""
 
     def sample(self, step: int) -> list[Group]:
         """This step's groups, sampled and scored, or those that were recorded."""
         recorded = self.config.run.load_debug_rollout_data
         if recorded is not None:
             return self._replay(rollout_path(recorded, step + 1))
+        algorithm, prompts = self.config.algorithm, self.config.rollout.rollout_batch_size
+        if not algorithm.dynamic_sampling:
+            return self._sample_groups(step, step)
+        rounds = algorithm.dynamic_sampling_rounds
+        groups, self.sampling_metrics = credit_room.fill_batch(
+            lambda number: self._sample_groups(step, step * rounds + number), prompts, rounds
+        )
+        return groups
+
+    def _sample_groups(self, step: int, batch: int) -> list[Group]:
+        """The prompts of one batch of the source, answered and scored."""
         rollout = self.config.rollout
         assert self.prompts is not None
-        prompts = self.prompts.batch(step, rollout.rollout_batch_size)
-        requests = group_requests(prompts, rollout, seed=self.config.run.seed, step=step)
-        responses = iter(self._generate(requests))
+        prompts = self.prompts.batch(batch, rollout.rollout_batch_size)
+        requests = group_requests(
+            prompts, rollout, seed=self.config.run.seed, step=step, prompt_ids=self.suffixes
+        )
+        responses = self._generate(requests)
         size = rollout.n_samples_per_prompt
-        groups = [Group(prompt, [next(responses) for _ in range(size)]) for prompt in prompts]
-        self._score([(group.prompt, response) for group in groups for response in group.responses])
+        groups = [
+            Group(prompt, responses[place * size : (place + 1) * size])
+            for place, prompt in enumerate(prompts)
+        ]
+        owners = [group.prompt for group in groups for _ in group.responses]
+        for prompt, request, response in zip(owners, requests, responses, strict=True):
+            if request.prompt_token_ids != prompt.token_ids:
+                response.prompt_token_ids = request.prompt_token_ids
+        self._score(list(zip(owners, responses, strict=True)))
         return groups
 
     def credit(self, groups: list[Group], step: int) -> credit_room.Credit:
@@ -175,7 +199,7 @@ class Run:
                 path = rollout_path(self.config.run.run_dir / "rollouts", step)
                 save_groups(path, step, groups, self.tokenizer.decode)
             restarts = self.pool.restarts if self.pool else 0
-            metrics = {**metrics, "engine_restarts": restarts}
+            metrics = {**self.sampling_metrics, **metrics, "engine_restarts": restarts}
             self.reporter.step(step, metrics, self.stages.take())
 
     def evaluate_if_due(self, step: int) -> None:
@@ -296,7 +320,8 @@ def assemble(config: Config) -> Iterator[Run]:
             thinking = None
             if config.algorithm.ibpo_strip_thinking:
                 thinking = credit_room.ThinkingMarks(*thinking_marks(tokenizer))
-            prompts, eval_prompts = _open_prompts(config, tokenizer)
+            suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
+            prompts, eval_prompts = _open_prompts(config, tokenizer, suffixes.longest)
             world.on_driver(lambda: prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config)))
             verifier = _open_verifier(config, world, stack)
             pool = _start_engines(config, world, stack)
@@ -330,6 +355,7 @@ def assemble(config: Config) -> Iterator[Run]:
             world=world,
             tokenizer=tokenizer,
             template=template,
+            suffixes=suffixes,
             token_texts=token_texts(tokenizer),
             thinking=thinking,
             prompts=prompts,
@@ -364,15 +390,23 @@ def _with_context(config: Config, shape: ModelShape) -> Config:
     return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
 
 
-def _open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSource | None, list[Prompt]]:
-    """(source of training prompts, held-out prompts); neither when recorded rollouts are replayed."""
+def _open_prompts(
+    config: Config, tokenizer: Tokenizer, growth: int
+) -> tuple[PromptSource | None, list[Prompt]]:
+    """(source of training prompts, held-out prompts); neither when recorded rollouts are replayed.
+
+    Args:
+        growth: tokens that perturbation may add to a training prompt.
+    """
     if config.run.load_debug_rollout_data is not None:
         return None, []
     rollout = config.rollout
     assert rollout.rollout_max_context_len is not None
     assert config.data.prompt_data is not None
     room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
-    prompts = open_source(config.data.prompt_data, tokenizer, config.data, split="train", max_prompt_len=room)
+    prompts = open_source(
+        config.data.prompt_data, tokenizer, config.data, split="train", max_prompt_len=room - growth
+    )
     if config.run.eval_num_prompts == 0:
         return prompts, []
     assert config.data.eval_prompt_data is not None

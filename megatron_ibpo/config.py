@@ -160,6 +160,22 @@ class AlgorithmConfig:
     exceeds α. Off in the paper's base variant."""
     ibpo_strip_thinking: bool = False
     """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
+    advantages: Literal["group", "critic"] = "group"
+    """What a reward is relative to: the other rewards of its group, or, token by token, what a critic
+    expected (PPO)."""
+    gae_gamma: float = 1.0
+    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for
+    a long response."""
+    gae_lambda: float = 0.95
+    """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
+    dynamic_sampling: bool = False
+    """DAPO: sample other prompts in the place of those that all or no responses answer correctly."""
+    dynamic_sampling_rounds: int = 10
+    """Batches of --rollout-batch-size prompts that a step may sample for that. Prompts of rounds that a step
+    does not need are passed over, so that the order of prompts depends on no result. 10 as in DAPO."""
+    overlong_buffer_share: float = 0.0
+    """DAPO: the last part of --rollout-max-response-len in which a response loses reward, up to 1 at the full
+    length. 0: off; DAPO has 0.2 (4,096 of 20,480 tokens)."""
 
 
 @dataclass
@@ -206,6 +222,16 @@ class RolloutConfig:
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
     """-1: off. Cutting the distribution makes it differ from the trainer's; the difference is logged."""
+    rollout_temperature_cycle: tuple[float, ...] = ()
+    """Temperatures of a group's responses in turn, for more diverse trajectories; corrections and evaluation
+    stay at --rollout-temperature, and so do the responses when it is empty."""
+    rollout_top_p_cycle: tuple[float, ...] = ()
+    """The same for --rollout-top-p."""
+    rollout_top_k_cycle: tuple[int, ...] = ()
+    """The same for --rollout-top-k."""
+    rollout_prompt_suffixes: tuple[str, ...] = ()
+    """Texts appended to the question in turn over a group's responses (prompt perturbation); an empty one
+    leaves it as it is. Each response is trained on with the prompt that it answered."""
     rollout_num_gpus_per_engine: int = 1
     """Tensor-parallel size of one engine."""
     colocate: bool = True

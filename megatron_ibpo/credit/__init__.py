@@ -1,6 +1,7 @@
 """Credit assignment: everything between scored responses and training sequences; one file an idea."""
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
+from megatron_ibpo.credit.dynamic_sampling import fill_batch
 from megatron_ibpo.credit.operator import Judgement, LoopAccess, Operator
 from megatron_ibpo.credit.presets import PRESETS, check_algorithm
 from megatron_ibpo.credit.shown import ThinkingMarks
@@ -14,4 +15,5 @@ __all__ = [
     "ThinkingMarks",
     "assign_credit",
     "check_algorithm",
+    "fill_batch",
 ]

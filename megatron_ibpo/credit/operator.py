@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit.shown import ThinkingMarks
-from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
+from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
 
 __all__ = [
     "CorrectionPrompt",
@@ -25,6 +25,7 @@ __all__ = [
     "Score",
     "TokenTexts",
     "TokenWeights",
+    "Values",
     "lent",
     "no_operator",
 ]
@@ -37,6 +38,8 @@ CorrectionPrompt = Callable[[Prompt, Sequence[int], Sequence[Sequence[int]]], tu
 """Token ids of x̃ from the prompt, the wrong response and the references, all without end-of-sequence ids."""
 TokenTexts = Callable[[Sequence[int]], list[str]]
 """The text of each token."""
+Values = Callable[[list[TrainSequence]], list[tuple[float, ...]]]
+"""The critic's value before each response token."""
 TokenWeights = tuple[float, ...] | None
 """Factors on the gradient of each token of a response, end-of-sequence id included; None: all ones."""
 

@@ -32,7 +32,8 @@ class PackedBatch:
     old_logprobs_N: Tensor | None
     rollout_logprobs_N: Tensor | None
     token_weights_N: Tensor | None
-    advantages_S: Tensor
+    advantages: Tensor
+    """[S], or [N] where any of the sequences has one for each token."""
     weights_S: Tensor
     temperature_S: Tensor
     members: tuple[int, ...]
@@ -137,7 +138,11 @@ def pack(
             if has_weights
             else None
         ),
-        advantages_S=per_sequence([s.advantage for s in chosen], 0.0),
+        advantages=(
+            response_rows([s.token_advantages or (s.advantage,) * len(s.response_token_ids) for s in chosen])
+            if any(s.token_advantages is not None for s in chosen)
+            else per_sequence([s.advantage for s in chosen], 0.0)
+        ),
         weights_S=per_sequence([s.weight for s in chosen], 0.0),
         temperature_S=per_sequence([s.temperature for s in chosen], 1.0),
         members=tuple(members),

@@ -84,7 +84,7 @@ class Trainer:
         loss_config = self.config.loss
         minibatches = split_minibatches(sequences, loss_config.num_steps_per_rollout)
         divisors = [aggregation(self.config, part) for part in minibatches]
-        live = [[s for s in part if s.advantage != 0] for part in minibatches]
+        live = [[s for s in part if s.has_advantage] for part in minibatches]
         # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
         for part in live if loss_config.use_tis else live[1:]:
             self._fill_old_logprobs(part)
@@ -238,7 +238,7 @@ class Trainer:
             old_logprobs_N=batch.old_logprobs_N,
             response_mask_N=batch.response_mask_N,
             cu_seqlens=batch.cu_seqlens,
-            advantages=batch.advantages_S,
+            advantages=batch.advantages,
             token_weights_N=batch.token_weights_N,
             sequence_weights_S=batch.weights_S,
             variant=self.config.loss.loss_variant,
