@@ -21,7 +21,7 @@ from megatron_ibpo.data import (
     thinking_marks,
     token_texts,
 )
-from megatron_ibpo.evaluate import evaluate
+from megatron_ibpo.evaluate import Corrector, evaluate
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import (
     find_checkpoint,
@@ -42,7 +42,7 @@ from megatron_ibpo.report import (
     run_sizes,
     save_groups,
 )
-from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rewards import answer_extractor, open_verifier
 from megatron_ibpo.rollout import EngineError, EnginePool
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.shape import ModelShape, check_layout, read_hf_config
@@ -71,11 +71,15 @@ class Run:
     token_texts: Callable[[Sequence[int]], list[str]]
     thinking: credit_room.ThinkingMarks | None
     """With --ibpo-strip-thinking."""
+    placeholder_id: int | None
+    """Of --ciw-placeholder; None where the tokenizer has no such token."""
     prompts: PromptSource | None
     """None when recorded rollouts are replayed."""
     eval_prompts: list[Prompt]
     verifier: Any
     """On the driver; None elsewhere."""
+    extract_answer: Callable[[str], str | None] | None
+    """For votes at evaluation, where the verifier's module has one and several samples are taken."""
     trainer: Trainer
     export: HFExport
     pool: EnginePool | None
@@ -143,6 +147,8 @@ class Run:
                 reward_threshold=self.config.data.reward_threshold,
                 token_texts=self.token_texts,
                 thinking=self.thinking,
+                logprobs=self._logprobs,
+                placeholder_id=self.placeholder_id,
             )
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -222,9 +228,24 @@ class Run:
                 top_p=rollout.rollout_top_p,
                 top_k=rollout.rollout_top_k,
                 seed=run.seed,
+                answer=self._answer if self.extract_answer is not None else None,
+                corrector=self._corrector() if run.eval_compare_and_correct else None,
             )
         if self.reporter is not None:
             self.reporter.evaluation(step, evaluation, self.stages.take())
+
+    def _answer(self, response: Response) -> str | None:
+        assert self.extract_answer is not None
+        return self.extract_answer(self.tokenizer.decode(response.token_ids))
+
+    def _corrector(self) -> Corrector:
+        shown = credit_room.shown_parts(self.thinking)
+
+        def prompt_ids(prompt: Prompt, candidates: Sequence[Response]) -> tuple[int, ...]:
+            first, *others = [shown(prompt.token_ids, response).ids.tolist() for response in candidates]
+            return self.template(prompt, first, others)
+
+        return Corrector(prompt_ids, self.config.algorithm.ibpo_k, self.max_context)
 
     def agree_to_stop(self, requested: bool) -> bool:
         """Whether any rank was asked to stop."""
@@ -270,6 +291,16 @@ class Run:
     def _ask_engines(self, requests: list[SampleRequest]) -> list[Response]:
         assert self.pool is not None
         return self.pool.generate(requests)
+
+    def _logprobs(self, queries: list[credit_room.LogProbQuery]) -> list[tuple[float, ...]]:
+        if self.pool is not None:
+            self.pool.sleep()
+        rows = [
+            TrainSequence(q.context, q.continuation, 0.0, 0.0, group=0, temperature=q.temperature)
+            for q in queries
+        ]
+        with self.stages("log-probs"):
+            return self.trainer.logprobs(rows)
 
     def _score(self, pairs: list[tuple[Prompt, Response]]) -> None:
         with self.stages("score"):
@@ -317,6 +348,7 @@ def assemble(config: Config) -> Iterator[Run]:
             first_step = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
             tokenizer = load_tokenizer(hf_dir)
             template = CorrectionTemplate(tokenizer, config.algorithm.ibpo_k)
+            placeholder_id = _placeholder(config, tokenizer)
             thinking = None
             if config.algorithm.ibpo_strip_thinking:
                 thinking = credit_room.ThinkingMarks(*thinking_marks(tokenizer))
@@ -324,6 +356,8 @@ def assemble(config: Config) -> Iterator[Run]:
             prompts, eval_prompts = _open_prompts(config, tokenizer, suffixes.longest)
             world.on_driver(lambda: prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config)))
             verifier = _open_verifier(config, world, stack)
+            votes = config.run.n_samples_per_eval_prompt > 1
+            extract_answer = answer_extractor(config.data.rm_type) if votes else None
             pool = _start_engines(config, world, stack)
 
             parallel.initialize(config.parallel, world, config.run.seed)
@@ -358,9 +392,11 @@ def assemble(config: Config) -> Iterator[Run]:
             suffixes=suffixes,
             token_texts=token_texts(tokenizer),
             thinking=thinking,
+            placeholder_id=placeholder_id,
             prompts=prompts,
             eval_prompts=eval_prompts,
             verifier=verifier,
+            extract_answer=extract_answer,
             trainer=trainer,
             export=export,
             pool=pool,
@@ -415,6 +451,14 @@ def _open_prompts(
     )
     count = config.run.eval_num_prompts
     return prompts, held_out.batch(0, min(count, len(held_out) or count))
+
+
+def _placeholder(config: Config, tokenizer: Tokenizer) -> int | None:
+    if config.algorithm.ciw_placeholder == "pad":
+        return tokenizer.pad_id
+    if tokenizer.unk_id is None and config.algorithm.ibpo_operator == "span-masking":
+        raise ValueError("--ciw-placeholder unk: the tokenizer has no unknown token; use pad")
+    return tokenizer.unk_id
 
 
 def _checkpoint_bytes(config: Config) -> int:

@@ -372,6 +372,11 @@ def _contradictions(config: Config) -> list[str]:
         problems.append(
             "--n-samples-per-prompt: 1 leaves nothing to compare; at least 2, or --advantages critic"
         )
+    if run.eval_compare_and_correct and run.n_samples_per_eval_prompt < config.algorithm.ibpo_k:
+        problems.append(
+            f"--eval-compare-and-correct: shows --ibpo-k {config.algorithm.ibpo_k} samples of a prompt, and "
+            f"--n-samples-per-eval-prompt is {run.n_samples_per_eval_prompt}"
+        )
     context = rollout.rollout_max_context_len
     if context is not None and context <= rollout.rollout_max_response_len:
         problems.append(

@@ -128,9 +128,10 @@ class AlgorithmConfig:
     advantage_estimator: str = "ibpo"
     """Preset in `megatron_ibpo.credit.PRESETS`: ibpo, ibpo-ratio, ibpo-mask, ibpo-k1, ibpo-shaping-only,
     ibpo-joint-only, ibpo-rewrite-penalty, gspo, grpo, dapo, ppo, ciw, ciw-inverted, cipo."""
-    ibpo_operator: Literal["compare-and-correct", "agreement"] = "compare-and-correct"
-    """What judges wrong responses: their corrections by the policy (the paper's), or, without any generation,
-    the share of their steps that correct responses of the group have too."""
+    ibpo_operator: Literal["compare-and-correct", "agreement", "span-masking"] = "compare-and-correct"
+    """What compares responses: corrections of wrong ones by the policy (the paper's); without any generation,
+    the share of their steps that correct ones of the group have too; or, for token weights alone, what the
+    probability of a response's answer loses when a step of it is masked (CIW)."""
     ibpo_variant: Literal["base", "ratio", "mask"] = "base"
     """How a successful correction is turned into credit: Δ = β; Δ = the share of tokens that it keeps; or
     Δ = β and a gradient through the tokens that it changes only."""
@@ -160,6 +161,10 @@ class AlgorithmConfig:
     exceeds α. Off in the paper's base variant."""
     ibpo_strip_thinking: bool = False
     """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
+    ciw_inverted: bool = False
+    """The control of span-masking: the less a step matters for the answer, the more its tokens weigh."""
+    ciw_placeholder: Literal["pad", "unk"] = "pad"
+    """The token that stands for a masked one; "pad" exists in every tokenizer."""
     advantages: Literal["group", "critic"] = "group"
     """What a reward is relative to: the other rewards of its group, or, token by token, what a critic
     expected (PPO)."""
@@ -280,7 +285,11 @@ class RunConfig:
     eval_num_prompts: int = 2048
     """Held-out prompts used; 0 turns evaluation off."""
     n_samples_per_eval_prompt: int = 1
-    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it."""
+    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it. With several,
+    pass@k, maj@k and best-of-k of them too."""
+    eval_compare_and_correct: bool = False
+    """At evaluation, also let the policy correct --ibpo-k of a prompt's samples into one answer. They are
+    drawn without knowing which are right (the paper's GSPO+Prompt)."""
     save_debug_rollout_data: bool = False
     """Keep every step's records as readable JSON in run_dir/rollouts."""
     load_debug_rollout_data: Path | None = None

@@ -150,7 +150,7 @@ def test_generalised_advantages_are_discounted_sums_of_errors(values, gamma, lam
 
 def test_at_lambda_1_the_return_is_the_reward():
     (a,) = generalised_advantages([[0.3, -0.1]], [1.0], gamma=1.0, lam=1.0)
-    assert a + [0.3, -0.1] == pytest.approx([1.0, 1.0])
+    assert (a + np.array([0.3, -0.1])).tolist() == pytest.approx([1.0, 1.0])
 
 
 def critic(value):

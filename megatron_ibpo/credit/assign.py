@@ -10,6 +10,7 @@ from megatron_ibpo.credit.advantage import group_advantages
 from megatron_ibpo.credit.agreement import agreement
 from megatron_ibpo.credit.corrections import compare_and_correct
 from megatron_ibpo.credit.gae import critic_credit
+from megatron_ibpo.credit.importance import span_masking
 from megatron_ibpo.credit.joint import (
     correction_advantages,
     correction_rewards,
@@ -18,6 +19,7 @@ from megatron_ibpo.credit.joint import (
 from megatron_ibpo.credit.metrics import correction_metrics, response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import (
     CorrectionPrompt,
+    LogProbs,
     LoopAccess,
     Operator,
     Sample,
@@ -35,7 +37,11 @@ from megatron_ibpo.records import Group, TrainSequence
 
 __all__ = ["OPERATORS", "Credit", "assign_credit"]
 
-OPERATORS: dict[str, Operator] = {"compare-and-correct": compare_and_correct, "agreement": agreement}
+OPERATORS: dict[str, Operator] = {
+    "compare-and-correct": compare_and_correct,
+    "agreement": agreement,
+    "span-masking": span_masking,
+}
 """--ibpo-operator → what judges wrong responses."""
 
 
@@ -62,6 +68,8 @@ def assign_credit(
     reward_threshold: float = 1.0,
     token_texts: TokenTexts | None = None,
     thinking: ThinkingMarks | None = None,
+    logprobs: LogProbs | None = None,
+    placeholder_id: int | None = None,
     values: Values | None = None,
     operator: Operator | None = None,
 ) -> Credit:
@@ -77,14 +85,25 @@ def assign_credit(
         sample, score, correction_prompt, rollout, max_context: how an operator gets more rollouts.
         seed, step: of the draws made here.
         reward_threshold: the smallest correct reward.
-        token_texts, thinking: what else an operator may need to know of the vocabulary.
+        token_texts, thinking, placeholder_id: what else an operator may need to know of the vocabulary.
+        logprobs: asks the policy, for --ibpo-operator span-masking.
         values: asks the critic, for --advantages critic.
         operator: what judges wrong responses; by default the one of --ibpo-operator.
     """
     if operator is None:
         operator = _operator(algorithm)
     loop = LoopAccess(
-        sample, score, correction_prompt, rollout, max_context, seed, step, token_texts, thinking
+        sample,
+        score,
+        correction_prompt,
+        rollout,
+        max_context,
+        seed,
+        step,
+        token_texts,
+        thinking,
+        logprobs,
+        placeholder_id,
     )
     judgement = operator(groups, algorithm, loop)
     token_weights = judgement.token_weights or [[None] * len(group.responses) for group in groups]

@@ -19,6 +19,8 @@ from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainS
 __all__ = [
     "CorrectionPrompt",
     "Judgement",
+    "LogProbQuery",
+    "LogProbs",
     "LoopAccess",
     "Operator",
     "Sample",
@@ -38,6 +40,19 @@ CorrectionPrompt = Callable[[Prompt, Sequence[int], Sequence[Sequence[int]]], tu
 """Token ids of x̃ from the prompt, the wrong response and the references, all without end-of-sequence ids."""
 TokenTexts = Callable[[Sequence[int]], list[str]]
 """The text of each token."""
+
+
+@dataclass(frozen=True)
+class LogProbQuery:
+    """How likely is this continuation?"""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    temperature: float
+
+
+LogProbs = Callable[[list[LogProbQuery]], list[tuple[float, ...]]]
+"""Log-prob of each token of the continuations under the present policy."""
 Values = Callable[[list[TrainSequence]], list[tuple[float, ...]]]
 """The critic's value before each response token."""
 TokenWeights = tuple[float, ...] | None
@@ -62,6 +77,9 @@ class LoopAccess:
     token_texts: TokenTexts | None = None
     thinking: ThinkingMarks | None = None
     """What <think> and </think> are in this vocabulary."""
+    logprobs: LogProbs | None = None
+    placeholder_id: int | None = None
+    """Stands for a token that is masked."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ _IBPO: dict[str, Any] = {
     "ibpo_rewrite_penalty": 0.0,
     "ibpo_joint": True,
     "ibpo_correction_group": "prompt",
+    "ciw_inverted": False,
     "advantages": "group",
     "dynamic_sampling": False,
     "overlong_buffer_share": 0.0,
@@ -64,6 +65,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {**_PLAIN, "loss_variant": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2},
     # clip higher, a token mean, dynamic sampling, soft overlong punishment
     "dapo": _DAPO,
+    # tokens weighted by what the answer loses without their step, on DAPO; and its control
+    "ciw": {**_DAPO, "ibpo_operator": "span-masking"},
+    "ciw-inverted": {**_DAPO, "ibpo_operator": "span-masking", "ciw_inverted": True},
     # a learned critic and generalised advantage estimation
     "ppo": {
         **_PLAIN,
@@ -186,6 +190,10 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
         (
             not algorithm.ibpo_mask_insertions or (corrects and algorithm.ibpo_variant == "mask"),
             "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask and corrections",
+        ),
+        (
+            not algorithm.ciw_inverted or operator == "span-masking",
+            "--ciw-inverted turns the importance of steps round: it needs --ibpo-operator span-masking",
         ),
         (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
         (
