@@ -29,7 +29,8 @@ from megatron_ibpo.policy.checkpoint import (
     load_run_state,
     save_checkpoint,
 )
-from megatron_ibpo.policy.model import build_model
+from megatron_ibpo.policy.critic import Critic
+from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
 from megatron_ibpo.report import (
@@ -81,6 +82,8 @@ class Run:
     extract_answer: Callable[[str], str | None] | None
     """For votes at evaluation, where the verifier's module has one and several samples are taken."""
     trainer: Trainer
+    critic: Critic | None
+    """With --advantages critic."""
     export: HFExport
     pool: EnginePool | None
     """None when recorded rollouts are replayed."""
@@ -149,6 +152,7 @@ class Run:
                 thinking=self.thinking,
                 logprobs=self._logprobs,
                 placeholder_id=self.placeholder_id,
+                values=None if self.critic is None else self._values,
             )
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -163,6 +167,8 @@ class Run:
             self.pool.sleep()
         with self.stages("train"):
             metrics = self.trainer.update(sequences)
+            if self.critic is not None:
+                metrics |= self.critic.update(sequences)
         self.steps_skipped_in_a_row = self.steps_skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
         if self.steps_skipped_in_a_row >= self.config.run.max_nonfinite_steps:
             raise NotFiniteError(
@@ -257,7 +263,9 @@ class Run:
         at_interval = run.save_interval is not None and step % run.save_interval == 0
         if run.save and (at_interval or stopping or step == run.num_rollout):
             with self.stages("save"):
-                save_checkpoint(self.trainer, run.run_dir / "checkpoints", step, {"seed": run.seed})
+                save_checkpoint(
+                    self.trainer, run.run_dir / "checkpoints", step, {"seed": run.seed}, self.critic
+                )
 
     def finish(self, status: str) -> None:
         """Export the policy in Hugging Face format, draw the curves, write the summary."""
@@ -301,6 +309,13 @@ class Run:
         ]
         with self.stages("log-probs"):
             return self.trainer.logprobs(rows)
+
+    def _values(self, sequences: list[TrainSequence]) -> list[tuple[float, ...]]:
+        assert self.critic is not None
+        if self.pool is not None:
+            self.pool.sleep()
+        with self.stages("values"):
+            return self.critic.values(sequences)
 
     def _score(self, pairs: list[tuple[Prompt, Response]]) -> None:
         with self.stages("score"):
@@ -367,8 +382,9 @@ def assemble(config: Config) -> Iterator[Run]:
             export = HFExport(chunks, shape)
             updates = config.run.num_rollout * config.loss.num_steps_per_rollout
             trainer = Trainer(chunks, shape.vocab_size, config, world, updates)
+            critic = _open_critic(config, shape, world, updates)
             if checkpoint is not None:
-                load_checkpoint(trainer, checkpoint)
+                load_checkpoint(trainer, checkpoint, critic)
             reporter = None
             if world.is_driver:
                 reporter = stack.enter_context(Report(config, completed_steps=first_step))
@@ -398,6 +414,7 @@ def assemble(config: Config) -> Iterator[Run]:
             verifier=verifier,
             extract_answer=extract_answer,
             trainer=trainer,
+            critic=critic,
             export=export,
             pool=pool,
             reporter=reporter,
@@ -453,6 +470,16 @@ def _open_prompts(
     return prompts, held_out.batch(0, min(count, len(held_out) or count))
 
 
+def _open_critic(config: Config, shape: ModelShape, world: World, updates: int) -> Critic | None:
+    """The value model, which starts from the policy's checkpoint; None where advantages need none."""
+    if config.algorithm.advantages != "critic":
+        return None
+    assert config.model.hf_checkpoint is not None
+    chunks = build_value_model(shape, config, device=world.device_type)
+    load_hf(chunks, shape, config.model.hf_checkpoint, head=False)
+    return Critic(chunks, config, world, updates)
+
+
 def _placeholder(config: Config, tokenizer: Tokenizer) -> int | None:
     if config.algorithm.ciw_placeholder == "pad":
         return tokenizer.pad_id
@@ -467,7 +494,8 @@ def _checkpoint_bytes(config: Config) -> int:
     size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
     interval = config.run.save_interval or config.run.num_rollout
     kept = -(-config.run.num_rollout // interval)
-    return kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
+    models = 2 if config.algorithm.advantages == "critic" else 1
+    return models * kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
 
 
 def _open_verifier(config: Config, world: World, stack: ExitStack) -> Any:

@@ -74,6 +74,9 @@ class OptimizerConfig:
 
     lr: float = 5e-7
     """Peak learning rate (paper: 5e-7)."""
+    critic_lr: float = 5e-6
+    """Peak learning rate of the critic (--advantages critic); ten times the policy's, as is usual, since its
+    head starts from nothing."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of the peak (paper: 0.1)."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
@@ -112,6 +115,8 @@ class LossConfig:
     """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
     held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
     of the LM head's size. Off because its speed on GPUs has not been measured."""
+    value_clip: float = 0.2
+    """How far the critic's new value may move from its old one before its loss stops following (PPO)."""
     use_tis: bool = False
     """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
     tis_clip: float = 2.0
