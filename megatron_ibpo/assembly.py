@@ -15,13 +15,14 @@ from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.data import (
     CorrectionTemplate,
     PromptSource,
+    PromptSuffixes,
     Tokenizer,
     load_tokenizer,
     open_source,
     thinking_marks,
     token_texts,
 )
-from megatron_ibpo.evaluate import evaluate
+from megatron_ibpo.evaluate import Corrector, evaluate
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import (
     find_checkpoint,
@@ -29,8 +30,9 @@ from megatron_ibpo.policy.checkpoint import (
     load_run_state,
     save_checkpoint,
 )
+from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
-from megatron_ibpo.policy.model import build_model
+from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
 from megatron_ibpo.report import (
@@ -45,7 +47,7 @@ from megatron_ibpo.report import (
     save_groups,
     save_outcomes,
 )
-from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rewards import answer_extractor, open_verifier
 from megatron_ibpo.rollout import EngineError, EnginePool
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.shape import ModelShape, check_layout, read_hf_config
@@ -74,15 +76,22 @@ class Run:
     world: World
     tokenizer: Tokenizer
     template: CorrectionTemplate
+    suffixes: PromptSuffixes
     token_texts: Callable[[Sequence[int]], list[str]]
     thinking: credit_room.ThinkingMarks | None
     """With --ibpo-strip-thinking."""
+    placeholder_id: int | None
+    """Of --ciw-placeholder; None where the tokenizer has no such token."""
     prompts: PromptSource | None
     """None when recorded rollouts are replayed."""
     eval_prompts: list[Prompt]
     verifier: Any
     """On the driver; None elsewhere."""
+    extract_answer: Callable[[str], str | None] | None
+    """For votes at evaluation, where the verifier's module has one and several samples are taken."""
     trainer: Trainer
+    critic: Critic | None
+    """With --advantages critic."""
     export: HFExport
     pool: EnginePool | None
     """None when recorded rollouts are replayed."""
@@ -95,6 +104,8 @@ class Run:
     steps_skipped_in_a_row: int = 0
     weights_checked: bool = False
     recorded_corrections: list[Response] = field(default_factory=list)
+    sampling_metrics: dict[str, float] = field(default_factory=dict)
+    """Of this step's dynamic sampling."""
 
     def done(self, step: int) -> bool:
         """Whether `step` completed steps are all: so many were asked for, or the budget is spent."""
@@ -107,14 +118,34 @@ class Run:
         recorded = self.config.run.load_debug_rollout_data
         if recorded is not None:
             return self._replay(rollout_path(recorded, step + 1))
+        algorithm, prompts = self.config.algorithm, self.config.rollout.rollout_batch_size
+        if not algorithm.dynamic_sampling:
+            return self._sample_groups(step, step)
+        rounds = algorithm.dynamic_sampling_rounds
+        groups, self.sampling_metrics = credit_room.fill_batch(
+            lambda number: self._sample_groups(step, step * rounds + number), prompts, rounds
+        )
+        return groups
+
+    def _sample_groups(self, step: int, batch: int) -> list[Group]:
+        """The prompts of one batch of the source, answered and scored."""
         rollout = self.config.rollout
         assert self.prompts is not None
-        prompts = self.prompts.batch(step, rollout.rollout_batch_size)
-        requests = group_requests(prompts, rollout, seed=self.config.run.seed, step=step)
-        responses = iter(self._generate(requests))
+        prompts = self.prompts.batch(batch, rollout.rollout_batch_size)
+        requests = group_requests(
+            prompts, rollout, seed=self.config.run.seed, step=step, prompt_ids=self.suffixes
+        )
+        responses = self._generate(requests)
         size = rollout.n_samples_per_prompt
-        groups = [Group(prompt, [next(responses) for _ in range(size)]) for prompt in prompts]
-        self._score([(group.prompt, response) for group in groups for response in group.responses])
+        groups = [
+            Group(prompt, responses[place * size : (place + 1) * size])
+            for place, prompt in enumerate(prompts)
+        ]
+        owners = [group.prompt for group in groups for _ in group.responses]
+        for prompt, request, response in zip(owners, requests, responses, strict=True):
+            if request.prompt_token_ids != prompt.token_ids:
+                response.prompt_token_ids = request.prompt_token_ids
+        self._score(list(zip(owners, responses, strict=True)))
         return groups
 
     def credit(self, groups: list[Group], step: int) -> credit_room.Credit:
@@ -158,6 +189,8 @@ class Run:
                 sequence.old_logprobs = logprobs
         with self.stages("train"):
             metrics = self.trainer.update(sequences)
+            if self.critic is not None:
+                metrics |= self.critic.update(sequences)
         self._count_passes()
         if recording:
             for sequence, logprobs in zip(sequences, self._observed_logprobs(sequences), strict=True):
@@ -212,7 +245,8 @@ class Run:
                 path = rollout_path(self.config.run.run_dir / "rollouts", step)
                 save_groups(path, step, groups, self.tokenizer.decode, sequences)
             restarts = self.pool.restarts if self.pool else 0
-            metrics = {**metrics, **self.cost.spent.metrics(), "engine_restarts": restarts}
+            spent = self.cost.spent.metrics()
+            metrics = {**self.sampling_metrics, **metrics, **spent, "engine_restarts": restarts}
             self.reporter.step(step, metrics, seconds)
 
     def evaluate_if_due(self, step: int) -> None:
@@ -241,10 +275,25 @@ class Run:
                 top_p=rollout.rollout_top_p,
                 top_k=rollout.rollout_top_k,
                 seed=run.seed,
+                answer=self._answer if self.extract_answer is not None else None,
+                corrector=self._corrector() if run.eval_compare_and_correct else None,
             )
         if self.reporter is not None:
             save_outcomes(outcomes_path(run.run_dir, step), step, plain)
             self.reporter.evaluation(step, evaluation, self.stages.take(), self.cost.spent.metrics())
+
+    def _answer(self, response: Response) -> str | None:
+        assert self.extract_answer is not None
+        return self.extract_answer(self.tokenizer.decode(response.token_ids))
+
+    def _corrector(self) -> Corrector:
+        shown = credit_room.shown_parts(self.thinking)
+
+        def prompt_ids(prompt: Prompt, candidates: Sequence[Response]) -> tuple[int, ...]:
+            first, *others = [shown(prompt.token_ids, response).ids.tolist() for response in candidates]
+            return self.template(prompt, first, others)
+
+        return Corrector(prompt_ids, self.config.algorithm.ibpo_k, self.max_context)
 
     def agree_to_stop(self, requested: bool) -> bool:
         """Whether any rank was asked to stop."""
@@ -257,7 +306,7 @@ class Run:
         if run.save and (at_interval or stopping or self.done(step)):
             state = {"seed": run.seed, "spent": asdict(self.cost.spent)}
             with self.stages("save"):
-                save_checkpoint(self.trainer, run.run_dir / "checkpoints", step, state)
+                save_checkpoint(self.trainer, run.run_dir / "checkpoints", step, state, self.critic)
 
     def finish(self, status: str) -> None:
         """Export the policy in Hugging Face format, draw the curves, write the summary."""
@@ -291,6 +340,9 @@ class Run:
             reward_threshold=self.config.data.reward_threshold,
             token_texts=self.token_texts,
             thinking=self.thinking,
+            logprobs=self._logprobs,
+            placeholder_id=self.placeholder_id,
+            values=None if self.critic is None else self._values,
         )
 
     def _generate(self, requests: list[SampleRequest]) -> list[Response]:
@@ -316,12 +368,30 @@ class Run:
         return logprobs
 
     def _count_passes(self) -> None:
-        passes = self.trainer.take_passes()
-        self.cost.training(passes.forward, passes.updates)
+        models: list[Trainer | Critic] = [self.trainer, *([self.critic] if self.critic else [])]
+        for passes in [model.take_passes() for model in models]:
+            self.cost.training(passes.forward, passes.updates)
 
     def _ask_engines(self, requests: list[SampleRequest]) -> list[Response]:
         assert self.pool is not None
         return self.pool.generate(requests)
+
+    def _logprobs(self, queries: list[credit_room.LogProbQuery]) -> list[tuple[float, ...]]:
+        if self.pool is not None:
+            self.pool.sleep()
+        rows = [
+            TrainSequence(q.context, q.continuation, 0.0, 0.0, group=0, temperature=q.temperature)
+            for q in queries
+        ]
+        with self.stages("log-probs"):
+            return self.trainer.logprobs(rows)
+
+    def _values(self, sequences: list[TrainSequence]) -> list[tuple[float, ...]]:
+        assert self.critic is not None
+        if self.pool is not None:
+            self.pool.sleep()
+        with self.stages("values"):
+            return self.critic.values(sequences)
 
     def _score(self, pairs: list[tuple[Prompt, Response]]) -> None:
         with self.stages("score"):
@@ -370,12 +440,16 @@ def assemble(config: Config) -> Iterator[Run]:
             first_step = state["step"]
             tokenizer = load_tokenizer(hf_dir)
             template = CorrectionTemplate(tokenizer, config.algorithm.ibpo_k)
+            placeholder_id = _placeholder(config, tokenizer)
             thinking = None
             if config.algorithm.ibpo_strip_thinking:
                 thinking = credit_room.ThinkingMarks(*thinking_marks(tokenizer))
-            prompts, eval_prompts = _open_prompts(config, tokenizer)
+            suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
+            prompts, eval_prompts = _open_prompts(config, tokenizer, suffixes.longest)
             world.on_driver(lambda: prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config)))
             verifier = _open_verifier(config, world, stack)
+            votes = config.run.n_samples_per_eval_prompt > 1
+            extract_answer = answer_extractor(config.data.rm_type) if votes else None
             pool = _start_engines(config, world, stack)
 
             parallel.initialize(config.parallel, world, config.run.seed)
@@ -385,8 +459,9 @@ def assemble(config: Config) -> Iterator[Run]:
             export = HFExport(chunks, shape)
             updates = config.run.num_rollout * config.loss.num_steps_per_rollout
             trainer = Trainer(chunks, shape.vocab_size, config, world, updates)
+            critic = _open_critic(config, shape, world, updates)
             if checkpoint is not None:
-                load_checkpoint(trainer, checkpoint)
+                load_checkpoint(trainer, checkpoint, critic)
             reporter = None
             if world.is_driver:
                 reporter = stack.enter_context(Report(config, completed_steps=first_step))
@@ -407,12 +482,16 @@ def assemble(config: Config) -> Iterator[Run]:
             world=world,
             tokenizer=tokenizer,
             template=template,
+            suffixes=suffixes,
             token_texts=token_texts(tokenizer),
             thinking=thinking,
+            placeholder_id=placeholder_id,
             prompts=prompts,
             eval_prompts=eval_prompts,
             verifier=verifier,
+            extract_answer=extract_answer,
             trainer=trainer,
+            critic=critic,
             export=export,
             pool=pool,
             reporter=reporter,
@@ -447,15 +526,23 @@ def _with_context(config: Config, shape: ModelShape) -> Config:
     return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
 
 
-def _open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSource | None, list[Prompt]]:
-    """(source of training prompts, held-out prompts); neither when recorded rollouts are replayed."""
+def _open_prompts(
+    config: Config, tokenizer: Tokenizer, growth: int
+) -> tuple[PromptSource | None, list[Prompt]]:
+    """(source of training prompts, held-out prompts); neither when recorded rollouts are replayed.
+
+    Args:
+        growth: tokens that perturbation may add to a training prompt.
+    """
     if config.run.load_debug_rollout_data is not None:
         return None, []
     rollout = config.rollout
     assert rollout.rollout_max_context_len is not None
     assert config.data.prompt_data is not None
     room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
-    prompts = open_source(config.data.prompt_data, tokenizer, config.data, split="train", max_prompt_len=room)
+    prompts = open_source(
+        config.data.prompt_data, tokenizer, config.data, split="train", max_prompt_len=room - growth
+    )
     if config.run.eval_num_prompts == 0:
         return prompts, []
     assert config.data.eval_prompt_data is not None
@@ -466,13 +553,32 @@ def _open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSource | 
     return prompts, held_out.batch(0, min(count, len(held_out) or count))
 
 
+def _open_critic(config: Config, shape: ModelShape, world: World, updates: int) -> Critic | None:
+    """The value model, which starts from the policy's checkpoint; None where advantages need none."""
+    if config.algorithm.advantages != "critic":
+        return None
+    assert config.model.hf_checkpoint is not None
+    chunks = build_value_model(shape, config, device=world.device_type)
+    load_hf(chunks, shape, config.model.hf_checkpoint, head=False)
+    return Critic(chunks, config, world, updates)
+
+
+def _placeholder(config: Config, tokenizer: Tokenizer) -> int | None:
+    if config.algorithm.ciw_placeholder == "pad":
+        return tokenizer.pad_id
+    if tokenizer.unk_id is None and config.algorithm.ibpo_operator == "span-masking":
+        raise ValueError("--ciw-placeholder unk: the tokenizer has no unknown token; use pad")
+    return tokenizer.unk_id
+
+
 def _checkpoint_bytes(config: Config) -> int:
     """Of all checkpoints that the run will keep; an upper bound, as if the shards held bf16."""
     assert config.model.hf_checkpoint is not None
     size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
     interval = config.run.save_interval or config.run.num_rollout
     kept = -(-config.run.num_rollout // interval)
-    return kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
+    models = 2 if config.algorithm.advantages == "critic" else 1
+    return models * kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
 
 
 def _accelerators(config: Config, world: World, pool: EnginePool | None) -> int:

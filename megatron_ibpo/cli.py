@@ -132,8 +132,13 @@ def check_config(config: Config) -> None:
     from megatron_ibpo.policy.objective import check_loss  # imports torch, which --help does not need
 
     for check in (
-        partial(check_algorithm, config.algorithm, config.data.reward_threshold),
         partial(check_loss, config.loss),
+        partial(
+            check_algorithm,
+            config.algorithm,
+            config.data.reward_threshold,
+            takes_token_advantages=_takes_token_advantages(config.loss.loss_variant),
+        ),
     ):
         try:
             check()
@@ -144,6 +149,12 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"{count} in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
         )
+
+
+def _takes_token_advantages(loss_variant: str) -> bool:
+    from megatron_ibpo.loss import VARIANTS
+
+    return loss_variant not in VARIANTS or VARIANTS[loss_variant].takes_token_advantages
 
 
 # ---------------------------------------------------------------------------------------------- recipes
@@ -187,6 +198,9 @@ def _typed(value: Any, hint: Any) -> Any:
     elif origin is Literal:
         if value in typing.get_args(hint):
             return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            return tuple(_typed(item, typing.get_args(hint)[0]) for item in value)
     elif hint is float and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 3e-4 as text
@@ -206,11 +220,15 @@ def _words(hint: Any) -> str:
         return " or ".join(_words(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each item {_words(typing.get_args(hint)[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     return names.get(hint, "null")
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
     return str(value) if isinstance(value, Path) else value
 
 
@@ -255,6 +273,7 @@ _AT_LEAST_1: _Rule = (lambda value: value >= 1, "at least 1")
 _NOT_NEGATIVE: _Rule = (lambda value: value >= 0, "at least 0")
 _POSITIVE: _Rule = (lambda value: value > 0, "above 0")
 _BELOW_1: _Rule = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_TOP_K: _Rule = (lambda value: value == -1 or value >= 1, "-1 (off) or at least 1")
 _SHARE: _Rule = (lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 _RANGES: dict[str, _Rule] = {
@@ -270,6 +289,7 @@ _RANGES: dict[str, _Rule] = {
     "context_parallel_size": (lambda value: value == 1, "1 (context parallel is not built yet)"),
     "distributed_timeout_minutes": _POSITIVE,
     "lr": _POSITIVE,
+    "critic_lr": _POSITIVE,
     "min_lr_ratio": (lambda value: 0 <= value <= 1, "between 0 and 1"),
     "lr_warmup_fraction": _BELOW_1,
     "adam_beta1": _BELOW_1,
@@ -280,18 +300,20 @@ _RANGES: dict[str, _Rule] = {
     "eps_clip": _SHARE,
     "eps_clip_high": _POSITIVE,
     "tis_clip": _POSITIVE,
+    "value_clip": _POSITIVE,
     "num_steps_per_rollout": _AT_LEAST_1,
     "reward_timeout": _POSITIVE,
     "reward_workers": _AT_LEAST_1,
     "rollout_batch_size": _AT_LEAST_1,
-    "n_samples_per_prompt": (
-        lambda value: value >= 2,
-        "at least 2 (advantages compare the responses of a prompt)",
-    ),
+    "n_samples_per_prompt": _AT_LEAST_1,
     "rollout_max_response_len": _AT_LEAST_1,
     "rollout_temperature": (lambda value: value > 0, "above 0 (greedy samples of a prompt are all the same)"),
     "rollout_top_p": _SHARE,
-    "rollout_top_k": (lambda value: value == -1 or value >= 1, "-1 (off) or at least 1"),
+    "rollout_top_k": _TOP_K,
+    "rollout_temperature_cycle": (lambda values: all(value > 0 for value in values), "all above 0"),
+    "rollout_top_p_cycle": (lambda values: all(map(_SHARE[0], values)), f"all {_SHARE[1]}"),
+    "rollout_top_k_cycle": (lambda values: all(map(_TOP_K[0], values)), f"all {_TOP_K[1]}"),
+    "dynamic_sampling_rounds": _AT_LEAST_1,
     "rollout_num_gpus_per_engine": _AT_LEAST_1,
     "vllm_gpu_memory_utilization": _SHARE,
     "vllm_kv_cache_bytes": _AT_LEAST_1,
@@ -353,6 +375,15 @@ def _contradictions(config: Config) -> list[str]:
         problems.append(
             f"--num-steps-per-rollout: {loss.num_steps_per_rollout} mini-batches of whole prompts cannot be "
             f"made equally from --rollout-batch-size {rollout.rollout_batch_size}"
+        )
+    if rollout.n_samples_per_prompt == 1 and config.algorithm.advantages == "group":
+        problems.append(
+            "--n-samples-per-prompt: 1 leaves nothing to compare; at least 2, or --advantages critic"
+        )
+    if run.eval_compare_and_correct and run.n_samples_per_eval_prompt < config.algorithm.ibpo_k:
+        problems.append(
+            f"--eval-compare-and-correct: shows --ibpo-k {config.algorithm.ibpo_k} samples of a prompt, and "
+            f"--n-samples-per-eval-prompt is {run.n_samples_per_eval_prompt}"
         )
     context = rollout.rollout_max_context_len
     if context is not None and context <= rollout.rollout_max_response_len:

@@ -78,6 +78,9 @@ class OptimizerConfig:
 
     lr: float = 5e-7
     """Peak learning rate (paper: 5e-7)."""
+    critic_lr: float = 5e-6
+    """Peak learning rate of the critic (--advantages critic); ten times the policy's, as is usual, since its
+    head starts from nothing."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of the peak (paper: 0.1)."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
@@ -116,6 +119,8 @@ class LossConfig:
     """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
     held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
     of the LM head's size. Off because its speed on GPUs has not been measured."""
+    value_clip: float = 0.2
+    """How far the critic's new value may move from its old one before its loss stops following (PPO)."""
     use_tis: bool = False
     """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
     tis_clip: float = 2.0
@@ -132,9 +137,10 @@ class AlgorithmConfig:
     advantage_estimator: str = "ibpo"
     """Preset in `megatron_ibpo.credit.PRESETS`: ibpo, ibpo-ratio, ibpo-mask, ibpo-k1, ibpo-shaping-only,
     ibpo-joint-only, ibpo-rewrite-penalty, gspo, grpo, dapo, ppo, ciw, ciw-inverted, cipo."""
-    ibpo_operator: Literal["compare-and-correct", "agreement"] = "compare-and-correct"
-    """What judges wrong responses: their corrections by the policy (the paper's), or, without any generation,
-    the share of their steps that correct responses of the group have too."""
+    ibpo_operator: Literal["compare-and-correct", "agreement", "span-masking"] = "compare-and-correct"
+    """What compares responses: corrections of wrong ones by the policy (the paper's); without any generation,
+    the share of their steps that correct ones of the group have too; or, for token weights alone, what the
+    probability of a response's answer loses when a step of it is masked (CIW)."""
     ibpo_variant: Literal["base", "ratio", "mask"] = "base"
     """How a successful correction is turned into credit: Δ = β; Δ = the share of tokens that it keeps; or
     Δ = β and a gradient through the tokens that it changes only."""
@@ -164,6 +170,26 @@ class AlgorithmConfig:
     exceeds α. Off in the paper's base variant."""
     ibpo_strip_thinking: bool = False
     """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
+    ciw_inverted: bool = False
+    """The control of span-masking: the less a step matters for the answer, the more its tokens weigh."""
+    ciw_placeholder: Literal["pad", "unk"] = "pad"
+    """The token that stands for a masked one; "pad" exists in every tokenizer."""
+    advantages: Literal["group", "critic"] = "group"
+    """What a reward is relative to: the other rewards of its group, or, token by token, what a critic
+    expected (PPO)."""
+    gae_gamma: float = 1.0
+    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for
+    a long response."""
+    gae_lambda: float = 0.95
+    """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
+    dynamic_sampling: bool = False
+    """DAPO: sample other prompts in the place of those that all or no responses answer correctly."""
+    dynamic_sampling_rounds: int = 10
+    """Batches of --rollout-batch-size prompts that a step may sample for that. Prompts of rounds that a step
+    does not need are passed over, so that the order of prompts depends on no result. 10 as in DAPO."""
+    overlong_buffer_share: float = 0.0
+    """DAPO: the last part of --rollout-max-response-len in which a response loses reward, up to 1 at the full
+    length. 0: off; DAPO has 0.2 (4,096 of 20,480 tokens)."""
 
 
 @dataclass
@@ -210,6 +236,16 @@ class RolloutConfig:
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
     """-1: off. Cutting the distribution makes it differ from the trainer's; the difference is logged."""
+    rollout_temperature_cycle: tuple[float, ...] = ()
+    """Temperatures of a group's responses in turn, for more diverse trajectories; corrections and evaluation
+    stay at --rollout-temperature, and so do the responses when it is empty."""
+    rollout_top_p_cycle: tuple[float, ...] = ()
+    """The same for --rollout-top-p."""
+    rollout_top_k_cycle: tuple[int, ...] = ()
+    """The same for --rollout-top-k."""
+    rollout_prompt_suffixes: tuple[str, ...] = ()
+    """Texts appended to the question in turn over a group's responses (prompt perturbation); an empty one
+    leaves it as it is. Each response is trained on with the prompt that it answered."""
     rollout_num_gpus_per_engine: int = 1
     """Tensor-parallel size of one engine."""
     colocate: bool = True
@@ -266,7 +302,11 @@ class RunConfig:
     eval_num_prompts: int = 2048
     """Held-out prompts used; 0 turns evaluation off."""
     n_samples_per_eval_prompt: int = 1
-    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it."""
+    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it. With several,
+    pass@k, maj@k and best-of-k of them too."""
+    eval_compare_and_correct: bool = False
+    """At evaluation, also let the policy correct --ibpo-k of a prompt's samples into one answer. They are
+    drawn without knowing which are right (the paper's GSPO+Prompt)."""
     save_debug_rollout_data: bool = False
     """Keep every step's records as readable JSON in run_dir/rollouts, with token weights and the trainer's
     log-probs before and after the update: two more forward passes a step. tools/run_page.py shows them."""

@@ -143,6 +143,13 @@ class TrainSequence:
     """From the engine; needed for truncated importance weighting and the mismatch metrics."""
     token_weights: tuple[float, ...] | None = None
     """Scale the gradient of each response token; None means all ones."""
+    token_advantages: tuple[float, ...] | None = None
+    """In the place of `advantage`, one for each response token; for loss variants that have no term of whole
+    sequences."""
+    returns: tuple[float, ...] | None = None
+    """What a critic should have predicted before each response token; None where there is no critic."""
+    values: tuple[float, ...] | None = None
+    """What it did predict, before the update."""
     old_logprobs: tuple[float, ...] | None = None
     """Filled by the trainer before the update; None means that the update's own forward gives them."""
     new_logprobs: tuple[float, ...] | None = None
@@ -151,3 +158,8 @@ class TrainSequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_token_ids)
+
+    @property
+    def has_advantage(self) -> bool:
+        """Something to learn from: without it there is no gradient."""
+        return self.advantage != 0 if self.token_advantages is None else any(self.token_advantages)

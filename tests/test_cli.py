@@ -148,7 +148,7 @@ def test_only_rank_0_prints(capsys, monkeypatch):
         ("recompute-granularity: all\n", r"'all' is not one of 'none', 'full', 'selective'"),
         ("ibpo-rewrite-threshold: often\n", r"'often' is not a number or one of 'adaptive'"),
         ("lr: 1e-5\nrun-dir: a\nrun_dir: b\n", r"key 'run_dir' is given twice"),
-        ("advantage-estimator: ippo\n", r"no preset 'ippo'; did you mean 'ibpo'"),
+        ("advantage-estimator: ibop\n", r"no preset 'ibop'; did you mean 'ibpo'"),
         ("- lr\n", r"must hold `key: value` lines"),
         ("lr: [\n", r"is not YAML"),
     ],

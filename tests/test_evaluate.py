@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
+import numpy as np
 import pytest
 
-from megatron_ibpo.evaluate import evaluate
+from megatron_ibpo.evaluate import Corrector, evaluate
+from megatron_ibpo.evaluate.estimators import best_of, majority, pass_at
 from megatron_ibpo.records import Prompt, Response, SampleRequest
+from megatron_ibpo.rewards import answer_extractor
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -122,3 +128,193 @@ def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
     assert [r.seed for r in seen[2] if r.temperature > 0] == [
         r.seed for r in sampled if r.prompt_token_ids[0] == 2
     ]
+
+
+# ------------------------------------------------------------------------------ several samples, correction
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "k", "expected"),
+    [(0, 4, 2, 0.0), (4, 4, 2, 1.0), (1, 4, 1, 0.25), (1, 4, 2, 0.5), (2, 4, 2, 1 - 1 / 6), (1, 4, 4, 1.0)],
+)
+def test_pass_at_k_is_the_chance_that_one_of_k_drawn_samples_is_right(hits, n, k, expected):
+    outcomes = [1.0] * hits + [0.0] * (n - hits)
+    assert pass_at(np.array([outcomes]), k) == pytest.approx(expected)
+    drawn = [any(chosen) for chosen in itertools.combinations(outcomes, k)]
+    assert expected == pytest.approx(np.mean(drawn))
+
+
+def test_pass_at_k_counts_scored_samples_only():
+    nan = float("nan")
+    assert pass_at(np.array([[1, 0, nan, nan], [0, 0, 0, 0], [1, nan, nan, nan]]), 2) == pytest.approx(0.5)
+    assert pass_at(np.array([[1, nan]]), 2) is None
+
+
+def test_the_most_frequent_answer_counts():
+    outcomes = np.array([[0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]])
+    answers = [
+        ["a", "a", "b", "c"],  # wrong twice, right once
+        ["a", "b", "a", "b"],  # undecided: half
+        [None, "a", "a", None],  # no answer is no vote
+        [None] * 4,  # nobody votes
+    ]
+    assert majority(outcomes, answers) == pytest.approx((0 + 0.5 + 1 + 0) / 4)
+
+
+def test_the_best_of_n_is_chosen_without_the_verifier():
+    outcomes = np.array([[1, 0], [0, 1]])
+    assert best_of(outcomes, np.array([[-0.1, -0.2], [-0.1, -0.2]])) == 0.5
+    assert best_of(outcomes, np.array([[-0.1, -0.2], [-0.3, -0.2]])) == 1.0
+
+
+def sampler(plan):
+    """A policy whose sample number j of prompt i has the tokens plan(i, j), at log-probs of -1/(j+1)."""
+    counts: Counter[int] = Counter()
+    requests: list[SampleRequest] = []
+
+    def sample(asked):
+        requests.extend(asked)
+        made = []
+        for request in asked:
+            number = request.prompt_token_ids[0]
+            tokens = plan(number, counts[number], request)
+            made.append(
+                Response(tokens, [-1 / (counts[number] + 1)] * len(tokens), "stop", request.temperature, 1)
+            )
+            counts[number] += 1
+        return made
+
+    return sample, requests
+
+
+def test_several_samples_are_evaluated_in_all_ways_at_once():
+    """Four samples of two prompts; token 1 is right. Prompt 0: right once, the last and likeliest; prompt 1:
+    right three times, not the last. The answer is the first token."""
+    plan = {0: [0, 0, 2, 1], 1: [1, 1, 1, 0]}
+    sample, _ = sampler(lambda i, j, request: [plan[i][j] if j < 4 else 1, 7])
+    result = evaluate(
+        prompts(2),
+        sample,
+        one_is_right,
+        max_tokens=5,
+        samples_per_prompt=4,
+        answer=lambda r: str(r.token_ids[0]),
+    )
+    assert result.accuracy == 0.5
+    assert result.pass_at == {2: pytest.approx((0.5 + 1) / 2), 4: 1.0}
+    assert result.majority_accuracy == 0.5
+    assert result.best_of_accuracy == 0.5
+    metrics = result.metrics()
+    assert metrics["pass_at_4"] == 1.0
+    assert "pass_at" not in metrics
+    assert "corrected_accuracy" not in metrics
+    assert "pass@2 0.750, pass@4 1.000, maj@4 0.500, best-of-4 0.500" in str(result)
+
+
+def test_one_sample_is_not_voted_on():
+    result = evaluate(prompts(2), answers(lambda number, greedy: ([1], "stop")), one_is_right, max_tokens=5)
+    assert (result.pass_at, result.majority_accuracy, result.best_of_accuracy) == ({}, None, None)
+
+
+def corrector(num_candidates=2, max_context=100):
+    """x̃ is the prompt's number, 50, and the first tokens of the candidates."""
+    return Corrector(
+        lambda prompt, candidates: (prompt.token_ids[0], 50, *(c.token_ids[0] for c in candidates)),
+        num_candidates,
+        max_context,
+    )
+
+
+def test_correction_at_test_time_sees_no_reward_and_answers_every_problem():
+    """Sample j of every prompt begins with 10 + j, all wrong; corrections are right where 13 was shown."""
+    events = []
+
+    def plan(number, j, request):
+        if request.prompt_token_ids[1:2] == (50,):
+            events.append("correct")
+            return [1 if 13 in request.prompt_token_ids[2:] else 0]
+        return [10 + j]
+
+    def score(pairs):
+        events.append("score")
+        one_is_right(pairs)
+
+    sample, requests = sampler(plan)
+    result = evaluate(
+        prompts(200),
+        sample,
+        score,
+        max_tokens=5,
+        samples_per_prompt=4,
+        temperature=0.7,
+        corrector=corrector(),
+    )
+    assert result.accuracy == 0
+    assert events == ["correct"] * 200 + ["score"] * 2, "all is drawn and corrected before anything is scored"
+    asked = [r for r in requests if r.prompt_token_ids[1:2] == (50,)]
+    shown = Counter(token for r in asked for token in r.prompt_token_ids[2:])
+    assert len({r.prompt_token_ids[2:] for r in asked}) == 12, "all ordered pairs of different samples"
+    assert all(75 < shown[10 + j] < 125 for j in range(4)), "uniformly"
+    assert result.corrected_accuracy == shown[13] / 200
+    assert (asked[0].temperature, asked[0].max_tokens) == (0.7, 5)
+    assert len({r.seed for r in asked}) == 200
+    assert result.corrections_skipped == 0
+
+
+def test_what_is_shown_does_not_depend_on_what_is_right():
+    def shown(right):
+        sample, requests = sampler(lambda number, j, request: [10 + j])
+
+        def score(pairs):
+            for _, response in pairs:
+                response.reward = float(response.token_ids[0] == right)
+                response.correct = response.reward == 1
+
+        evaluate(
+            prompts(20),
+            sample,
+            score,
+            max_tokens=5,
+            samples_per_prompt=4,
+            corrector=corrector(num_candidates=3),
+        )
+        return [r.prompt_token_ids for r in requests if r.prompt_token_ids[1:2] == (50,)]
+
+    assert shown(10) == shown(12)
+
+
+def test_a_correction_prompt_that_does_not_fit_leaves_the_first_candidate():
+    sample, _ = sampler(lambda number, j, request: [1] if number == 0 else [0])
+    result = evaluate(
+        prompts(2),
+        sample,
+        one_is_right,
+        max_tokens=5,
+        samples_per_prompt=2,
+        corrector=corrector(max_context=8),
+    )
+    assert result.corrections_skipped == 2
+    assert result.corrected_accuracy == 0.5
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (r"so \boxed{1} or \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
+        ("The answer is 42.", "42"),
+        ("The answer is $x+1$", "x+1"),
+        ("3 + 4 = 7", "7"),
+        ("no idea", None),
+    ],
+)
+def test_the_answer_of_a_mathematical_response(response, expected):
+    extract = answer_extractor("math")
+    assert extract is not None
+    assert extract(response) == expected
+
+
+def test_answers_are_extracted_where_the_verifier_says_how():
+    extract = answer_extractor("reasoning_gym")
+    assert extract is not None
+    assert extract("1+1=2#2") == "2"
+    assert answer_extractor("json:loads") is None

@@ -383,4 +383,8 @@ def test_the_papers_base_settings():
         "ibpo_rewrite_penalty": 0.0,
         "ibpo_joint": True,
         "ibpo_correction_group": "prompt",
+        "ciw_inverted": False,
+        "advantages": "group",
+        "dynamic_sampling": False,
+        "overlong_buffer_share": 0.0,
     }

@@ -27,7 +27,7 @@ def test_two_sequences_packed_by_hand():
     assert batch.rollout_logprobs_N.tolist() == [-3.5, -4.5, 0, 0, -1.5, -2.5, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 2, 6, 8]
     assert batch.max_seqlen == 4
-    assert batch.advantages_S.tolist() == [-2, 1, 0]
+    assert batch.advantages.tolist() == [-2, 1, 0]
     assert batch.weights_S.tolist() == [0.5, 0.5, 0]
     assert batch.token_weights_N is None
 

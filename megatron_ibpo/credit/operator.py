@@ -14,17 +14,20 @@ from typing import TypeVar
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit.shown import ThinkingMarks
-from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
+from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
 
 __all__ = [
     "CorrectionPrompt",
     "Judgement",
+    "LogProbQuery",
+    "LogProbs",
     "LoopAccess",
     "Operator",
     "Sample",
     "Score",
     "TokenTexts",
     "TokenWeights",
+    "Values",
     "lent",
     "no_operator",
 ]
@@ -37,6 +40,21 @@ CorrectionPrompt = Callable[[Prompt, Sequence[int], Sequence[Sequence[int]]], tu
 """Token ids of x̃ from the prompt, the wrong response and the references, all without end-of-sequence ids."""
 TokenTexts = Callable[[Sequence[int]], list[str]]
 """The text of each token."""
+
+
+@dataclass(frozen=True)
+class LogProbQuery:
+    """How likely is this continuation?"""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    temperature: float
+
+
+LogProbs = Callable[[list[LogProbQuery]], list[tuple[float, ...]]]
+"""Log-prob of each token of the continuations under the present policy."""
+Values = Callable[[list[TrainSequence]], list[tuple[float, ...]]]
+"""The critic's value before each response token."""
 TokenWeights = tuple[float, ...] | None
 """Factors on the gradient of each token of a response, end-of-sequence id included; None: all ones."""
 
@@ -59,6 +77,9 @@ class LoopAccess:
     token_texts: TokenTexts | None = None
     thinking: ThinkingMarks | None = None
     """What <think> and </think> are in this vocabulary."""
+    logprobs: LogProbs | None = None
+    placeholder_id: int | None = None
+    """Stands for a token that is masked."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ _IBPO: dict[str, Any] = {
     "ibpo_rewrite_penalty": 0.0,
     "ibpo_joint": True,
     "ibpo_correction_group": "prompt",
+    "ciw_inverted": False,
+    "advantages": "group",
+    "dynamic_sampling": False,
+    "overlong_buffer_share": 0.0,
     "loss_variant": "gspo",
 }
 # group-normalised terminal rewards alone
@@ -31,6 +35,14 @@ _PLAIN: dict[str, Any] = {
     "ibpo_lambda": 0.0,
     "ibpo_corrections": 0,
     "ibpo_joint": False,
+}
+_DAPO: dict[str, Any] = {
+    **_PLAIN,
+    "loss_variant": "dapo",
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.28,
+    "dynamic_sampling": True,
+    "overlong_buffer_share": 0.2,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -51,22 +63,45 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cipo": {**_IBPO, "ibpo_lambda": 0.0, "ibpo_k": 1},
     "gspo": _PLAIN,
     "grpo": {**_PLAIN, "loss_variant": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2},
+    # clip higher, a token mean, dynamic sampling, soft overlong punishment
+    "dapo": _DAPO,
+    # tokens weighted by what the answer loses without their step, on DAPO; and its control
+    "ciw": {**_DAPO, "ibpo_operator": "span-masking"},
+    "ciw-inverted": {**_DAPO, "ibpo_operator": "span-masking", "ciw_inverted": True},
+    # a learned critic and generalised advantage estimation
+    "ppo": {
+        **_PLAIN,
+        "advantages": "critic",
+        "loss_variant": "ppo-clip",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.2,
+    },
 }
 """What --advantage-estimator NAME sets: configuration field → value. It wins over recipes read before the
 place where it is named; what is given there or later wins over it."""
 
 
-def check_algorithm(algorithm: AlgorithmConfig, reward_threshold: float = 1.0) -> None:
+def check_algorithm(
+    algorithm: AlgorithmConfig, reward_threshold: float = 1.0, *, takes_token_advantages: bool = True
+) -> None:
     """Refuse settings under which credit would not mean what it says.
 
     Args:
         reward_threshold: the smallest reward of a correct response (--reward-threshold); a wrong one, with
             reward 0 and the whole bonus, must stay below it (ibpo steps 2 and 8).
+        takes_token_advantages: of the loss (--loss-variant).
 
     Raises:
         ValueError: with every problem, each naming its flag.
     """
     rules = [*_ranges(algorithm), *_bonus_rules(algorithm, reward_threshold), *_prerequisites(algorithm)]
+    rules.append(
+        (
+            algorithm.advantages == "group" or takes_token_advantages,
+            "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
+            "whole sequence; take ppo-clip, grpo or dapo",
+        )
+    )
     problems = [problem for holds, problem in rules if not holds]
     if problems:
         raise ValueError("\n".join(problems))
@@ -100,6 +135,12 @@ def _ranges(algorithm: AlgorithmConfig) -> list[_Rule]:
         (
             0 <= algorithm.ibpo_rewrite_penalty < math.inf,
             f"--ibpo-rewrite-penalty {algorithm.ibpo_rewrite_penalty}: must be finite and at least 0",
+        ),
+        (0 <= algorithm.gae_gamma <= 1, f"--gae-gamma {algorithm.gae_gamma}: must lie in [0, 1]"),
+        (0 <= algorithm.gae_lambda <= 1, f"--gae-lambda {algorithm.gae_lambda}: must lie in [0, 1]"),
+        (
+            0 <= algorithm.overlong_buffer_share <= 1,
+            f"--overlong-buffer-share {algorithm.overlong_buffer_share}: must lie in [0, 1]",
         ),
         (
             0 <= algorithm.ibpo_correction_weight < math.inf,
@@ -149,6 +190,10 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
         (
             not algorithm.ibpo_mask_insertions or (corrects and algorithm.ibpo_variant == "mask"),
             "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask and corrections",
+        ),
+        (
+            not algorithm.ciw_inverted or operator == "span-masking",
+            "--ciw-inverted turns the importance of steps round: it needs --ibpo-operator span-masking",
         ),
         (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
         (

@@ -9,6 +9,7 @@ from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.generated import SCHEME, GeneratedSource
 from megatron_ibpo.data.jsonl import JsonlSource
+from megatron_ibpo.data.perturbation import PromptSuffixes
 from megatron_ibpo.data.templates import CorrectionTemplate
 from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import Tokenizer, load_tokenizer
@@ -20,6 +21,7 @@ __all__ = [
     "CorrectionTemplate",
     "DataError",
     "PromptSource",
+    "PromptSuffixes",
     "Tokenizer",
     "load_tokenizer",
     "make_tiny_tokenizer",

@@ -87,10 +87,12 @@ def rank_memory(
         dense = -(-dense // census.data_parallel)
         experts = -(-experts // census.expert_data_parallel)
     stages = config.parallel.pipeline_model_parallel_size
+    # a critic is a second model of about this size; its activations are gone before the policy's begin
+    models = 2 if config.algorithm.advantages == "critic" else 1
     return RankMemory(
-        weights=part.parameters * element,
-        gradients=part.parameters * 4,
-        optimizer=(dense + experts) * state,
+        weights=models * part.parameters * element,
+        gradients=models * part.parameters * 4,
+        optimizer=models * (dense + experts) * state,
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
     )

@@ -1,5 +1,6 @@
 """Measuring a policy on held-out prompts."""
 
 from megatron_ibpo.evaluate.accuracy import Evaluation, evaluate
+from megatron_ibpo.evaluate.inference import Corrector
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Corrector", "Evaluation", "evaluate"]

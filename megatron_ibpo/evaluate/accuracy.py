@@ -1,13 +1,16 @@
-"""Accuracy on held-out prompts: sampled (avg@k) and greedy, with a confidence interval."""
+"""Accuracy on held-out prompts: sampled (avg@k), greedy, by vote, at best, and after correction."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
+from megatron_ibpo.evaluate.estimators import best_of, majority, pass_at
+from megatron_ibpo.evaluate.inference import Corrector, corrected_answers
 from megatron_ibpo.records import Prompt, Response, SampleRequest
 from megatron_ibpo.seeds import derive_seed
 
@@ -17,6 +20,8 @@ Sample = Callable[[list[SampleRequest]], list[Response]]
 """Responses in the order of the requests."""
 Score = Callable[[list[tuple[Prompt, Response]]], None]
 """Fills in `reward`, `correct` and `reward_error` of each response."""
+Answer = Callable[[Response], str | None]
+"""The answer that a response comes to; None if it has none."""
 
 _RESAMPLES = 2000
 
@@ -40,18 +45,38 @@ class Evaluation:
     truncated_share: float
     """Share of sampled responses that ended for length."""
     reward_errors: int
-    """Responses (sampled and greedy) that the verifier failed on. They are left out of the accuracies."""
+    """Responses (sampled, greedy, corrected) that the verifier failed on: left out of the accuracies, and not
+    known to be right in a vote."""
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """k → pass@k, for powers of two from 2 on and all samples."""
+    majority_accuracy: float | None = None
+    """maj@samples_per_prompt; None for one sample, or where no answers can be extracted."""
+    best_of_accuracy: float | None = None
+    """Of the sample that the policy itself finds likeliest (mean log-prob): best-of-n without a verifier.
+    With one that knows the answer it is pass@n."""
+    corrected_accuracy: float | None = None
+    """Of one answer a prompt, by compare-and-correct over some of its samples; None where that is off."""
+    corrections_skipped: int = 0
+    """Prompts whose samples did not fit a correction prompt: their first candidate stands for them."""
 
     def metrics(self) -> dict[str, float]:
-        """For the metrics log."""
-        return asdict(self)
+        """For the metrics log: what is known."""
+        known = asdict(self)
+        known |= {f"pass_at_{k}": value for k, value in known.pop("pass_at").items()}
+        return {name: value for name, value in known.items() if value is not None}
 
     def __str__(self) -> str:
         errors = f", {self.reward_errors} reward errors" if self.reward_errors else ""
+        n = self.samples_per_prompt
+        more = [f"pass@{k} {value:.3f}" for k, value in self.pass_at.items()]
+        named = {f"maj@{n}": self.majority_accuracy, f"best-of-{n}": self.best_of_accuracy}
+        named["corrected"] = self.corrected_accuracy
+        more += [f"{name} {value:.3f}" for name, value in named.items() if value is not None]
         return (
             f"accuracy {self.accuracy:.3f} [{self.accuracy_low:.3f}, {self.accuracy_high:.3f}] sampled, "
             f"{self.greedy_accuracy:.3f} greedy, {self.num_prompts} prompts x {self.samples_per_prompt}, "
             f"{self.mean_length:.1f} tokens a response, {self.truncated_share:.1%} truncated{errors}"
+            + "".join(f", {part}" for part in more)
         )
 
 
@@ -66,11 +91,18 @@ def evaluate(
     top_p: float = 1.0,
     top_k: int = -1,
     seed: int = 0,
+    answer: Answer | None = None,
+    corrector: Corrector | None = None,
 ) -> Evaluation:
     """Sample every prompt `samples_per_prompt` times and once greedily, score all, and summarise.
 
     The seed of each sample depends on `seed`, the prompt's index and the sample's number alone, so that
-    evaluations of two policies on the same prompts are paired. One call of `sample` takes all requests.
+    evaluations of two policies on the same prompts are paired. One call of `sample` takes all requests, and
+    one of `score` all responses to the prompts themselves; corrections take another one each.
+
+    Args:
+        answer: for maj@k; without it there is none.
+        corrector: has some samples of every prompt corrected, before anything is scored.
 
     Raises:
         ValueError: no prompts, or no response at all could be scored.
@@ -92,9 +124,16 @@ def evaluate(
     requests += [SampleRequest(prompt.token_ids, seed, max_tokens, temperature=0.0) for prompt in prompts]
     owners = [prompt for prompt in prompts for _ in range(samples_per_prompt)] + list(prompts)
     responses = sample(requests)
-    score(list(zip(owners, responses, strict=True)))
-
     sampled, greedy = responses[: -len(prompts)], responses[-len(prompts) :]
+    by_prompt = [sampled[i : i + samples_per_prompt] for i in range(0, len(sampled), samples_per_prompt)]
+    answers: list[tuple[Response, bool]] = []
+    if corrector is not None:
+        answers = corrected_answers(prompts, by_prompt, sample, corrector, requests[0], seed)
+    score(list(zip(owners, responses, strict=True)))
+    corrections = [(p, r) for p, (r, made) in zip(prompts, answers, strict=False) if made]
+    if corrections:
+        score(corrections)
+
     correct_PS = _correctness(sampled).reshape(len(prompts), samples_per_prompt)
     greedy_P = _correctness(greedy)
     if np.isnan(correct_PS).all() or np.isnan(greedy_P).all():
@@ -113,8 +152,31 @@ def evaluate(
         reward=float(np.mean(rewards)),
         mean_length=float(np.mean([len(response.token_ids) for response in sampled])),
         truncated_share=float(np.mean([response.finish_reason == "length" for response in sampled])),
-        reward_errors=sum(response.reward is None for response in responses),
+        reward_errors=sum(r.reward is None for r in [*responses, *(r for _, r in corrections)]),
+        corrected_accuracy=_accuracy([response for response, _ in answers]),
+        corrections_skipped=len(answers) - len(corrections),
+        **(_of_several(correct_PS, by_prompt, answer) if samples_per_prompt > 1 else {}),
     )
+
+
+def _of_several(
+    correct_PS: np.ndarray, sampled: Sequence[Sequence[Response]], answer: Answer | None
+) -> dict[str, Any]:
+    """pass@k, maj@n and best-of-n from the samples of each prompt."""
+    n = correct_PS.shape[1]
+    ks = sorted({k for k in (2**i for i in range(1, n.bit_length())) if k <= n} | {n})
+    passes = {k: pass_at(correct_PS, k) for k in ks}
+    likelihoods_PS = np.array([[_mean_logprob(response) for response in own] for own in sampled])
+    answers = None if answer is None else [[answer(response) for response in own] for own in sampled]
+    return {
+        "pass_at": {k: value for k, value in passes.items() if value is not None},
+        "majority_accuracy": None if answers is None else majority(correct_PS, answers),
+        "best_of_accuracy": best_of(correct_PS, likelihoods_PS),
+    }
+
+
+def _mean_logprob(response: Response) -> float:
+    return math.fsum(response.logprobs) / len(response.logprobs) if response.logprobs else -math.inf
 
 
 def _correctness(responses: Sequence[Response]) -> np.ndarray:
@@ -122,6 +184,12 @@ def _correctness(responses: Sequence[Response]) -> np.ndarray:
     return np.array(
         [np.nan if response.reward is None else float(response.correct) for response in responses]
     )
+
+
+def _accuracy(responses: Sequence[Response]) -> float | None:
+    """None if nothing is known."""
+    known = [response.correct for response in responses if response.reward is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _interval(correct_PS: np.ndarray) -> tuple[float, float]:

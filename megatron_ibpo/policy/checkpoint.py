@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoints of policy, optimizer and schedule: atomic, read by any layout."""
+"""Megatron distributed checkpoints of policy and critic, optimizers and schedules: atomic, of any layout."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.hf_files import copy_all_but_weights
@@ -29,8 +30,17 @@ __all__ = [
     "save_checkpoint",
 ]
 
+_CRITIC = "critic"
+"""Directory in a checkpoint: tensors of both models have the same names."""
 
-def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dict[str, Any]) -> Path:
+
+def save_checkpoint(
+    trainer: Trainer,
+    directory: Path,
+    step: int,
+    run_state: dict[str, Any],
+    critic: Critic | None = None,
+) -> Path:
     """Write `directory`/step_N and return it. It appears under that name only when it is whole.
 
     Args:
@@ -41,11 +51,12 @@ def save_checkpoint(trainer: Trainer, directory: Path, step: int, run_state: dic
 
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        (partial / _CRITIC if critic is not None else partial).mkdir(parents=True)
 
     trainer.world.on_driver(prepare)
-    models = _models(trainer.chunks, is_loading=False)
-    dist_checkpointing.save({**models, **_progress(trainer, models, is_loading=False)}, str(partial))
+    _save(trainer, partial)
+    if critic is not None:
+        _save(critic, partial / _CRITIC)
     trainer.world.barrier()
 
     def publish() -> None:
@@ -83,14 +94,14 @@ def load_run_state(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint / RUN_STATE} cannot be read: {error}") from error
 
 
-def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> None:
     """Restore weights, optimizer state and schedule, saved under whatever layout.
 
-    A checkpoint of weights alone, as the conversion tools write, leaves optimizer and schedule new.
+    A checkpoint of weights alone, as the conversion tools write, leaves optimizer, schedule and critic new.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or unsafe, or holds another model, or its optimizer was
-            or was not sharded over data-parallel ranks, other than this one.
+        CheckpointError: the checkpoint is damaged or unsafe, or holds another model, or no critic where there
+            is one, or its optimizer was or was not sharded over data-parallel ranks, other than this one.
     """
     saved = _read_layout(checkpoint)
     if not saved.get("optimizer", True):
@@ -103,14 +114,27 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
             f"--load {checkpoint}: was saved with use_distributed_optimizer={not sharded}; "
             "resume with the same"
         )
-    _allocate_torch_state(trainer)
-    models = _models(trainer.chunks, is_loading=True)
-    state = _load({**models, **_progress(trainer, models, is_loading=True)}, checkpoint)
-    _fill(trainer.chunks, state)
+    if critic is not None and not (checkpoint / _CRITIC).is_dir():
+        raise CheckpointError(f"--load {checkpoint}: holds no critic, so it is no run of --advantages critic")
+    _restore(trainer, checkpoint)
+    if critic is not None:
+        _restore(critic, checkpoint / _CRITIC)
+
+
+def _save(trained: Trainer | Critic, directory: Path) -> None:
+    models = _models(trained.chunks, is_loading=False)
+    dist_checkpointing.save({**models, **_progress(trained, models, is_loading=False)}, str(directory))
+
+
+def _restore(trained: Trainer | Critic, directory: Path) -> None:
+    _allocate_torch_state(trained)
+    models = _models(trained.chunks, is_loading=True)
+    state = _load({**models, **_progress(trained, models, is_loading=True)}, directory)
+    _fill(trained.chunks, state)
     with _step_left_alone():
-        trainer.optimizer.load_state_dict(state["optimizer"])
-    _give_each_parameter_its_step(trainer)
-    trainer.scheduler.load_state_dict(state["scheduler"])
+        trained.optimizer.load_state_dict(state["optimizer"])
+    _give_each_parameter_its_step(trained)
+    trained.scheduler.load_state_dict(state["scheduler"])
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path) -> None:
@@ -162,26 +186,26 @@ def _models(chunks: Sequence[Any], *, is_loading: bool) -> dict[str, Any]:
     }
 
 
-def _progress(trainer: Trainer, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def _progress(trained: Trainer | Critic, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """Optimizer and schedule."""
-    optimizer = trainer.optimizer.sharded_state_dict(
+    optimizer = trained.optimizer.sharded_state_dict(
         {key: value for model in models.values() for key, value in model.items()},
         is_loading=is_loading,
         metadata=_metadata(),
     )
-    return {"optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
+    return {"optimizer": optimizer, "scheduler": trained.scheduler.state_dict()}
 
 
-def _torch_optimizers(trainer: Trainer) -> Iterator[DistributedOptimizer]:
+def _torch_optimizers(trained: Trainer | Critic) -> Iterator[DistributedOptimizer]:
     """Sharded optimizers around torch's Adam, with which megatron-core 0.19 does not load as it is."""
-    for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+    for optimizer in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
         if isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, torch.optim.Adam):
             yield optimizer
 
 
-def _allocate_torch_state(trainer: Trainer) -> None:
+def _allocate_torch_state(trained: Trainer | Critic) -> None:
     """Megatron looks for `step` in a state that torch's Adam only has after a first step."""
-    for optimizer in _torch_optimizers(trainer):
+    for optimizer in _torch_optimizers(trained):
         if not optimizer.optimizer.state:
             optimizer._init_optimizer_states_with_dummy_values()
 
@@ -199,9 +223,9 @@ def _step_left_alone() -> AbstractContextManager[Any]:
     )
 
 
-def _give_each_parameter_its_step(trainer: Trainer) -> None:
+def _give_each_parameter_its_step(trained: Trainer | Critic) -> None:
     """Megatron loads one `step` tensor for all parameters, and each of them would count it up."""
-    for optimizer in _torch_optimizers(trainer):
+    for optimizer in _torch_optimizers(trained):
         for state in optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
 

@@ -96,7 +96,7 @@ def measure_gradient(
     total = [torch.zeros_like(buffer) for buffer in trainer.gradient_buffers()]
     for first, last in pairwise(cuts):
         chosen = set(prompts[first:last])
-        live = [s for s in sequences if s.group in chosen and s.advantage != 0]
+        live = [s for s in sequences if s.group in chosen and s.has_advantage]
         sizes.append(len(chosen))
         squares.append(_add_gradient(trainer, live, objective, total) if live else 0.0)
     for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):

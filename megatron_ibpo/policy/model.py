@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
 
@@ -13,7 +14,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.shape import ModelShape, read_hf_config
 
-__all__ = ["build_model", "read_hf_config", "transformer_config"]
+__all__ = ["build_model", "build_value_model", "read_hf_config", "transformer_config"]
 
 
 def build_model(
@@ -67,6 +68,26 @@ def build_model(
         if ".experts." in name:
             parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
     return [chunk.to(device)]
+
+
+def build_value_model(
+    shape: ModelShape, config: Config, *, device: Literal["cpu", "cuda", "meta"] = "cpu"
+) -> list[Any]:
+    """The same model with a value head in the place of the LM head: chunk(…) gives values [1, N, 1] in fp32
+    on the last pipeline stage. Embeddings are not tied to anything; `weights.load_hf` fills all but the head.
+    """
+    chunks = build_model(replace(shape, tie_word_embeddings=False), config, device=device)
+    from megatron_ibpo.policy.critic import ValueHead
+
+    for chunk in chunks:
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(
+                shape.hidden_size,
+                chunk.config.params_dtype,
+                torch.device(device),
+                chunk.config.sequence_parallel,
+            )
+    return chunks
 
 
 def _current_device(device: str) -> AbstractContextManager[Any]:

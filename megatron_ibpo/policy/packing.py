@@ -32,7 +32,10 @@ class PackedBatch:
     old_logprobs_N: Tensor | None
     rollout_logprobs_N: Tensor | None
     token_weights_N: Tensor | None
-    advantages_S: Tensor
+    returns_N: Tensor | None
+    values_N: Tensor | None
+    advantages: Tensor
+    """[S], or [N] where any of the sequences has one for each token."""
     weights_S: Tensor
     temperature_S: Tensor
     members: tuple[int, ...]
@@ -120,6 +123,7 @@ def pack(
     tokens = [[*s.prompt_token_ids, *s.response_token_ids] for s in chosen]
     old = None if own_old_logprobs else response_rows([_required(s.old_logprobs) for s in chosen])
     has_rollout = bool(chosen) and all(s.rollout_logprobs is not None for s in chosen)
+    has_returns = bool(chosen) and all(s.returns is not None and s.values is not None for s in chosen)
     has_weights = any(s.token_weights is not None for s in chosen)
     return PackedBatch(
         input_ids_1N=rows([t[:-1] for t in tokens], torch.int64)[None],
@@ -137,7 +141,13 @@ def pack(
             if has_weights
             else None
         ),
-        advantages_S=per_sequence([s.advantage for s in chosen], 0.0),
+        returns_N=response_rows([s.returns or () for s in chosen]) if has_returns else None,
+        values_N=response_rows([s.values or () for s in chosen]) if has_returns else None,
+        advantages=(
+            response_rows([s.token_advantages or (s.advantage,) * len(s.response_token_ids) for s in chosen])
+            if any(s.token_advantages is not None for s in chosen)
+            else per_sequence([s.advantage for s in chosen], 0.0)
+        ),
         weights_S=per_sequence([s.weight for s in chosen], 0.0),
         temperature_S=per_sequence([s.temperature for s in chosen], 1.0),
         members=tuple(members),

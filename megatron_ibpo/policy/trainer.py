@@ -11,19 +11,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_ibpo.config import Config, OptimizerConfig
+from megatron_ibpo.config import Config
 from megatron_ibpo.loss import (
     LossStats,
     linear_packed_logprobs,
@@ -32,23 +22,22 @@ from megatron_ibpo.loss import (
     packed_sequence_loss,
     resolve_variant,
 )
+from megatron_ibpo.policy.forward_backward import (
+    Passes,
+    gather_found,
+    is_reporting_rank,
+    make_trainable,
+    micro_batches,
+    per_token,
+    run_batches,
+)
 from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
 from megatron_ibpo.policy.objective import Objective, aggregation, backend_in_use, clip_params
-from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches, split_minibatches
+from megatron_ibpo.policy.packing import PackedBatch, split_minibatches
 from megatron_ibpo.records import TrainSequence
 from megatron_ibpo.world import World
 
-__all__ = ["Passes", "Trainer"]
-
-
-@dataclass
-class Passes:
-    """Sequences that went through the model, by their lengths in tokens."""
-
-    forward: list[int] = field(default_factory=list)
-    """In a forward pass alone, for log-probs."""
-    updates: list[int] = field(default_factory=list)
-    """In a forward and backward pass of an optimizer step."""
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -67,19 +56,12 @@ class Trainer:
         self.config, self.world, self.vocab_size = config, world, vocab_size
         self.clip_params = clip_params(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        trainable = make_trainable(chunks, config, config.optimizer.lr, total_updates)
+        self.chunks, self.optimizer, self.scheduler = (
+            trainable.chunks,
+            trainable.optimizer,
+            trainable.scheduler,
         )
-        model_config = chunks[0].config
-        self.chunks = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
-        self.optimizer = get_megatron_optimizer(
-            _optimizer_config(config), self.chunks, use_gloo_process_groups=False
-        )
-        self.scheduler = _scheduler(self.optimizer, config.optimizer, total_updates)
-        model_config.finalize_model_grads_func = finalize_model_grads
-        model_config.grad_scale_func = self.optimizer.scale_loss
-        model_config.no_sync_func = self.chunks[0].no_sync
         self._passes = Passes()
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -95,7 +77,7 @@ class Trainer:
         loss_config = self.config.loss
         minibatches = split_minibatches(sequences, loss_config.num_steps_per_rollout)
         divisors = [aggregation(self.config, part) for part in minibatches]
-        live = [[s for s in part if s.advantage != 0] for part in minibatches]
+        live = [[s for s in part if s.has_advantage] for part in minibatches]
         # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
         for part in live if loss_config.use_tis else live[1:]:
             self._fill_old_logprobs(part)
@@ -130,12 +112,8 @@ class Trainer:
             stored = self._run(batches, self._logprob_output, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        mine = _is_reporting_rank()
-        found: dict[int, tuple[float, ...]] = {}
-        for part in self.world.all_gather(stored if mine else []):
-            for piece in part:
-                found.update(piece)
-        return [found[i] for i in range(len(sequences))]
+        parts = self.world.all_gather(stored if is_reporting_rank() else [])
+        return gather_found(parts, len(sequences))
 
     def take_passes(self) -> Passes:
         """What was computed since the last take."""
@@ -208,7 +186,7 @@ class Trainer:
         # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
         scale = len(batches) * parallel_state.get_data_parallel_world_size()
         stored = self._run(batches, partial(self._loss_output, scale, objective), forward_only=False)
-        parts = self.world.all_gather(stored if _is_reporting_rank() else [])
+        parts = self.world.all_gather(stored if is_reporting_rank() else [])
         return [piece for part in parts for piece in part]
 
     def gradient_norm(self) -> float:
@@ -230,55 +208,19 @@ class Trainer:
         importance weights included."""
         (copies,) = split_minibatches(sequences, 1)
         if self.config.loss.use_tis:
-            live = [s for s in copies if s.advantage != 0]
+            live = [s for s in copies if s.has_advantage]
             self._fill_old_logprobs(live)
             self._apply_tis(live)
         return copies
 
     def _micro_batches(self, sequences: Sequence[TrainSequence], own_old_logprobs: bool) -> list[PackedBatch]:
-        plan = plan_micro_batches(
-            [s.num_tokens for s in sequences],
-            parallel_state.get_data_parallel_world_size(),
-            self.config.model.max_tokens_per_gpu,
-        )
-        return [
-            pack(
-                sequences,
-                members,
-                multiple=parallel_state.get_tensor_model_parallel_world_size(),
-                own_old_logprobs=own_old_logprobs,
-                device=self.world.device,
-            )
-            for members in plan[parallel_state.get_data_parallel_rank()]
-        ]
+        max_tokens = self.config.model.max_tokens_per_gpu
+        return micro_batches(sequences, max_tokens, self.world.device, own_old_logprobs=own_old_logprobs)
 
     def _run(self, batches: list[PackedBatch], output: Callable, *, forward_only: bool) -> list[Any]:
-        def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
-            batch: PackedBatch = next(iterator)
-            packed = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=batch.cu_seqlens,
-                cu_seqlens_kv=batch.cu_seqlens,
-                max_seqlen_q=batch.max_seqlen,
-                max_seqlen_kv=batch.max_seqlen,
-            )
-            logits = model(
-                batch.input_ids_1N,
-                batch.position_ids_1N,
-                None,
-                packed_seq_params=packed,
-                output_processor=whole_hidden_states if self.config.loss.fuse_lm_head else None,
-            )
-            return logits, partial(output, batch)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(batches),
-            model=self.chunks,
-            num_microbatches=len(batches),
-            seq_length=max(batch.input_ids_1N.shape[1] for batch in batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
+        processor = whole_hidden_states if self.config.loss.fuse_lm_head else None
+        return run_batches(
+            self.chunks, batches, output, forward_only=forward_only, output_processor=processor
         )
 
     def _loss_output(
@@ -296,7 +238,7 @@ class Trainer:
             old_logprobs_N=batch.old_logprobs_N,
             response_mask_N=batch.response_mask_N,
             cu_seqlens=batch.cu_seqlens,
-            advantages=batch.advantages_S,
+            advantages=batch.advantages,
             token_weights_N=batch.token_weights_N,
             sequence_weights_S=batch.weights_S,
             variant=objective.variant,
@@ -323,12 +265,7 @@ class Trainer:
         else:
             vocabulary = self._vocabulary(output.shape[-1])
             logprobs_N, _ = packed_logprobs(output[0], entropy=False, **rows, **vocabulary)
-        bounds = batch.cu_seqlens.tolist()
-        found = {}
-        for place, member in enumerate(batch.members):
-            own = slice(bounds[place], bounds[place + 1])
-            found[member] = tuple(logprobs_N[own][mask_N[own]].tolist())
-        return output.new_zeros(()), found
+        return output.new_zeros(()), per_token(batch, logprobs_N)
 
     def _vocabulary(self, width: int) -> dict[str, Any]:
         """This rank's columns of the vocabulary, of which there are `width` with padding."""
@@ -408,42 +345,3 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
         totals.add("logprob_diff_k3", (gap.exp() - 1 - gap).sum().item())
         totals.maxima["logprob_diff_abs_max"] = gap.abs().max().item()
     return totals
-
-
-def _is_reporting_rank() -> bool:
-    """One rank for each data-parallel share of the last stage holds the results."""
-    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _optimizer_config(config: Config) -> MegatronOptimizerConfig:
-    chosen = config.optimizer
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=chosen.lr,
-        min_lr=chosen.lr * chosen.min_lr_ratio,
-        weight_decay=chosen.weight_decay,
-        adam_beta1=chosen.adam_beta1,
-        adam_beta2=chosen.adam_beta2,
-        adam_eps=chosen.adam_eps,
-        clip_grad=chosen.clip_grad,
-        bf16=config.model.bf16,
-        params_dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-    )
-
-
-def _scheduler(optimizer: Any, chosen: OptimizerConfig, total_updates: int) -> OptimizerParamScheduler:
-    warmup = min(int(chosen.lr_warmup_fraction * total_updates), total_updates - 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=chosen.lr,
-        min_lr=chosen.lr * chosen.min_lr_ratio,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=total_updates,
-        lr_decay_style=chosen.lr_decay_style,
-        start_wd=chosen.weight_decay,
-        end_wd=chosen.weight_decay,
-        wd_incr_steps=total_updates,
-        wd_incr_style="constant",
-    )

@@ -146,10 +146,17 @@ def _group_from_json(item: dict[str, Any]) -> Group:
         correction = _without(stored, "prompt_decoded")
         correction["references"] = tuple(correction["references"])
         correction["prompt_token_ids"] = tuple(correction["prompt_token_ids"])
-        correction["response"] = Response(**_without(correction["response"], "decoded"))
+        correction["response"] = _response_from_json(correction["response"])
         corrections.append(Correction(**correction))
-    responses = [Response(**_without(response, "decoded")) for response in item["responses"]]
+    responses = [_response_from_json(response) for response in item["responses"]]
     return Group(Prompt(**prompt), responses, corrections, item["skipped_pairs"])
+
+
+def _response_from_json(item: dict[str, Any]) -> Response:
+    response = _without(item, "decoded")
+    own_prompt = response.get("prompt_token_ids")
+    response["prompt_token_ids"] = None if own_prompt is None else tuple(own_prompt)
+    return Response(**response)
 
 
 def _response_to_json(response: Response, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

@@ -13,11 +13,16 @@ COUNTS = (
     "reward_errors",
     "correction_reward_errors",
     "skipped_pairs",
+    "empty_masks",
+    "groups_discarded",
+    "groups_filled_up",
+    "corrections_skipped",
     "bonuses_withheld",
     "degenerate_groups",
     "degenerate_correction_groups",
     "sequences_without_advantage",
     "updates_skipped",
+    "critic_updates_skipped",
     "updates_empty",
 )
 """Metrics that count what was dropped or failed; a summary gives their sums over the run."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-__all__ = ["last_boxed", "score"]
+__all__ = ["extract_answer", "last_boxed", "score"]
 
 # math-verify asks for a time-out of one's own where its alarm signal is off; the worker pool has one
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -32,6 +32,18 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> f
         raise_on_error=True,
     )
     return float(verify(_gold(label), answers, timeout_seconds=0, raise_on_error=True))
+
+
+def extract_answer(response: str) -> str | None:
+    r"""What stands in the last `\boxed{}`, else what follows the last "answer is", else the last number; None
+    without any of these. Spaces and a full stop at the end are left out."""
+    if boxed := last_boxed(response):
+        answer = boxed[boxed.index("{") + 1 : -1]
+    elif stated := re.findall(r"answer is:?\s*([^\n]+)", response, re.IGNORECASE):
+        answer = stated[-1]
+    else:
+        answer = next(iter(re.findall(r"[-+]?\d+(?:[.,/]\d+)*", response)[-1:]), "")
+    return "".join(answer.split()).rstrip(".").strip("$") or None
 
 
 def last_boxed(text: str) -> str | None:

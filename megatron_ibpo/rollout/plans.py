@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.records import Prompt, SampleRequest
@@ -10,20 +11,36 @@ from megatron_ibpo.seeds import derive_seed
 
 __all__ = ["group_requests"]
 
+T = TypeVar("T")
+
 
 def group_requests(
-    prompts: Sequence[Prompt], rollout: RolloutConfig, *, seed: int, step: int
+    prompts: Sequence[Prompt],
+    rollout: RolloutConfig,
+    *,
+    seed: int,
+    step: int,
+    prompt_ids: Callable[[Prompt, int], tuple[int, ...]] | None = None,
 ) -> list[SampleRequest]:
-    """G requests for each prompt, prompt by prompt, each with a seed of its own."""
+    """G requests for each prompt, prompt by prompt, each with a seed of its own. Temperature, top-p and top-k
+    go through their cycles, where there are any, from each group's first sample on.
+
+    Args:
+        prompt_ids: (prompt, number of the sample) → what it is sampled from; the prompt as it is by default.
+    """
     return [
         SampleRequest(
-            prompt.token_ids,
+            prompt.token_ids if prompt_ids is None else prompt_ids(prompt, sample),
             derive_seed("sample", seed, step, prompt.index, sample),
             rollout.rollout_max_response_len,
-            rollout.rollout_temperature,
-            rollout.rollout_top_p,
-            rollout.rollout_top_k,
+            _in_turn(rollout.rollout_temperature_cycle, sample, rollout.rollout_temperature),
+            _in_turn(rollout.rollout_top_p_cycle, sample, rollout.rollout_top_p),
+            _in_turn(rollout.rollout_top_k_cycle, sample, rollout.rollout_top_k),
         )
         for prompt in prompts
         for sample in range(rollout.n_samples_per_prompt)
     ]
+
+
+def _in_turn(cycle: Sequence[T], sample: int, otherwise: T) -> T:
+    return cycle[sample % len(cycle)] if cycle else otherwise

@@ -19,8 +19,11 @@ __all__ = ["load_hf"]
 logger = logging.getLogger(__name__)
 
 
-def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path) -> None:
+def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = True) -> None:
     """Fill this rank's parameters from the checkpoint in `hf_dir`, converting to their dtype.
+
+    Args:
+        head: False leaves the output layer as it is: a value model has one of its own.
 
     Raises:
         CheckpointError: a file is missing or truncated, a tensor is missing, superfluous or has another
@@ -33,6 +36,8 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path) -> None:
     place = my_place(shape, chunks)
     with torch.no_grad():
         for name, parameter in parameters_by_global_name(chunks, place):
+            if name.startswith("output_layer.") and not head:
+                continue
             entry = entries[name]
             cuts = [checkpoint.read(piece, *place.shard(entry)) for piece in entry.pieces]
             shard = entry.join(cuts)

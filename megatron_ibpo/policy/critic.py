@@ -1,0 +1,166 @@
+"""The critic of PPO: the policy's model with one output, trained on returns by a clipped squared error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.policy.forward_backward import (
+    Passes,
+    gather_found,
+    is_reporting_rank,
+    make_trainable,
+    micro_batches,
+    per_token,
+    run_batches,
+)
+from megatron_ibpo.policy.packing import PackedBatch, split_minibatches
+from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.world import World
+
+__all__ = ["Critic", "ValueHead", "value_loss"]
+
+
+class ValueHead(torch.nn.Module):
+    """One number from each hidden state, in the place of GPTModel's output layer. Starts at 0.
+
+    It is the same on every tensor-parallel rank, and so is its gradient, since each sees all rows.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_parallel: bool):
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+
+    def forward(self, hidden_NBH: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """(values [N, B, 1] in fp32, None for the bias, as Megatron's linear layers)."""
+        if self.sequence_parallel:
+            hidden_NBH = gather_from_sequence_parallel_region(hidden_NBH, tensor_parallel_output_grad=False)
+        return F.linear(hidden_NBH.float(), self.weight.float(), self.bias.float()), None
+
+
+def value_loss(
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """½ max((v - R)², (clip(v, v_old ± ε) - R)²) of each row, and where the clip is what counts (as in PPO's
+    reference implementation; arXiv 2005.12729, section 3)."""
+    move_N = values_N - old_values_N
+    bounded_N = torch.where(move_N.abs() > clip, old_values_N + move_N.clamp(-clip, clip), values_N)
+    plain_N, clipped_N = (values_N - returns_N).square(), (bounded_N - returns_N).square()
+    return 0.5 * torch.maximum(plain_N, clipped_N), clipped_N > plain_N
+
+
+class Critic:
+    """This rank's part of the value model, its optimizer and schedule."""
+
+    def __init__(self, chunks: list[Any], config: Config, world: World, total_updates: int):
+        """
+        Args:
+            chunks: what `build_value_model` made for this rank.
+        """
+        self.config, self.world = config, world
+        trainable = make_trainable(chunks, config, config.optimizer.critic_lr, total_updates)
+        self.chunks, self.optimizer, self.scheduler = (
+            trainable.chunks,
+            trainable.optimizer,
+            trainable.scheduler,
+        )
+        self._passes = Passes()
+
+    def values(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+        """What it expects before each response token, on every rank, in order."""
+        if not sequences:
+            return []
+        self._passes.forward += [s.num_tokens for s in sequences]
+        batches = self._batches(sequences)
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            stored = run_batches(self.chunks, batches, _values_output, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        parts = self.world.all_gather(stored if is_reporting_rank() else [])
+        return gather_found(parts, len(sequences))
+
+    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """One rollout's optimizer steps towards the `returns` of the sequences; every response token of a
+        mini-batch counts the same.
+
+        Returns:
+            metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken
+            because the loss or the gradient was not finite.
+        """
+        minibatches = split_minibatches(sequences, self.config.loss.num_steps_per_rollout)
+        steps = [self._optimizer_step(part) for part in minibatches if part]
+        taken = [step for step in steps if step["critic_updates_skipped"] == 0]
+        metrics = {"critic_updates_skipped": float(len(steps) - len(taken))}
+        for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):
+            if taken:
+                metrics[name] = sum(step[name] for step in taken) / len(taken)
+        return metrics
+
+    def take_passes(self) -> Passes:
+        """What was computed since the last take."""
+        taken, self._passes = self._passes, Passes()
+        return taken
+
+    def _optimizer_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        self.scheduler.step(1)
+        self._passes.updates += [s.num_tokens for s in sequences]
+        batches = self._batches(sequences)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        tokens = sum(len(s.response_token_ids) for s in sequences)
+        # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
+        scale = len(batches) * parallel_state.get_data_parallel_world_size() / tokens
+        output = partial(_loss_output, scale, self.config.loss.value_clip)
+        stored = run_batches(self.chunks, batches, output, forward_only=False)
+        parts = self.world.all_gather(stored if is_reporting_rank() else [])
+        sums = [sum(column) for column in zip(*(piece for part in parts for piece in part), strict=True)]
+        loss, error, clipped = (total / tokens for total in sums)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite:
+            self.optimizer.step()
+        return {
+            "critic_loss": loss,
+            "critic_error": error,
+            "critic_clip_fraction": clipped,
+            "critic_grad_norm": norm,
+            "critic_updates_skipped": float(not finite),
+        }
+
+    def _batches(self, sequences: Sequence[TrainSequence]) -> list[PackedBatch]:
+        max_tokens = self.config.model.max_tokens_per_gpu
+        return micro_batches(sequences, max_tokens, self.world.device, own_old_logprobs=True)
+
+
+def _values_output(batch: PackedBatch, values_1N1: Tensor) -> tuple[Tensor, dict[int, tuple[float, ...]]]:
+    return values_1N1.new_zeros(()), per_token(batch, values_1N1[0, :, 0])
+
+
+def _loss_output(
+    scale: float, clip: float, batch: PackedBatch, values_1N1: Tensor
+) -> tuple[Tensor, tuple[float, float, float]]:
+    """(scaled loss, sums over response rows of loss, |v - R| and clipped rows)."""
+    if batch.returns_N is None or batch.values_N is None:
+        if batch.members:
+            raise ValueError("the critic needs returns and old values with every sequence")
+        return values_1N1.sum() * 0.0, (0.0, 0.0, 0.0)
+    mask_N, values_N = batch.response_mask_N, values_1N1[0, :, 0]
+    loss_N, clipped_N = value_loss(values_N, batch.values_N, batch.returns_N, clip)
+    loss = (loss_N * mask_N).sum()
+    error = ((values_N - batch.returns_N).abs() * mask_N).sum()
+    return loss * scale, (loss.item(), error.item(), (clipped_N * mask_N).sum().item())

@@ -1,0 +1,198 @@
+"""Packed micro-batches through a Megatron model, and its optimizer: what policy and critic share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_ibpo.config import Config, OptimizerConfig
+from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches
+from megatron_ibpo.records import TrainSequence
+
+__all__ = [
+    "Passes",
+    "Trainable",
+    "gather_found",
+    "is_reporting_rank",
+    "make_trainable",
+    "micro_batches",
+    "per_token",
+    "run_batches",
+]
+
+Output = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, output of the last stage) → (loss, what is kept of it)."""
+
+
+@dataclass
+class Passes:
+    """Sequences that went through the model, by their lengths in tokens."""
+
+    forward: list[int] = field(default_factory=list)
+    """In a forward pass alone, for log-probs."""
+    updates: list[int] = field(default_factory=list)
+    """In a forward and backward pass of an optimizer step."""
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """This rank's part of a model under data parallelism, its optimizer and its schedule."""
+
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+
+
+def make_trainable(chunks: list[Any], config: Config, lr: float, total_updates: int) -> Trainable:
+    """
+    Args:
+        chunks: what `build_model` made for this rank.
+        lr: peak learning rate.
+        total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    model_config = chunks[0].config
+    wrapped = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
+    optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped, use_gloo_process_groups=False)
+    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.grad_scale_func = optimizer.scale_loss
+    model_config.no_sync_func = wrapped[0].no_sync
+    return Trainable(wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates))
+
+
+def micro_batches(
+    sequences: Sequence[TrainSequence], max_tokens: int, device: torch.device, *, own_old_logprobs: bool
+) -> list[PackedBatch]:
+    """This data-parallel rank's share of the sequences, packed."""
+    plan = plan_micro_batches(
+        [s.num_tokens for s in sequences], parallel_state.get_data_parallel_world_size(), max_tokens
+    )
+    return [
+        pack(
+            sequences,
+            members,
+            multiple=parallel_state.get_tensor_model_parallel_world_size(),
+            own_old_logprobs=own_old_logprobs,
+            device=device,
+        )
+        for members in plan[parallel_state.get_data_parallel_rank()]
+    ]
+
+
+def run_batches(
+    chunks: list[Any],
+    batches: list[PackedBatch],
+    output: Output,
+    *,
+    forward_only: bool,
+    output_processor: Callable[..., Tensor] | None = None,
+) -> list[Any]:
+    """Every micro-batch through the pipeline; what `output` kept, on ranks of the last stage.
+
+    Args:
+        output_processor: GPTModel's, in the place of its output layer.
+    """
+
+    def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
+        batch: PackedBatch = next(iterator)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_kv=batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_kv=batch.max_seqlen,
+        )
+        result = model(
+            batch.input_ids_1N,
+            batch.position_ids_1N,
+            None,
+            packed_seq_params=packed,
+            output_processor=output_processor,
+        )
+        return result, partial(output, batch)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=max(batch.input_ids_1N.shape[1] for batch in batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def per_token(batch: PackedBatch, values_N: Tensor) -> dict[int, tuple[float, ...]]:
+    """Of each packed sequence, by its place in the list that was planned, the values of its response rows."""
+    bounds, mask_N = batch.cu_seqlens.tolist(), batch.response_mask_N.bool()
+    found = {}
+    for place, member in enumerate(batch.members):
+        own = slice(bounds[place], bounds[place + 1])
+        found[member] = tuple(values_N[own][mask_N[own]].tolist())
+    return found
+
+
+def gather_found(parts: Sequence[Sequence[dict[int, Any]]], count: int) -> list[Any]:
+    """What the ranks found of `count` sequences, in order."""
+    found = {member: value for part in parts for piece in part for member, value in piece.items()}
+    return [found[i] for i in range(count)]
+
+
+def is_reporting_rank() -> bool:
+    """One rank for each data-parallel share of the last stage holds the results."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
+    chosen = config.optimizer
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        min_lr=lr * chosen.min_lr_ratio,
+        weight_decay=chosen.weight_decay,
+        adam_beta1=chosen.adam_beta1,
+        adam_beta2=chosen.adam_beta2,
+        adam_eps=chosen.adam_eps,
+        clip_grad=chosen.clip_grad,
+        bf16=config.model.bf16,
+        params_dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+
+
+def _scheduler(
+    optimizer: Any, chosen: OptimizerConfig, lr: float, total_updates: int
+) -> OptimizerParamScheduler:
+    warmup = min(int(chosen.lr_warmup_fraction * total_updates), total_updates - 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=lr,
+        min_lr=lr * chosen.min_lr_ratio,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=total_updates,
+        lr_decay_style=chosen.lr_decay_style,
+        start_wd=chosen.weight_decay,
+        end_wd=chosen.weight_decay,
+        wd_incr_steps=total_updates,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,232 @@
+"""The critic: its loss by hand, the same values and gradients under every layout, and resuming."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
+from tiny_models import make_qwen3, make_qwen3_next
+
+from megatron_ibpo.policy.checkpoint import CheckpointError
+from megatron_ibpo.policy.critic import value_loss
+
+STEP_SIZE = 100.0
+"""Adam's epsilon, at a learning rate of as much: a step moves every weight by its gradient, so to say."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        "dense": make_qwen3(directory / "dense", 3, std=0.1),
+        "tied": make_qwen3(directory / "tied", 5, std=0.1, tie=True),
+        "next": make_qwen3_next(directory / "next", 4, std=0.1),
+    }
+
+
+def rows_with_returns(count=9, seed=1):
+    rng = random.Random(seed)
+    return [
+        replace(
+            s,
+            returns=tuple(rng.uniform(-1, 1) for _ in s.response_token_ids),
+            values=tuple(rng.uniform(-1, 1) for _ in s.response_token_ids),
+        )
+        for s in sequences(count)
+    ]
+
+
+def critic_config(parallel, *, lr=1.0, eps_adam=STEP_SIZE, **loss):
+    config = config_for(parallel, eps_adam=eps_adam, **loss)
+    config.optimizer.critic_lr = lr
+    return config
+
+
+def open_critic(world, hf_dir, config, head=0.3):
+    """A critic whose head is not 0, so that the whole model has a gradient from the first step on."""
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.critic import Critic
+    from megatron_ibpo.policy.model import build_value_model
+    from megatron_ibpo.shape import read_hf_config
+    from megatron_ibpo.weights import load_hf
+
+    shape = read_hf_config(Path(hf_dir))
+    parallel.initialize(config.parallel, world, seed=0)
+    chunks = build_value_model(shape, config)
+    load_hf(chunks, shape, Path(hf_dir), head=False)
+    for chunk in chunks:
+        if chunk.post_process and head:
+            generator = torch.Generator().manual_seed(7)
+            chunk.output_layer.weight.data.normal_(0, head, generator=generator)
+    return Critic(chunks, config, world, total_updates=10)
+
+
+# ------------------------------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "clipped"),
+    [
+        (0.5, 0.4, 1.0, 0.125, False),  # within ±.2 of the old value
+        (0.9, 0.4, 1.0, 0.08, True),  # too far towards the return: as if it were .6
+        (0.1, 0.4, 1.0, 0.405, False),  # too far away from it: nothing holds it back
+        (1.6, 1.5, 1.0, 0.18, False),
+        (1.1, 1.5, 1.0, 0.045, True),
+    ],
+)
+def test_the_value_loss_follows_no_farther_than_the_clip(value, old, target, loss, clipped):
+    loss_N, clipped_N = value_loss(torch.tensor([value]), torch.tensor([old]), torch.tensor([target]), 0.2)
+    assert loss_N.item() == pytest.approx(loss)
+    assert clipped_N.item() is clipped
+
+
+def test_where_the_clip_counts_there_is_no_gradient():
+    values = torch.tensor([0.9, 0.5], requires_grad=True)
+    value_loss(values, torch.tensor([0.4, 0.4]), torch.ones(2), 0.2)[0].sum().backward()
+    assert values.grad.tolist() == [0.0, pytest.approx(-0.5)]
+
+
+# -------------------------------------------------------------------------------------------------- layouts
+
+
+def valued(world, cases, rows):
+    """For each (checkpoint, layout): values before, metrics of an update, values after."""
+    found = []
+    for hf_dir, parallel in cases:
+        critic = open_critic(world, hf_dir, critic_config(parallel))
+        before, metrics, after = critic.values(rows), critic.update(rows), critic.values(rows)
+        found.append((before, metrics, after))
+        close_trainer()
+    return found
+
+
+LAYOUTS = {
+    1: [layout()],
+    2: [layout(tp=2), layout(pp=2), layout(), layout(distributed_optimizer=True)],
+    4: [layout(tp=2, pp=2)],
+}
+EXPERT_LAYOUTS = {1: [layout()], 2: [layout(tp=2, ep=2), layout(pp=2)], 4: [layout(tp=2, ep=4)]}
+
+
+def test_values_and_updates_are_the_same_under_every_layout(checkpoints):
+    """One process against TP2, PP2, DP2, EP2 and products: values, loss, gradient norm, and the values after
+    a step along the gradient. Tied embeddings are untied in the critic."""
+    rows = rows_with_returns()
+    found = {}
+    for size in (1, 2, 4):
+        cases = [(checkpoints["dense"], chosen) for chosen in LAYOUTS[size]]
+        cases += [(checkpoints["tied"], layout(tp=size) if size < 4 else layout(tp=2, pp=2))]
+        cases += [(checkpoints["next"], chosen) for chosen in EXPERT_LAYOUTS[size]]
+        per_rank = run_ranks(valued, size, cases, rows, timeout=240)
+        assert all(ranks == per_rank[0] for ranks in per_rank), "every rank knows all values"
+        for (hf_dir, chosen), result in zip(cases, per_rank[0], strict=True):
+            found[(hf_dir.name, size, repr(chosen))] = result
+    for (family, size, chosen), (before, metrics, after) in found.items():
+        expected_before, expected_metrics, expected_after = found[(family, 1, repr(layout(tp=1)))]
+        where = (family, size, chosen)
+        assert [len(own) for own in before] == [len(row.response_token_ids) for row in rows]
+        flat = {
+            name: torch.tensor([v for own in values for v in own])
+            for name, values in {
+                "before": before,
+                "after": after,
+                "wanted": expected_before,
+                "then": expected_after,
+            }.items()
+        }
+        torch.testing.assert_close(flat["before"], flat["wanted"], rtol=2e-4, atol=2e-4, msg=str(where))
+        torch.testing.assert_close(flat["after"], flat["then"], rtol=2e-4, atol=2e-4, msg=str(where))
+        assert (flat["after"] - flat["before"]).abs().max() > 1e-3, "the step moved something"
+        for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4), (where, name)
+
+
+def by_hand(world, hf_dir, rows):
+    critic = open_critic(world, hf_dir, critic_config(layout(), value_clip=0.2))
+    values, metrics = critic.values(rows), critic.update(rows)
+    close_trainer()
+    return values, metrics
+
+
+def test_the_loss_is_the_mean_over_all_response_tokens(checkpoints):
+    """Over three data-parallel ranks with uneven shares."""
+    rows = rows_with_returns(7)
+    for values, metrics in run_ranks(by_hand, 3, checkpoints["dense"], rows):
+        flat = [
+            (v, o, r)
+            for own, row in zip(values, rows, strict=True)
+            for v, o, r in zip(own, row.values, row.returns, strict=True)
+        ]
+        v, o, r = torch.tensor(flat, dtype=torch.float64).T
+        loss, clipped = value_loss(v, o, r, 0.2)
+        assert metrics["critic_loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
+        assert metrics["critic_error"] == pytest.approx((v - r).abs().mean().item(), rel=1e-5)
+        assert metrics["critic_clip_fraction"] == pytest.approx(clipped.double().mean().item())
+
+
+# -------------------------------------------------------------------------------------- learning, resuming
+
+
+def learned(world, hf_dir, rows):
+    critic = open_critic(
+        world, hf_dir, critic_config(layout(), lr=1e-2, eps_adam=1e-8, value_clip=10.0), head=0.0
+    )
+    first = critic.values(rows)
+    errors = [critic.update(rows)["critic_error"] for _ in range(40)]
+    close_trainer()
+    return first, errors
+
+
+def test_a_critic_starts_at_0_and_learns_what_it_is_shown(checkpoints):
+    rows = [replace(r, returns=(float(n % 2),) * len(r.returns)) for n, r in enumerate(rows_with_returns(6))]
+    first, errors = run_ranks(learned, 1, checkpoints["dense"], rows)[0]
+    assert {value for own in first for value in own} == {0.0}
+    assert errors[-1] < 0.2 * errors[0]
+
+
+def save_and_resume(world, hf_dir, rows, directory, mode):
+    from megatron_ibpo.policy.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.critic import Critic
+    from megatron_ibpo.policy.model import build_value_model
+    from megatron_ibpo.weights import load_hf
+
+    config = critic_config(layout(tp=2), lr=1e-3, eps_adam=1e-8)
+    trainer, _, shape = open_trainer(world, hf_dir, config)
+    chunks = build_value_model(shape, config)
+    load_hf(chunks, shape, Path(hf_dir), head=False)
+    critic = Critic(chunks, config, world, total_updates=10)
+    trainer.update(rows)
+    if mode == "uninterrupted":
+        critic.update(rows)
+        save_checkpoint(trainer, Path(directory), 1, {}, critic)
+    elif mode == "policy alone":
+        save_checkpoint(trainer, Path(directory), 1, {})
+    if mode != "uninterrupted":
+        try:
+            load_checkpoint(trainer, find_checkpoint(Path(directory)), critic)
+        except CheckpointError as error:
+            close_trainer()
+            return str(error)
+    metrics = [critic.update(rows), critic.update(rows)]
+    values = critic.values(rows)
+    close_trainer()
+    return metrics, values
+
+
+def test_a_resumed_critic_goes_on_bit_for_bit(checkpoints, tmp_path):
+    rows = rows_with_returns(6)
+    through = run_ranks(save_and_resume, 2, checkpoints["dense"], rows, str(tmp_path), "uninterrupted")[0]
+    resumed = run_ranks(save_and_resume, 2, checkpoints["dense"], rows, str(tmp_path), "resumed")[0]
+    assert resumed == through
+
+
+def test_a_checkpoint_without_a_critic_is_refused(checkpoints, tmp_path):
+    said = run_ranks(
+        save_and_resume, 2, checkpoints["dense"], rows_with_returns(6), str(tmp_path), "policy alone"
+    )
+    assert all("holds no critic" in message for message in said)

@@ -1,0 +1,178 @@
+"""What credit costs a step: pairs and their prompts, rewrite test, masks, shaping, advantages, sequences.
+
+    python tools/bench_credit.py --save tools/results/bench_credit.json
+
+512 responses of 4,096 tokens in groups of 8, half of them wrong. Sampling and scoring are left out:
+corrections lie ready, half of them right. Two cases: every wrong response is corrected, and every other one
+(the rest does not fit the context). A correction differs from its response in 2 % or 20 % of the tokens,
+references are other solutions that share half of them. Wall milliseconds; the edit distance takes all cores.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit import PRESETS, assign_credit
+from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
+
+VOCABULARY = 150_000
+WANTED_MS = 50.0
+
+
+@dataclass
+class Arguments:
+    save: Path | None = None
+    """JSON file for the results."""
+    responses: int = 512
+    group: int = 8
+    tokens: int = 4096
+    repeats: int = 9
+    presets: tuple[str, ...] = ("ibpo-mask", "ibpo")
+
+
+@dataclass
+class Row:
+    preset: str
+    edits: float
+    corrections: int
+    median_ms: float
+    best_ms: float
+    wanted_ms: float = WANTED_MS
+
+
+class Texts:
+    """Token ids as a response of a large vocabulary has them, Zipf-distributed."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+
+    def draw(self, count: int) -> list[int]:
+        return [min(VOCABULARY - 1, int(self.rng.paretovariate(0.7))) for _ in range(count)]
+
+    def edited(self, ids: Sequence[int], share: float) -> list[int]:
+        fresh = self.draw(len(ids))
+        return [new if self.rng.random() < share else old for old, new in zip(ids, fresh, strict=True)]
+
+
+def make_step(arguments: Arguments, edits: float) -> tuple[list[Group], dict[tuple[int, int], list[int]]]:
+    """(groups of responses, by prompt and place the correction of each wrong one)."""
+    texts = Texts(seed=0)
+    groups, corrections = [], {}
+    for index in range(arguments.responses // arguments.group):
+        base = texts.draw(arguments.tokens - 1)
+        responses = []
+        for place in range(arguments.group):
+            ids, right = texts.edited(base, 0.5), place % 2 == 0
+            responses.append(made(ids, reward=float(right)))
+            if not right:
+                corrections[index, place] = texts.edited(ids, edits)
+        groups.append(Group(Prompt(index, (1, 5, 27), 2, "", "bench", ""), responses))
+    return groups, corrections
+
+
+def made(ids: list[int], reward: float | None) -> Response:
+    tokens = [*ids, 2]
+    return Response(
+        tokens, [-0.5 - i / 8192 for i in range(len(tokens))], "stop", 1.0, 0, reward, reward == 1
+    )
+
+
+def fresh(groups: Sequence[Group]) -> list[Group]:
+    return [Group(group.prompt, list(group.responses)) for group in groups]
+
+
+def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
+    """Credit of one step, `every`-th wrong response corrected."""
+    settings = {k: v for k, v in PRESETS[preset].items() if hasattr(AlgorithmConfig, k)}
+    groups, corrections = make_step(arguments, edits)
+    ready = [made(ids, None) for ids in corrections.values()][::every]
+    template = CorrectionTemplate(HuggingFaceTokenizer(make_tiny_tokenizer()), 2)
+    calls = 0
+
+    def correction_prompt(
+        prompt: Prompt, target: Sequence[int], references: Sequence[Sequence[int]]
+    ) -> tuple[int, ...]:
+        nonlocal calls
+        calls += 1
+        prompt_ids = template(prompt, target, references)
+        return prompt_ids if calls % every == 0 else (*prompt_ids, *[0] * arguments.tokens * 4)
+
+    def score(pairs: Sequence[tuple[Prompt, Response]]) -> None:
+        for number, (_, response) in enumerate(pairs):
+            response.reward, response.correct = float(number % 2), number % 2 == 1
+
+    def sample(requests: list[SampleRequest]) -> list[Response]:
+        assert len(requests) == len(ready)
+        return ready
+
+    times = []
+    for _ in range(arguments.repeats + 1):
+        step = fresh(groups)
+        gc.collect()
+        started = time.perf_counter()
+        credit = assign_credit(
+            step,
+            AlgorithmConfig(**settings),
+            sample=sample,
+            score=score,
+            correction_prompt=correction_prompt,
+            rollout=RolloutConfig(rollout_max_response_len=arguments.tokens),
+            max_context=4 * arguments.tokens,
+            seed=0,
+            step=0,
+        )
+        times.append(1e3 * (time.perf_counter() - started))
+    assert credit.metrics["corrections"] == len(ready)
+    return Row(preset, edits, len(ready), statistics.median(times[1:]), min(times[1:]))
+
+
+def machine() -> dict[str, object]:
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"model name\s*:\s*(.*)", info)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": model[1] if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def main(arguments: Arguments) -> None:
+    rows = [
+        measure(preset, edits, every, arguments)
+        for preset in arguments.presets
+        for edits in (0.02, 0.2)
+        for every in (1, 2)
+    ]
+    for row in rows:
+        print(
+            f"{row.preset}, {row.corrections} corrections, {row.edits:.0%} edits: "
+            f"median {row.median_ms:.1f} ms, best {row.best_ms:.1f} ms (wanted {row.wanted_ms:g})"
+        )
+    if arguments.save:
+        kept = {
+            "machine": machine(),
+            "workload": asdict(arguments) | {"save": None},
+            "rows": [asdict(r) for r in rows],
+        }
+        arguments.save.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
