@@ -245,3 +245,19 @@ def test_a_dry_run_needs_no_data(tmp_path):
     config.data.prompt_data = config.data.eval_prompt_data = None
     config.run.dry_run = True
     check_config(config)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "examples/algorithms").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_algorithm_works_after_every_models_recipe(path, tmp_path):
+    for model in (REPOSITORY / "examples/recipes").glob("*.yaml"):
+        given = ["--config", str(model), "--config", str(path), "--run-dir", str(tmp_path)]
+        data = ["--prompt-data", "a.jsonl", "--eval-prompt-data", "b.jsonl"]
+        check_config(parse_config([*given, *data, "--hf-checkpoint", "examples/tiny_qwen3"]))
+
+
+def test_every_algorithm_is_in_the_documentation():
+    listed = (REPOSITORY / "docs/algorithms.md").read_text()
+    names = [path.stem for path in (REPOSITORY / "examples/algorithms").glob("*.yaml")]
+    assert [name for name in [*names, *PRESETS] if f"`{name.replace('-', '_')}`" not in listed] == []
