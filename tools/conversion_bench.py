@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +111,9 @@ def convert(arguments: Convert) -> None:
 def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str, Any]]:
     """Both directions of one model."""
     hf, stored = scratch / "hf", scratch / "stored"
-    largest = make_checkpoint(hf, family, int(arguments.gigabytes * 1e9))
+    # elsewhere, for a process that is started begins with the memory of the one that starts it
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        largest = pool.submit(make_checkpoint, hf, family, int(arguments.gigabytes * 1e9)).result()
     there = ["convert_hf_to_megatron.py", "--hf-checkpoint", hf, *arguments.flags]
     peer = arguments.peer if family in arguments.peer_families else None
     first = compare("HF to Megatron", hf, there, scratch, arguments.rounds, peer)

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 FILES_PER_RANK = 2
 """Of a Megatron checkpoint, as megatron-core writes."""
-HF_FILE_BYTES = 2 * 1000**3
+HF_FILE_BYTES = 1000**3
 """Largest safetensors file: several threads write, each a file of its own."""
 
 Report = Callable[[int, int], None]

@@ -7,8 +7,10 @@ The manifest is `integrity.json`, SHA-256 of every file, in the format of megatr
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -32,10 +34,8 @@ T = TypeVar("T")
 
 MANIFEST = "integrity.json"
 ALGORITHM = "sha256"
-SMALL_BYTES = 64 * 1024
-"""Less is collected before it is hashed and written."""
-FLUSH_BYTES = 64 * 1024**2
-"""The disk is asked to begin with what was written this often, so that it is busy from the start."""
+BUFFER_BYTES = 8 * 1024**2
+"""Collected before it is hashed and written: whole blocks of any disk."""
 
 
 class DiskSpaceError(OSError):
@@ -43,54 +43,71 @@ class DiskSpaceError(OSError):
 
 
 class HashedFile:
-    """A new file, written front to back, hashed on the way and on the disk when it is closed."""
+    """A new file, written front to back, hashed on the way and on the disk when it is closed.
+
+    It goes to the disk past the system's cache where the file system lets it: what is written once and read
+    later would only push out of the cache what is being read, and cost a copy and a page of memory each.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.size = 0
-        self._file = path.open("xb", buffering=0)
+        self._file, self._is_direct = _create(path)
         self._hash = hashlib.new(ALGORITHM)
-        self._small = bytearray()
-        self._flushed = 0
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
+        self._used = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Raises DiskSpaceError, naming the file, when the disk is full."""
-        num_bytes = memoryview(data).nbytes
+        left = memoryview(data).cast("B")
+        num_bytes = left.nbytes
         self.size += num_bytes
-        if num_bytes < SMALL_BYTES:
-            self._small += data
-        if num_bytes >= SMALL_BYTES or len(self._small) >= SMALL_BYTES:
-            self._write_out(bytes(self._small))
-            self._small.clear()
-        if num_bytes >= SMALL_BYTES:
-            self._write_out(data)
+        while left.nbytes:
+            part = left[: BUFFER_BYTES - self._used]
+            self._buffer[self._used : self._used + part.nbytes] = part
+            self._used += part.nbytes
+            left = left[part.nbytes :]
+            if self._used == BUFFER_BYTES:
+                self._write_out()
         return num_bytes
 
-    def _write_out(self, data: bytes | memoryview) -> None:
-        left = memoryview(data).cast("B")
-        self._hash.update(left)
-        try:
-            while left.nbytes:
-                left = left[self._file.write(left) :]
-            if self.size - self._flushed >= FLUSH_BYTES:
-                # "do not need" starts writing dirty pages without waiting for it; it drops clean ones only
-                length = self.size - self._flushed
-                os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
-                self._flushed = self.size
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise DiskSpaceError(f"{self.path}: no room after {self.size} bytes: {error}") from None
-            raise
+    def _write_out(self) -> None:
+        with memoryview(self._buffer) as whole, whole[: self._used] as left:
+            self._hash.update(left)
+            done = 0
+            try:
+                while done < self._used:
+                    done += os.write(self._file, left[done:])
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    before = self.size - self._used + done
+                    raise DiskSpaceError(f"{self.path}: no room after {before} bytes: {error}") from None
+                raise
+        self._used = 0
 
     def flush(self) -> None:
-        """For those who take this for an ordinary file: what is small is kept back until `close`."""
+        """For those who take this for an ordinary file: the last bytes are kept back until `close`."""
 
     def close(self) -> str:
         """The digest of what was written."""
-        self._write_out(bytes(self._small))
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self._is_direct:  # the end need not fill a block
+            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self._write_out()
+        os.fsync(self._file)
+        os.close(self._file)
         return self._hash.hexdigest()
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    """(descriptor of a new file, whether what is written to it goes past the system's cache)."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    path.unlink(missing_ok=True)  # some file systems refuse O_DIRECT after they have made the file
+    return os.open(path, flags, 0o666), False
 
 
 def check_disk_space(directory: Path, needed: int) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 __all__ = ["Job", "Turn", "run_jobs"]
 
+THREADS_PER_CORE = 2
+"""One computes while the other waits for the disk."""
 MAX_THREADS = 8
 MEMORY = 768 * 1024**2
 """Bytes of tensors in work at once; more only for a single tensor that needs it."""
@@ -99,7 +101,7 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 
 def run_jobs(jobs: list[Job[Item]], work: Callable[[Job[Item], Turn], Result]) -> list[Result]:
     """`work` on every job, in threads; the first error ends all of them and is raised."""
-    threads = max(1, min(len(jobs), len(os.sched_getaffinity(0)), MAX_THREADS))
+    threads = max(1, min(len(jobs), THREADS_PER_CORE * len(os.sched_getaffinity(0)), MAX_THREADS))
     turn = Turn()
     inner = torch.get_num_threads()
     torch.set_num_threads(1)  # the threads here are enough
