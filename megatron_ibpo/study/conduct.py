@@ -127,7 +127,7 @@ def _announce(
     if tuning:
         parts.append(f"{len(tuning)} tuning runs")
     parts += [
-        f"budget {study.budget:g} {study.budget_unit}",
+        f"budget {study.budget:g} {study.budget_unit}, {sum(run.budget for run in runs):g} in all",
         f"{len(known)} of {len(runs)} runs are there already",
         "how long the rest takes is not known beforehand"
         if seconds is None
