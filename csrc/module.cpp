@@ -88,20 +88,27 @@ py::tuple batch_align(const Array<Id>& a, const Offsets& a_offsets, const Array<
 
 // The numbers of a list or tuple of plain ints, several times faster than numpy reads them; None if anything else
 // is in it.
+template <typename Id>
+py::object read_ints_as(PyObject* fast) {
+    const py::ssize_t size = PySequence_Fast_GET_SIZE(fast);
+    Array<Id> result(size);
+    Id* out = result.mutable_data();
+    for (py::ssize_t i = 0; i < size; ++i) {
+        PyObject* item = PySequence_Fast_GET_ITEM(fast, i);
+        if (!PyLong_CheckExact(item)) return py::none();
+        int overflow = 0;
+        const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+        if (overflow != 0 || value != static_cast<Id>(value)) return py::none();
+        out[i] = static_cast<Id>(value);
+    }
+    return std::move(result);
+}
+
 py::object read_ints(const py::object& ints) {
     const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(ints.ptr(), "neither list nor tuple"));
     if (!fast) throw py::error_already_set();
-    const py::ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
-    Array<std::int64_t> result(size);
-    std::int64_t* out = result.mutable_data();
-    for (py::ssize_t i = 0; i < size; ++i) {
-        PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
-        if (!PyLong_CheckExact(item)) return py::none();
-        int overflow = 0;
-        out[i] = PyLong_AsLongLongAndOverflow(item, &overflow);
-        if (overflow != 0) return py::none();
-    }
-    return std::move(result);
+    py::object narrow = read_ints_as<std::int32_t>(fast.ptr());  // half the memory to go through
+    return narrow.is_none() ? read_ints_as<std::int64_t>(fast.ptr()) : narrow;
 }
 
 std::vector<std::string> supported_isas() {

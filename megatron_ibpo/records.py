@@ -5,6 +5,7 @@ Token ids travel from end to end; text appears only where a verifier or a reader
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,9 +64,10 @@ class SampleRequest:
 class Response:
     """What the engine sampled, and later what the verifier said of it."""
 
-    token_ids: list[int]
-    """Sampled ids; the end-of-sequence id is the last one when `finish_reason` is "stop"."""
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    """Sampled ids, a tuple from an engine; the end-of-sequence id is the last one when `finish_reason` is
+    "stop"."""
+    logprobs: Sequence[float]
     """Per-token log-probs of the distribution actually sampled (after temperature, top-p, top-k), from
     the engine. Same length as `token_ids`."""
     finish_reason: Literal["stop", "length"]
@@ -86,7 +88,7 @@ class Response:
         return len(self.token_ids) - (self.finish_reason == "stop")
 
     @property
-    def content_ids(self) -> list[int]:
+    def content_ids(self) -> Sequence[int]:
         """`token_ids` without the end-of-sequence id."""
         return self.token_ids[: self.num_content_tokens]
 
@@ -104,7 +106,7 @@ class Correction:
     distance: float = 0.0
     """Normalised token edit distance d(y_i, corrected)."""
     reference_distance: float | None = None
-    """d(corrected, nearest reference); None when there is no reference (K=1)."""
+    """d(corrected, nearest reference); None when it is farther than `distance`, or there is none (K=1)."""
     beyond_threshold: bool = False
     """The first half of the rewrite test: `distance` exceeds α."""
     rewritten: bool = False

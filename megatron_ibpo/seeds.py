@@ -13,5 +13,5 @@ def derive_seed(*keys: int | str) -> int:
 
     The same in every process and on every machine, unlike `hash`.
     """
-    named = "\0".join(f"{type(key).__name__}:{key}" for key in keys)
+    named = "\0".join([f"{type(key).__name__}:{key}" for key in keys])
     return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "big") >> 1

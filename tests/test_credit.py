@@ -34,8 +34,17 @@ from megatron_ibpo.credit.edits import find_edits
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.rewrite import mark_rewrites
 from megatron_ibpo.credit.shaping import correction_bonus
-from megatron_ibpo.credit.shown import shown_parts
+from megatron_ibpo.credit.shown import shown_pairs, shown_parts
 from megatron_ibpo.records import Correction, Group
+
+
+def marked(groups, threshold):
+    """The threshold in force, after corrections were compared with what they correct."""
+    shown = shown_parts(None)
+    pairs = shown_pairs(groups, shown)
+    _, edits = find_edits(pairs, mark_insertions=False)
+    return mark_rewrites(pairs, edits, threshold, shown)
+
 
 # ----------------------------------------------------------------------------------- Algorithm 1 by hand
 
@@ -312,7 +321,7 @@ def corrected_group(y, y_hat, *references):
 )
 def test_what_counts_as_a_rewrite(y, y_hat, references, threshold, rewritten):
     made = corrected_group(y, y_hat, *references)
-    assert mark_rewrites([made], threshold, shown_parts(None)) == threshold
+    assert marked([made], threshold) == threshold
     assert made.corrections[0].rewritten is rewritten
 
 
@@ -325,14 +334,14 @@ def test_the_adaptive_threshold_is_mean_and_two_population_deviations_over_the_s
     """d = 0 five times and 1 once: mean 1/6, std √5/6, α = 1/6 + √5/3 = .912."""
     groups = [corrected_group([7, 7], [7, 7], [9, 9]) for _ in range(5)]
     groups.append(corrected_group([7, 7], [9, 9], [9, 9]))
-    assert mark_rewrites(groups, "adaptive", shown_parts(None)) == pytest.approx(1 / 6 + 5**0.5 / 3)
+    assert marked(groups, "adaptive") == pytest.approx(1 / 6 + 5**0.5 / 3)
     assert [g.corrections[0].rewritten for g in groups] == [False] * 5 + [True]
 
 
 def test_ends_of_sequence_are_no_edits():
     cut_off = Group(prompt(), [response([7, 8], 0.0, finish_reason="length")])
     cut_off.corrections = [Correction(0, (), (), response([7, 8], 1.0))]
-    mark_rewrites([cut_off], 0.6, shown_parts(None))
+    marked([cut_off], 0.6)
     assert cut_off.corrections[0].distance == 0
 
 
@@ -349,8 +358,7 @@ def test_ends_of_sequence_are_no_edits():
 def test_what_the_edit_distance_tells_of_a_correction(y, y_hat, distance, share):
     made = Group(prompt(), [response(y, 0.0), response(y, 0.0)])
     made.corrections = [Correction(0, (1,), (), response(y_hat, 1.0))]
-    mark_rewrites([made], 0.6, shown_parts(None))
-    find_edits([made], shown_parts(None), mark_insertions=False)
+    marked([made], 0.6)
     correction = made.corrections[0]
     assert (correction.distance, correction.reference_distance) == (distance, distance)
     assert correction.unmodified_share == share

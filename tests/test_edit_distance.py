@@ -288,11 +288,15 @@ def test_rewrites_by_hand():
     # alone
     assert test.rewritten.tolist() == [False, False, True, True, True]
     assert test.distance.tolist() == [0.6, 0.8, 0.8, 0.8, 0.8]
-    assert test.reference_distance.tolist()[:4] == [1.0, 0.8, 0.6, 0.6]
+    assert test.reference_distance.tolist()[:4] == [np.inf, 0.8, 0.6, 0.6]  # the first: above 0.6
     assert np.isnan(test.reference_distance[4])
     ragged = (*flatten([r for own in refs for r in own]), [0, 1, 2, 3, 5, 5])
     again = rewrite_test(flatten(y), flatten(y_hat), ragged, threshold=0.6)
     assert again.rewritten.tolist() == test.rewritten.tolist()
+    known = rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4, 4]))
+    assert known.rewritten.tolist() == test.rewritten.tolist()
+    with pytest.raises(ValueError, match=r"edits: must be int64 \[5\], not int64 \[4\]"):
+        rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4]))
 
 
 def test_ranks_that_share_moments_agree_on_the_adaptive_threshold():

@@ -26,7 +26,7 @@ from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit import check_algorithm
 from megatron_ibpo.credit.advantage import group_advantages
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
-from megatron_ibpo.credit.shown import ThinkingMarks, shown_parts
+from megatron_ibpo.credit.shown import ThinkingMarks, shown_pairs, shown_parts
 from megatron_ibpo.edit_distance import opcodes
 from megatron_ibpo.records import Correction, Group
 
@@ -119,7 +119,7 @@ def test_the_end_is_changed_where_the_correction_has_none():
         Correction(0, (), (), response([10, 13], 1.0, finish_reason="length")),
         Correction(1, (), (), response([10, 13], 1.0)),
     ]
-    edits = find_edits([made], shown_parts(None), mark_insertions=False)[0]
+    edits, _ = find_edits(shown_pairs([made], shown_parts(None)), mark_insertions=False)
     assert [flags.tolist() for flags in edits] == [[False, True, True], [False, True]]
 
 
@@ -137,7 +137,7 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
     }
     before = {step.a_start - 1 for step in script if step.tag == "insert"} - {-1}
     for option, expected in ((False, changed), (True, changed | before)):
-        (flags,) = find_edits([made], shown_parts(None), mark_insertions=option)[0]
+        (flags,), _ = find_edits(shown_pairs([made], shown_parts(None)), mark_insertions=option)
         assert set(np.flatnonzero(flags).tolist()) == expected
         assert made.corrections[0].unmodified_share == pytest.approx(
             1 - len(changed) / max(len(y), 1) if y else 0

@@ -237,8 +237,8 @@ values = st.recursive(
 )
 responses = st.builds(
     Response,
-    token_ids=ids,
-    logprobs=st.lists(floats, max_size=5),
+    token_ids=ids.map(tuple),
+    logprobs=st.lists(floats, max_size=5).map(tuple),
     finish_reason=st.sampled_from(["stop", "length"]),
     temperature=floats,
     policy_version=st.integers(0),

@@ -87,10 +87,9 @@ def make_step(arguments: Arguments, edits: float) -> tuple[list[Group], dict[tup
 
 
 def made(ids: list[int], reward: float | None) -> Response:
-    tokens = [*ids, 2]
-    return Response(
-        tokens, [-0.5 - i / 8192 for i in range(len(tokens))], "stop", 1.0, 0, reward, reward == 1
-    )
+    tokens = (*ids, 2)
+    logprobs = tuple(-0.5 - i / 8192 for i in range(len(tokens)))
+    return Response(tokens, logprobs, "stop", 1.0, 0, reward, reward == 1)
 
 
 def fresh(groups: Sequence[Group]) -> list[Group]:
@@ -102,7 +101,9 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
     settings = {k: v for k, v in PRESETS[preset].items() if hasattr(AlgorithmConfig, k)}
     groups, corrections = make_step(arguments, edits)
     ready = [made(ids, None) for ids in corrections.values()][::every]
+    del corrections  # lists, which the garbage collector would go through again and again
     template = CorrectionTemplate(HuggingFaceTokenizer(make_tiny_tokenizer()), 2)
+    too_long = (0,) * (4 * arguments.tokens)
     calls = 0
 
     def correction_prompt(
@@ -111,7 +112,7 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
         nonlocal calls
         calls += 1
         prompt_ids = template(prompt, target, references)
-        return prompt_ids if calls % every == 0 else (*prompt_ids, *[0] * arguments.tokens * 4)
+        return prompt_ids if (calls - 1) % every == 0 else too_long
 
     def score(pairs: Sequence[tuple[Prompt, Response]]) -> None:
         for number, (_, response) in enumerate(pairs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import islice
 
 from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.edits import TokenFlags, find_edits, gradient_mask
@@ -11,7 +12,7 @@ from megatron_ibpo.credit.operator import Judgement, LoopAccess, TokenWeights, l
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.rewrite import mark_rewrites
 from megatron_ibpo.credit.shaping import correction_bonus, counts
-from megatron_ibpo.credit.shown import Shown, shown_parts
+from megatron_ibpo.credit.shown import Shown, shown_pairs, shown_parts
 from megatron_ibpo.records import Correction, Group, SampleRequest
 from megatron_ibpo.seeds import derive_seed
 
@@ -29,8 +30,9 @@ def compare_and_correct(groups: Sequence[Group], algorithm: AlgorithmConfig, loo
     marks = lent(loop.thinking, "the marks of thinking") if algorithm.ibpo_strip_thinking else None
     shown = shown_parts(marks)
     _sample_corrections(groups, algorithm, loop, shown)
-    threshold = mark_rewrites(groups, algorithm.ibpo_rewrite_threshold, shown)
-    edits = find_edits(groups, shown, mark_insertions=algorithm.ibpo_mask_insertions)
+    pairs = shown_pairs(groups, shown)
+    edits, numbers = find_edits(pairs, mark_insertions=algorithm.ibpo_mask_insertions)
+    threshold = mark_rewrites(pairs, numbers, algorithm.ibpo_rewrite_threshold, shown)
     phi = [correction_bonus(group, algorithm) for group in groups]
     metrics = {}
     if threshold is not None:
@@ -38,7 +40,8 @@ def compare_and_correct(groups: Sequence[Group], algorithm: AlgorithmConfig, loo
         metrics = {"rewrite_threshold": threshold, "rewrite_filter_off": float(threshold >= 1)}
     if algorithm.ibpo_variant != "mask":
         return Judgement(phi, metrics=metrics)
-    masks = [_masks(group, changed) for group, changed in zip(groups, edits, strict=True)]
+    left = iter(edits)
+    masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
     of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
     metrics["empty_masks"] = float(sum(not any(mask) for mask in of_corrected))
     return Judgement(phi, masks, metrics)
@@ -72,7 +75,7 @@ def _pairs(
         rng = random.Random(derive_seed("pair", loop.seed, loop.step, group.prompt.index, target))
         references = draw_references(target, group.responses, num_candidates - 1, rng)
         candidates = [shown(group.prompt.token_ids, group.responses[i]) for i in (target, *references)]
-        target_ids, *reference_ids = [part.ids.tolist() for part in candidates]
+        target_ids, *reference_ids = [part.token_ids() for part in candidates]
         prompt_ids = loop.correction_prompt(group.prompt, target_ids, reference_ids)
         if len(prompt_ids) + loop.rollout.rollout_max_response_len > loop.max_context:
             group.skipped_pairs += 1

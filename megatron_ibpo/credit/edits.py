@@ -7,18 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.credit.shown import Part, Shown
+from megatron_ibpo.credit.shown import Part, ShownPairs
 from megatron_ibpo.edit_distance import unmodified_mask
-from megatron_ibpo.records import Correction, Group, Response
+from megatron_ibpo.records import Correction, Response
 
 __all__ = ["TokenFlags", "find_edits", "gradient_mask"]
 
 TokenFlags = npt.NDArray[np.bool_]
 """One flag for each token of a response."""
+_FACTORS = np.array([0.0, 1.0], object)
+"""Two numbers for all masks: making one for each token takes longer than finding the edits."""
 
 
-def find_edits(groups: Sequence[Group], shown: Shown, *, mark_insertions: bool) -> list[list[TokenFlags]]:
-    """For every correction of every group, which tokens of its target it changes: those that the canonical
+def find_edits(pairs: ShownPairs, *, mark_insertions: bool) -> tuple[list[TokenFlags], npt.NDArray[np.int64]]:
+    """For every correction, in order, which tokens of its target it changes: those that the canonical
     alignment of the two does not keep. Fills in `unmodified_share`.
 
     Tokens that the correction prompt hid count as changed. The end-of-sequence id counts as kept where the
@@ -27,32 +29,35 @@ def find_edits(groups: Sequence[Group], shown: Shown, *, mark_insertions: bool) 
     Args:
         mark_insertions: the token before an insertion counts as changed too. Before the first token there is
             none.
+
+    Returns:
+        (flags of each, number of edits [corrections])
     """
-    pairs = [(group, correction) for group in groups for correction in group.corrections]
-    targets = [shown(g.prompt.token_ids, g.responses[c.target]) for g, c in pairs]
-    corrected = [shown(c.prompt_token_ids, c.response) for _, c in pairs]
-    kept, kept_of_corrected, _ = unmodified_mask(
-        [part.ids for part in targets], None, [part.ids for part in corrected], None, return_other=True
+    kept, kept_of_corrected, counts = unmodified_mask(*pairs.y, *pairs.y_hat, return_other=True)
+    flags = zip(
+        pairs.members,
+        pairs.targets,
+        _cut(kept, pairs.y[1]),
+        _cut(kept_of_corrected, pairs.y_hat[1]),
+        strict=True,
     )
-    flags = zip(pairs, targets, _cut(kept, targets), _cut(kept_of_corrected, corrected), strict=True)
-    edits: dict[int, list[TokenFlags]] = {id(group): [] for group in groups}
+    edits = []
     for (group, correction), target, own, other in flags:
         correction.unmodified_share = float(own.mean()) if own.size else 0.0
         changed = ~own
         if mark_insertions:
             changed[_before_insertions(own, other)] = True
-        edits[id(group)].append(_in_response(changed, target, group.responses[correction.target], correction))
-    return [edits[id(group)] for group in groups]
+        edits.append(_in_response(changed, target, group.responses[correction.target], correction))
+    return edits, counts
 
 
 def gradient_mask(edits: Sequence[TokenFlags]) -> tuple[float, ...]:
     """m_t of a response from its corrections that count: 1 where any of them changes the token, else 0."""
-    return tuple(np.logical_or.reduce(edits).astype(np.float64).tolist())
+    return tuple(_FACTORS[np.logical_or.reduce(edits).view(np.uint8)].tolist())
 
 
-def _cut(flags: npt.NDArray[np.uint8], parts: Sequence[Part]) -> list[TokenFlags]:
-    ends = np.cumsum([len(part.ids) for part in parts], dtype=np.int64)
-    return np.split(flags.astype(bool), ends[:-1]) if parts else []
+def _cut(flags: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> list[TokenFlags]:
+    return np.split(flags.view(bool), offsets[1:-1]) if len(offsets) > 1 else []
 
 
 def _before_insertions(kept: TokenFlags, kept_of_corrected: TokenFlags) -> npt.NDArray[np.int64]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
-from megatron_ibpo.credit.shown import Shown
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ibpo.credit.shown import Shown, ShownPairs
 from megatron_ibpo.edit_distance import rewrite_test
-from megatron_ibpo.records import Group
 
 __all__ = ["mark_rewrites"]
 
 
 def mark_rewrites(
-    groups: Sequence[Group], threshold: float | Literal["adaptive"], shown: Shown
+    pairs: ShownPairs,
+    edits: npt.NDArray[np.int64],
+    threshold: float | Literal["adaptive"],
+    shown: Shown,
 ) -> float | None:
     """Fill in the distances of every correction and what follows from them: see records.Correction.
 
@@ -22,23 +26,22 @@ def mark_rewrites(
     the nearest of them. d is the token edit distance over the longer length, of what is shown.
 
     Args:
+        edits: of each pair, as `find_edits` counts them.
         threshold: α, or "adaptive": mean + 2 population standard deviations of d(y, ŷ) over all corrections
             of the step. Every rank credits all groups of the step, so it is the same on all.
 
     Returns:
         α in force; None if it is adaptive and there are no corrections.
     """
-    pairs = [(group, correction) for group in groups for correction in group.corrections]
-    test = rewrite_test(
-        [shown(g.prompt.token_ids, g.responses[c.target]).ids for g, c in pairs],
-        [shown(c.prompt_token_ids, c.response).ids for _, c in pairs],
-        [[shown(g.prompt.token_ids, g.responses[i]).ids for i in c.references] for g, c in pairs],
-        threshold=threshold,
-    )
-    for i, (_, correction) in enumerate(pairs):
+    references = [
+        [shown(group.prompt.token_ids, group.responses[i]).ids for i in correction.references]
+        for group, correction in pairs.members
+    ]
+    test = rewrite_test(pairs.y, pairs.y_hat, references, threshold=threshold, edits=edits)
+    for i, (_, correction) in enumerate(pairs.members):
         nearest = float(test.reference_distance[i])
         correction.distance = float(test.distance[i])
-        correction.reference_distance = None if math.isnan(nearest) else nearest
+        correction.reference_distance = nearest if math.isfinite(nearest) else None
         correction.beyond_threshold = bool(test.distance[i] > test.threshold)
         correction.rewritten = bool(test.rewritten[i])
     return None if math.isnan(test.threshold) else test.threshold

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ibpo.edit_distance import read_ids
-from megatron_ibpo.records import Response
+from megatron_ibpo.records import Correction, Group, Response
 
-__all__ = ["Part", "Shown", "ThinkingMarks", "shown_parts"]
+__all__ = ["Part", "Shown", "ShownPairs", "ThinkingMarks", "shown_pairs", "shown_parts"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class Part:
     ids: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64] | None
     """Where each of them stands in the response; None: it is the whole content, from the first token on."""
+    response: Response
+
+    def token_ids(self) -> Sequence[int]:
+        """`ids` as the response has them, without making new numbers where it is the whole content."""
+        return self.response.content_ids if self.places is None else self.ids.tolist()
 
 
 @dataclass(frozen=True)
@@ -49,16 +54,46 @@ def shown_parts(marks: ThinkingMarks | None) -> Shown:
         if id(response) not in known:
             content = read_ids("response", response.token_ids)[: response.num_content_tokens]
             own_prompt = response.prompt_token_ids or prompt_ids
-            part = Part(content, None) if marks is None else _without_thinking(own_prompt, content, marks)
+            part = Part(content, None, response)
+            if marks is not None:
+                part = _without_thinking(own_prompt, part, marks)
             known[id(response)] = (response, part)
         return known[id(response)][1]
 
     return show
 
 
-def _without_thinking(
-    prompt_ids: Sequence[int], content: npt.NDArray[np.int64], marks: ThinkingMarks
-) -> Part:
+Ragged = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""(values, offsets) of several parts, as megatron_ibpo.edit_distance takes them."""
+
+
+@dataclass(frozen=True)
+class ShownPairs:
+    """Every correction of a step with its target, as they are compared."""
+
+    members: list[tuple[Group, Correction]]
+    targets: list[Part]
+    y: Ragged
+    """Of the targets."""
+    y_hat: Ragged
+    """Of the corrections."""
+
+
+def shown_pairs(groups: Sequence[Group], shown: Shown) -> ShownPairs:
+    """Made once for all comparisons: joining the tokens takes as long as finding few edits."""
+    members = [(group, correction) for group in groups for correction in group.corrections]
+    targets = [shown(group.prompt.token_ids, group.responses[c.target]) for group, c in members]
+    corrected = [shown(c.prompt_token_ids, c.response) for _, c in members]
+    return ShownPairs(members, targets, _join(targets), _join(corrected))
+
+
+def _join(parts: Sequence[Part]) -> Ragged:
+    offsets = np.cumsum([0, *(len(part.ids) for part in parts)], dtype=np.int64)
+    return np.concatenate([part.ids for part in parts] or [np.empty(0, np.int64)]), offsets
+
+
+def _without_thinking(prompt_ids: Sequence[int], whole: Part, marks: ThinkingMarks) -> Part:
+    content = whole.ids
     hidden_from: int | None = 0 if _ends_inside(read_ids("prompt", prompt_ids), marks) else None
     keep = np.ones(len(content), bool)
     for place, closes in _marks_in(content, marks):
@@ -70,7 +105,7 @@ def _without_thinking(
     if hidden_from is not None:
         keep[hidden_from:] = False
     places = np.flatnonzero(keep)
-    return Part(content[places], places)
+    return Part(content[places], places, whole.response)
 
 
 def _ends_inside(prompt_ids: npt.NDArray[np.int64], marks: ThinkingMarks) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.edit_distance.distances import count_edits, normalize
+from megatron_ibpo.edit_distance.distances import SATURATED, count_edits, normalize
 from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_offsets, read_ragged
 
 __all__ = ["Moments", "RewriteTest", "distance_moments", "rewrite_test"]
@@ -37,7 +37,7 @@ class RewriteTest(NamedTuple):
     distance: npt.NDArray[np.float64]
     """[n] d(y, ŷ)"""
     reference_distance: npt.NDArray[np.float64]
-    """[n] d(ŷ, nearest reference); NaN without references."""
+    """[n] d(ŷ, nearest reference); infinite if that is above d(y, ŷ), NaN without references."""
     threshold: float
     """α in force; NaN if it is adaptive and there are no corrections."""
 
@@ -62,6 +62,7 @@ def rewrite_test(
     *,
     threshold: float | Literal["adaptive"],
     moments: Sequence[Any] | None = None,
+    edits: npt.NDArray[np.int64] | None = None,
     num_threads: int = 0,
 ) -> RewriteTest:
     """Correction ŷ of y is a rewrite if d(y, ŷ) > α and, where it had references, d(y, ŷ) > d(ŷ, nearest of
@@ -79,17 +80,21 @@ def rewrite_test(
             the way, so that a distance equal to it is no rewrite.
         moments: for "adaptive", of the corrections of all ranks (distance_moments of each, added up), so that
             the ranks agree; these n alone by default.
+        edits: of each y and ŷ, int64 [n], where they are known: unmodified_mask and batch_distance give them.
         num_threads: as in batch_distance.
 
     Raises:
-        TypeError, ValueError: as batch_distance; a threshold that is negative or not a number, moments
-            without an adaptive threshold or of fewer corrections than there are here.
+        TypeError, ValueError: as batch_distance; edits that are not as many; a threshold that is negative or
+            not a number, moments without an adaptive threshold or of fewer corrections than there are here.
     """
     threads = check_threads(num_threads)
     _check_threshold(threshold, moments)
     originals, corrected = pair_up("y", _read("y", y), "y_hat", _read("y_hat", y_hat))
     references, owners = _read_references(refs, len(corrected))
-    edits = count_edits(originals, corrected, num_threads=threads)
+    if edits is None:
+        edits = count_edits(originals, corrected, num_threads=threads)
+    elif edits.shape != (len(corrected),) or edits.dtype != np.int64:
+        raise ValueError(f"edits: must be int64 [{len(corrected)}], not {edits.dtype} {list(edits.shape)}")
     distances = normalize(edits, originals, corrected)
     nearest, farther = _against_references(originals, corrected, references, owners, edits, threads)
     alpha = _adaptive(distances, moments) if isinstance(threshold, str) else float(threshold)
@@ -106,14 +111,17 @@ def _against_references(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """(d(ŷ, nearest reference), whether d(y, ŷ) is above it; true without references)."""
     seen, refs = pair_up("y_hat", corrected.take(owners), "refs", references)
-    to_reference = count_edits(seen, refs, num_threads=num_threads)
-    longer = np.maximum(seen.lengths, refs.lengths)
-    longer_y = np.maximum(originals.lengths, corrected.lengths)
+    longer = np.maximum(np.maximum(seen.lengths, refs.lengths), 1)
+    longer_y = np.maximum(np.maximum(originals.lengths, corrected.lengths), 1)[owners]
+    # a reference that is farther than y decides nothing, and far ones take most of the time
+    limits = np.minimum(edits[owners] * longer // longer_y, longer)
+    to_reference = count_edits(seen, refs, limits, num_threads=num_threads)
     nearest = np.full(len(corrected), np.inf)
     np.minimum.at(nearest, owners, normalize(to_reference, seen, refs))
     farther = np.ones(len(corrected), bool)
     # d(y, ŷ) > d(ŷ, ref) in integers: edits / longer_y > to_reference / longer
-    above = edits[owners] * np.maximum(longer, 1) > to_reference * np.maximum(longer_y[owners], 1)
+    known = np.where(to_reference == SATURATED, longer, to_reference)
+    above = (to_reference != SATURATED) & (edits[owners] * longer > known * longer_y)
     has_references = np.zeros(len(corrected), bool)
     has_references[owners] = True
     farther[has_references] = False

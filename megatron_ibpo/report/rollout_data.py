@@ -156,6 +156,8 @@ def _response_from_json(item: dict[str, Any]) -> Response:
     response = _without(item, "decoded")
     own_prompt = response.get("prompt_token_ids")
     response["prompt_token_ids"] = None if own_prompt is None else tuple(own_prompt)
+    for name in ("token_ids", "logprobs"):
+        response[name] = tuple(response[name])
     return Response(**response)
 
 

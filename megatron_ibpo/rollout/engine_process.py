@@ -133,8 +133,8 @@ class SamplingEngine:
                     if completion.finish_reason not in ("stop", "length"):
                         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
                     responses[int(output.request_id)] = (
-                        list(completion.token_ids),
-                        list(completion.logprobs.logprobs),
+                        tuple(completion.token_ids),
+                        tuple(completion.logprobs.logprobs),
                         completion.finish_reason,
                     )
         return [responses[index] for index in range(len(requests))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ibpo.records import SampleRequest
@@ -24,8 +25,8 @@ LOGPROB_TOLERANCE = 1e-5
 class Probe:
     """What an engine answered."""
 
-    token_ids: list[list[int]]
-    logprobs: list[list[float]]
+    token_ids: list[Sequence[int]]
+    logprobs: list[Sequence[float]]
     digests: list[dict[str, str]]
     """Of each worker: its weights as far as vLLM keeps them as tensors. On CPUs most are packed out of
     sight and only the greedy output speaks for them."""
