@@ -20,11 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +38,7 @@ from megatron_ibpo.weights.source import TensorMeta
 Family = Literal["dense", "moe"]
 SHARD_BYTES = 2 * 1000**3
 WANTED_SHARE, WANTED_MEMORY = 0.6, 1.5e9
+LOOK_EVERY_S = 0.02
 CONFIGS: dict[Family, dict[str, Any]] = {
     "dense": {
         "model_type": "qwen3",
@@ -111,9 +110,7 @@ def convert(arguments: Convert) -> None:
 def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str, Any]]:
     """Both directions of one model."""
     hf, stored = scratch / "hf", scratch / "stored"
-    # elsewhere, for a process that is started begins with the memory of the one that starts it
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        largest = pool.submit(make_checkpoint, hf, family, int(arguments.gigabytes * 1e9)).result()
+    largest = make_checkpoint(hf, family, int(arguments.gigabytes * 1e9))
     there = ["convert_hf_to_megatron.py", "--hf-checkpoint", hf, *arguments.flags]
     peer = arguments.peer if family in arguments.peer_families else None
     first = compare("HF to Megatron", hf, there, scratch, arguments.rounds, peer)
@@ -182,19 +179,29 @@ def sync(directory: Path) -> None:
 
 def run_tool(command: list[Any]) -> tuple[int, float]:
     """(peak of resident memory in bytes, seconds that the tool itself counts: without Python's start)."""
-    process = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name(command[0]), *command[1:]],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    said = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
+    line = [sys.executable, Path(__file__).with_name(command[0]), *command[1:]]
+    peak = 0
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(line, stderr=output)
+        while process.poll() is None:
+            peak = max(peak, _high_water(process.pid))
+            time.sleep(LOOK_EVERY_S)
+        output.seek(0)
+        said = output.read()
+    if process.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{said}")
     seconds = re.search(r"GB in ([\d.]+) s", said)
     assert seconds is not None, said
-    return usage.ru_maxrss * 1024, float(seconds[1])
+    return peak, float(seconds[1])
+
+
+def _high_water(pid: int) -> int:
+    """Most resident bytes so far. What wait4 reports begins with the memory of the process that forked."""
+    try:
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
 
 
 def make_checkpoint(directory: Path, family: Family, num_bytes: int) -> int:
