@@ -28,14 +28,15 @@ def plot_comparison(study: Study, results: Sequence[RunResult], paths: Sequence[
         (f"Reward in training, mean of {_REWARD_WINDOW} steps", lambda run: _smooth(run.reward)),
     ]
     with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "study"}):
-        figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
+        figure = Figure(figsize=(12.5, 4.2), dpi=120, layout="constrained")
         for position, (title, points) in enumerate(panels, start=1):
             axes = figure.add_subplot(1, 2, position)
             _draw(axes, study, results, points)
             axes.set_title(title)
             axes.set_xlabel(f"{study.budget_unit.replace('-', ' ')}, evaluation not counted")
         figure.axes[1].axhline(study.threshold, color="grey", linewidth=0.8, linestyle="--")
-        figure.axes[0].legend(frameon=False, loc="lower right")
+        lines, names = figure.axes[0].get_legend_handles_labels()
+        figure.legend(lines, names, frameon=False, loc="outside right center")
         figure.suptitle(f"{study.name}: mean over seeds, 95 % interval")
         for path in paths:
             figure.savefig(path)
