@@ -290,7 +290,7 @@ class Run:
         shown = credit_room.shown_parts(self.thinking)
 
         def prompt_ids(prompt: Prompt, candidates: Sequence[Response]) -> tuple[int, ...]:
-            first, *others = [shown(prompt.token_ids, response).ids.tolist() for response in candidates]
+            first, *others = [shown(prompt.token_ids, response).token_ids() for response in candidates]
             return self.template(prompt, first, others)
 
         return Corrector(prompt_ids, self.config.algorithm.ibpo_k, self.max_context)

@@ -28,7 +28,7 @@ import yaml
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import PRESETS, check_algorithm
 
-__all__ = ["ConfigError", "check_config", "config_yaml", "parse_config", "write_config"]
+__all__ = ["ConfigError", "check_config", "config_yaml", "parse_config", "read_yaml", "write_config"]
 
 _DESCRIPTION = """Train a policy by IBPO: Megatron-core trains, vLLM samples.
 
@@ -160,14 +160,19 @@ def _takes_token_advantages(loss_variant: str) -> bool:
 # ---------------------------------------------------------------------------------------------- recipes
 
 
+def read_yaml(path: Path, name: str) -> Any:
+    """What the file holds. Raises ConfigError, with `name` for the file, where it cannot be read."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: is not YAML: {error}") from error
+
+
 def _read_recipe(path: Path) -> dict[str, Any]:
     """A YAML recipe as {field name: value}, keys and types checked."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: is not YAML: {error}") from error
+    content = read_yaml(path, f"--config {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):

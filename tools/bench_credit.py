@@ -10,13 +10,9 @@ references are other solutions that share half of them. Wall milliseconds; the e
 
 from __future__ import annotations
 
-import datetime
 import gc
 import json
-import os
-import platform
 import random
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
+from measured_on import machine
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import PRESETS, assign_credit
@@ -141,17 +138,6 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
         times.append(1e3 * (time.perf_counter() - started))
     assert credit.metrics["corrections"] == len(ready)
     return Row(preset, edits, len(ready), statistics.median(times[1:]), min(times[1:]))
-
-
-def machine() -> dict[str, object]:
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"model name\s*:\s*(.*)", info)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": model[1] if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
 
 
 def main(arguments: Arguments) -> None:

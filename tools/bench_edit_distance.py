@@ -11,10 +11,8 @@ sequences.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -23,13 +21,13 @@ import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import tyro
+from measured_on import machine
 from rapidfuzz.distance import Levenshtein
 from rich.console import Console
 from rich.table import Table
@@ -251,20 +249,6 @@ print(sorted(times)[1] * 1000, grown)
     return {"cpu_ms": milliseconds, "grown_mib": grown}
 
 
-def machine() -> dict[str, object]:
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"model name\s*:\s*(.*)", info)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": model[1] if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "instruction_sets": _edit_distance.supported_isas(),
-        "python": platform.python_version(),
-        "rapidfuzz": version("rapidfuzz"),
-        "numpy": version("numpy"),
-    }
-
-
 def show(rows: list[Row], console: Console) -> None:
     table = Table("case", "what", "µs a pair", "GCUPS", "peer", "its µs", "times", "wanted")
     for row in rows:
@@ -292,7 +276,7 @@ def main(arguments: Arguments) -> None:
     rows += compare_instruction_sets(texts, arguments)
     show(rows, console)
     results: dict[Literal["machine", "rows", "two_threads", "full_context"], object] = {
-        "machine": machine(),
+        "machine": machine("rapidfuzz", "numpy") | {"instruction_sets": _edit_distance.supported_isas()},
         "rows": [asdict(row) for row in rows],
         "two_threads": scaling(texts, arguments),
         "full_context": full_context(),

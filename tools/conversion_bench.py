@@ -8,10 +8,8 @@ resident memory (mapped files included) is what the system says of it.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -22,11 +20,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from measured_on import machine
 from rich.console import Console
 from rich.table import Table
 
@@ -103,7 +101,11 @@ def convert(arguments: Convert) -> None:
     show(rows)
     if arguments.save is not None:
         options = {"flags": arguments.flags, "rounds": arguments.rounds, "peer": arguments.peer is not None}
-        record = {"machine": machine(), "options": options, "rows": rows}
+        record = {
+            "machine": machine("torch", "safetensors", "megatron-core"),
+            "options": options,
+            "rows": rows,
+        }
         arguments.save.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -232,19 +234,6 @@ def make_checkpoint(directory: Path, family: Family, num_bytes: int) -> int:
         file.close()
     (directory / INDEX).write_text(json.dumps(index_of(files)))
     return largest
-
-
-def machine() -> dict[str, object]:
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"model name\s*:\s*(.*)", info)
-    packages = ("torch", "safetensors", "megatron-core")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": model[1] if model else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megatron_ibpo.cli import ConfigError, check_config, config_yaml, parse_config
+from megatron_ibpo.cli import ConfigError, check_config, config_yaml, parse_config, read_yaml
 
 __all__ = ["PlannedRun", "Study", "Tuning", "plan_main", "plan_tuning", "read_study"]
 
@@ -206,12 +206,7 @@ def _tuning(raw: Any, path: Path) -> Tuning:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold `key: value` lines")
     return content
