@@ -1,33 +1,53 @@
-"""The typed records that flow between the rooms. Plain data: token ids, rewards, weights.
+"""The typed records that flow between the rooms. Plain data: numpy arrays of tokens, rewards, weights.
 
-Token ids travel from end to end; text appears only where a verifier or a reader needs it.
+Token ids travel from end to end; text appears only where a verifier or a reader needs it. Records compare by
+identity, since arrays have no single answer to `==`; tests compare the fields that they are about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 __all__ = [
     "Correction",
+    "Flags",
+    "Floats",
     "Group",
     "Prompt",
-    "Response",
+    "Sample",
     "SampleRequest",
+    "TokenIds",
     "TrainSequence",
+    "Weights",
+    "token_ids",
 ]
 
+TokenIds = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+"""Log-probs: engines and trainers compute them in float32."""
+Weights = npt.NDArray[np.float64]
+"""Credit is computed in float64; packing rounds it once, to float32."""
 
-@dataclass(frozen=True, slots=True)
+
+def token_ids(ids: Any) -> TokenIds:
+    """`ids` (any sequence of integers) as records hold them; an int32 array is not copied."""
+    return np.asarray(ids, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One task, tokenised. `index` is its position in the source's endless stream."""
 
     index: int
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     """The whole prompt as the policy sees it, generation prompt included."""
     head_length: int
-    """How many of `token_ids` come before the place where further user content may be inserted
+    """How many of `token_ids` come before the point where further user content may be inserted
     (candidate solutions of a correction); the rest is the generation prompt."""
     label: str
     """Ground truth, as the verifier wants it."""
@@ -38,19 +58,19 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def head_ids(self) -> tuple[int, ...]:
+    def head_ids(self) -> TokenIds:
         return self.token_ids[: self.head_length]
 
     @property
-    def tail_ids(self) -> tuple[int, ...]:
+    def tail_ids(self) -> TokenIds:
         return self.token_ids[self.head_length :]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
     """One response to be sampled. Every request has its own seed."""
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     seed: int
     max_tokens: int
     temperature: float = 1.0
@@ -60,27 +80,40 @@ class SampleRequest:
     """-1: off."""
 
 
-@dataclass(slots=True)
-class Response:
+@dataclass(slots=True, eq=False)
+class Sample:
     """What the engine sampled, and later what the verifier said of it."""
 
-    token_ids: Sequence[int]
-    """Sampled ids, a tuple from an engine; the end-of-sequence id is the last one when `finish_reason` is
-    "stop"."""
-    logprobs: Sequence[float]
-    """Per-token log-probs of the distribution actually sampled (after temperature, top-p, top-k), from
-    the engine. Same length as `token_ids`."""
+    prompt_token_ids: TokenIds
+    """What it was sampled from; with prompt perturbation not the group's prompt as it stands."""
+    token_ids: TokenIds
+    """Everything after the prompt; the end-of-sequence id is the last one when `finish_reason` is "stop"."""
+    logprobs: Floats
+    """Per token, of the distribution actually sampled (after temperature, top-p, top-k), from the engine;
+    0 where `loss_mask` is False. Same length as `token_ids`."""
     finish_reason: Literal["stop", "length"]
     temperature: float
-    policy_version: int
-    """Version of the weights that sampled it."""
+    versions: tuple[tuple[int, int], ...]
+    """(first token, policy version) of each span of tokens that one version of the weights sampled."""
+    loss_mask: Flags
+    """False for tokens that the policy did not write (tool output): they are context and not trained on.
+    Same length as `token_ids`."""
+    index: int = 0
+    """Its index among the responses, or the corrections, of its group."""
     reward: float | None = None
     """None until scored, and for good when the verifier failed: an error is not a reward of 0."""
     correct: bool = False
     """reward has reached the verifier's threshold."""
     reward_error: str | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    """What it was sampled from, where that is not the group's prompt as it stands (prompt perturbation)."""
+
+    @property
+    def is_scored(self) -> bool:
+        return self.reward is not None or self.reward_error is not None
+
+    @property
+    def policy_version(self) -> int:
+        """Of the oldest weights that sampled a part of it."""
+        return min(version for _, version in self.versions)
 
     @property
     def num_content_tokens(self) -> int:
@@ -88,12 +121,12 @@ class Response:
         return len(self.token_ids) - (self.finish_reason == "stop")
 
     @property
-    def content_ids(self) -> Sequence[int]:
+    def content_ids(self) -> TokenIds:
         """`token_ids` without the end-of-sequence id."""
         return self.token_ids[: self.num_content_tokens]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Correction:
     """The policy's corrected version of a wrong response, given references (ibpo steps 3-6)."""
 
@@ -101,8 +134,8 @@ class Correction:
     """Index in `Group.responses` of the wrong response y_i."""
     references: tuple[int, ...]
     """Indices in `Group.responses` of the K-1 references, in drawn order."""
-    prompt_token_ids: tuple[int, ...]
-    response: Response
+    response: Sample
+    """Its `prompt_token_ids` are x̃."""
     distance: float = 0.0
     """Normalised token edit distance d(y_i, corrected)."""
     reference_distance: float | None = None
@@ -115,53 +148,64 @@ class Correction:
     """Of the tokens of y_i, those that the canonical alignment with the corrected response keeps."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """All that was sampled for one prompt in one step."""
 
     prompt: Prompt
-    responses: list[Response]
+    responses: list[Sample]
     corrections: list[Correction] = field(default_factory=list)
     skipped_pairs: int = 0
     """Wrong responses whose correction prompt would not have fitted the context."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TrainSequence:
     """One sequence for the trainer, which knows no more of the algorithm than this.
 
-    The step's loss is the sum over sequences of `weight` times the variant's loss of the sequence.
+    The step's loss is the sum over sequences of `weight` times the variant's loss of the sequence. Tokens
+    whose `loss_mask` is False are context: they take no part in ratio, length, loss or metrics.
     """
 
-    prompt_token_ids: tuple[int, ...]
-    response_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
+    response_token_ids: TokenIds
+    loss_mask: Flags
+    """Same length as `response_token_ids`."""
     advantage: float
     weight: float
+    prompt_index: int
+    """`Prompt.index`."""
     group: int
-    """Which prompt of the step it belongs to; a mini-batch takes whole groups."""
+    """Index of its group in the step; a mini-batch takes whole groups."""
+    index: int
+    """Its index among the responses, or the corrections, of its group."""
     kind: Literal["response", "correction"] = "response"
     temperature: float = 1.0
-    rollout_logprobs: tuple[float, ...] | None = None
-    """From the engine; needed for truncated importance weighting and the mismatch metrics."""
-    token_weights: tuple[float, ...] | None = None
+    reward: float | None = None
+    """Shaped, at the end of the sequence: what a critic's returns are made of."""
+    rollout_logprobs: Floats | None = None
+    """From the engine; needed for truncated importance weighting and the mismatch metrics. This and the
+    arrays below have the length of `response_token_ids`."""
+    token_weights: Weights | None = None
     """Scale the gradient of each response token; None means all ones."""
-    token_advantages: tuple[float, ...] | None = None
-    """In the place of `advantage`, one for each response token; for loss variants that have no term of whole
+    token_advantages: Weights | None = None
+    """Instead of `advantage`, one for each response token; for loss variants that have no term of whole
     sequences."""
-    returns: tuple[float, ...] | None = None
+    returns: Weights | None = None
     """What a critic should have predicted before each response token; None where there is no critic."""
-    values: tuple[float, ...] | None = None
+    values: Floats | None = None
     """What it did predict, before the update."""
-    old_logprobs: tuple[float, ...] | None = None
-    """Filled by the trainer before the update; None means that the update's own forward gives them."""
-    new_logprobs: tuple[float, ...] | None = None
-    """After the update; with --save-debug-rollout-data only, for the record."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_token_ids)
 
     @property
+    def num_trained_tokens(self) -> int:
+        """Response tokens that the policy wrote: the length that the loss divides by."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
     def has_advantage(self) -> bool:
         """Something to learn from: without it there is no gradient."""
-        return self.advantage != 0 if self.token_advantages is None else any(self.token_advantages)
+        return self.advantage != 0 if self.token_advantages is None else bool(self.token_advantages.any())
