@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-__all__ = ["Host", "ProcessDiedError", "Where", "gather", "result"]
+__all__ = ["Host", "ProcessDiedError", "Where", "awaited", "gather", "result"]
 
 GRACE_S = 5.0
 """After the first failure of several processes: what the others have to fail too, for the better message."""
@@ -59,8 +59,8 @@ class _Process:
         module, _, name = factory.partition(":")
         self._built = getattr(importlib.import_module(module), name)(*arguments)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._built, method)(*arguments)
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._built, method)(*arguments, **named)
 
 
 class Host:
@@ -106,9 +106,9 @@ class Host:
         """Let it make its object: `factory` is module:name. Returns what to wait for."""
         return self._actor.build.remote(factory, dict(environment), *arguments)
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Let its object run a method. Returns what to wait for."""
-        return self._actor.call.remote(method, *arguments)
+        return self._actor.call.remote(method, *arguments, **named)
 
     def kill(self) -> None:
         with suppress(Exception):  # whatever is wrong with it, it is to go
@@ -124,15 +124,25 @@ def result(answer: Any, who: str, timeout: float | None = None) -> Any:
     """
     try:
         return ray.get(answer, timeout=timeout)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, Exception):
-            raise cause from None
-        raise
-    except RayActorError as error:
-        raise ProcessDiedError(f"{who} has ended: {_first_line(error)}") from None
+    except (RayTaskError, RayActorError) as error:
+        raise plain(error, who) from None
     except GetTimeoutError:
         raise ProcessDiedError(f"{who} did not answer within {timeout:g} seconds") from None
+
+
+async def awaited(answer: Any, who: str) -> Any:
+    """`result` for asyncio, without a time-out."""
+    try:
+        return await answer
+    except (RayTaskError, RayActorError) as error:
+        raise plain(error, who) from None
+
+
+def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
+    """The exception that the process raised, or that says that it ended, without Ray's wrapping."""
+    if isinstance(error, RayActorError):
+        return ProcessDiedError(f"{who} has ended: {_first_line(error)}")
+    return error.cause if isinstance(error.cause, Exception) else error
 
 
 def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:

@@ -2,15 +2,14 @@
 
     python -m megatron_ibpo.cluster.nodes --num-nodes 4 --node-rank 0 --address HOST:PORT -- COMMAND…
 
-on every node, with its own rank. Node 0 starts the cluster, waits for the others, runs COMMAND with RAY_ADDRESS
-set, and ends the cluster with it; the others join, and end when node 0's part has ended.
+on every node, with its own rank. Node 0 starts the cluster, waits for the others, runs COMMAND with
+RAY_ADDRESS set, and ends the cluster with it; the others join, and end when node 0 has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -155,8 +154,8 @@ def _wait(
             raise ClusterError(f"Ray has ended on this node (status {ray.returncode}) before all nodes came")
         if waited > timeout:
             raise ClusterError(
-                f"waited {waited:.0f} s for {what}; start the script on every node with its own NODE_RANK and "
-                "the same MASTER_ADDR, MASTER_PORT and NNODES"
+                f"waited {waited:.0f} s for {what}; start the script on every node with its own "
+                "NODE_RANK and the same MASTER_ADDR, MASTER_PORT and NNODES"
             )
         if waited > QUIET_S and (not said or waited - said > REPEAT_S):
             print(f"waiting for {what}", file=sys.stderr, flush=True)
