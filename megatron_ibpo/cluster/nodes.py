@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,17 +19,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ibpo.cluster.session import QUIET, ClusterError, swept
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+from megatron_ibpo.cluster.session import QUIET, ClusterError, answers, swept
 
 __all__ = ["main"]
 
 LOOK_EVERY_S = 1.0
 QUIET_S = 2.0
 """Of waiting, before it is said what for."""
+START_S = 30.0
+"""That Ray may take to start on this node before it is worth a word."""
 REPEAT_S = 60.0
 LOST_AFTER = 5
 """Looks in a row at node 0 that find nothing, before a node takes it for ended."""
-STOP_TIMEOUT_S = 30.0
+GCS_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+"""What is left after that is swept up with its directory."""
 BAD_INPUT = 2
 
 
@@ -48,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(own)
     host, _, port = asked.address.rpartition(":")
     os.environ |= QUIET
+    # `ray start` asks for tokens where it finds no word on it, which the nodes would have to share beforehand
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if asked.node_rank == 0:
@@ -59,14 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lead(host: str, port: int, num_nodes: int, timeout: float, command: Sequence[str]) -> int:
-    if _answers(host, port):
+    if answers(host, port, LOOK_EVERY_S):
         raise ClusterError(
             f"port {port} is in use on {host}: set MASTER_PORT to a free one, the same on all nodes"
         )
     with _ray_node(
         "--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false"
     ) as ray:
-        _wait(lambda: _answers(host, port), f"Ray to start at {host}:{port}", ray, timeout)
+        _wait(
+            lambda: answers(host, port, LOOK_EVERY_S), f"Ray to start at {host}:{port}", ray, timeout, START_S
+        )
         missing = _Missing(f"{host}:{port}", num_nodes)
         _wait(lambda: missing.count() == 0, missing, ray, timeout)
         child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": f"{host}:{port}"})
@@ -79,12 +89,12 @@ def _lead(host: str, port: int, num_nodes: int, timeout: float, command: Sequenc
 
 
 def _follow(host: str, port: int, timeout: float) -> int:
-    _wait(lambda: _answers(host, port), f"node 0 at {host}:{port}", None, timeout)
+    _wait(lambda: answers(host, port, LOOK_EVERY_S), f"node 0 at {host}:{port}", None, timeout)
     with _ray_node(f"--address={host}:{port}") as ray:
         lost = 0
         while lost < LOST_AFTER:
             time.sleep(LOOK_EVERY_S)
-            lost = 0 if _answers(host, port) else lost + 1
+            lost = 0 if answers(host, port, LOOK_EVERY_S) else lost + 1
             if ray.poll() is not None:
                 raise ClusterError(f"Ray has ended on this node (status {ray.returncode})")
     return 0
@@ -98,17 +108,10 @@ class _Missing:
         self._left = num_nodes
 
     def count(self) -> int:
-        """Asked of a process of its own: this one must not be connected when the command runs."""
-        program = (
-            "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR'); "
-            "print(sum(node['Alive'] for node in ray.nodes()))"
-        )
-        found = subprocess.run(
-            [sys.executable, "-c", program, self._address], capture_output=True, text=True, timeout=120
-        )
-        words = found.stdout.split()
-        if found.returncode == 0 and words:
-            self._left = max(0, self._num_nodes - int(words[-1]))
+        """Asked of the head's own table: a driver here would be one more in the cluster."""
+        nodes = GcsClient(address=self._address).get_all_node_info(timeout=GCS_TIMEOUT_S)
+        alive = sum(node.state == GcsNodeInfo.ALIVE for node in nodes.values())
+        self._left = max(0, self._num_nodes - max(1, alive))  # this one is on its way
         return self._left
 
     def __str__(self) -> str:
@@ -140,7 +143,11 @@ def _ray_node(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _wait(
-    done: Callable[[], bool], what: object, ray: subprocess.Popen[bytes] | None, timeout: float
+    done: Callable[[], bool],
+    what: object,
+    ray: subprocess.Popen[bytes] | None,
+    timeout: float,
+    quiet: float = QUIET_S,
 ) -> None:
     """Until `done`; says what it waits for, after a moment and then each minute.
 
@@ -157,18 +164,10 @@ def _wait(
                 f"waited {waited:.0f} s for {what}; start the script on every node with its own "
                 "NODE_RANK and the same MASTER_ADDR, MASTER_PORT and NNODES"
             )
-        if waited > QUIET_S and (not said or waited - said > REPEAT_S):
+        if waited > quiet and (not said or waited - said > REPEAT_S):
             print(f"waiting for {what}", file=sys.stderr, flush=True)
             said = waited
         time.sleep(LOOK_EVERY_S)
-
-
-def _answers(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=LOOK_EVERY_S):
-            return True
-    except OSError:
-        return False
 
 
 def _status(code: int) -> int:

@@ -51,7 +51,7 @@ def reserved(placement: Placement) -> Iterator[PlacementGroup]:
             }
             raise PlacementError(
                 f"the cluster has enough for {len(placement.trainers)} trainers and {len(placement.engines)} "
-                f"engines, but something else in it holds them (free: {free or 'nothing'}); end it or wait for it"
+                f"engines, but others hold them (free: {free or 'nothing'}); end those, or wait for them"
             )
         yield group
     finally:

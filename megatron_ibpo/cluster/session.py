@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["QUIET", "ClusterError", "open_ray", "swept"]
+__all__ = ["QUIET", "ClusterError", "answers", "open_ray", "swept"]
 
 SWEEP_TIMEOUT_S = 15.0
 """For the process that clears up, once Ray itself has been told to stop."""
@@ -31,8 +32,15 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without GPUs of Ray's may be given some by us
     "RAY_SCHEDULER_EVENTS": "0",
 }
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Ray replaces 127.0.0.1 by an address that others reach, except where it believes that there are none."""
+LOOPBACK = "127.0.0.2"
+"""Ray replaces 127.0.0.1 by an address that others reach; this one is as local and is left alone."""
+
+
+CONNECT_TIMEOUT_S = 10.0
+NO_CLUSTER = (
+    "start a cluster with `ray start --head`, or leave out --ray-address and RAY_ADDRESS for a Ray of the "
+    "run's own"
+)
 
 
 class ClusterError(ValueError):
@@ -73,7 +81,6 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
 def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
     import ray
 
-    os.environ |= LOOPBACK
     room = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     if room < object_store_bytes:
         raise ClusterError(
@@ -88,18 +95,19 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            _node_ip_address=LOOPBACK,
             _temp_dir=str(directory),
         )
     except Exception as error:
         raise ClusterError(f"Ray does not start on this machine: {error}") from error
-    finally:
-        for name in LOOPBACK:
-            os.environ.pop(name, None)
 
 
 def _connect(address: str) -> None:
     import ray
 
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit() and not answers(host, int(port), CONNECT_TIMEOUT_S):  # Ray would try for minutes
+        raise ClusterError(f"--ray-address {address}: nothing answers there; {NO_CLUSTER}")
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
@@ -109,10 +117,16 @@ def _connect(address: str) -> None:
                 f"--ray-address {address}: that cluster runs other versions than this process, which has Ray "
                 f"{ray.__version__}: {text.splitlines()[0]} Start both from the same environment"
             ) from error
-        raise ClusterError(
-            f"--ray-address {address}: there is no Ray cluster to join ({text.splitlines()[0]}); start one "
-            "with `ray start --head`, or leave out --ray-address and RAY_ADDRESS for one of the run's own"
-        ) from error
+        raise ClusterError(f"--ray-address {address}: {text.splitlines()[0]}; {NO_CLUSTER}") from error
+
+
+def answers(host: str, port: int, timeout: float) -> bool:
+    """Whether something listens there."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout):
+            return True
+    except OSError:
+        return False
 
 
 def _disconnect() -> None:
@@ -125,7 +139,7 @@ def _disconnect() -> None:
 
 SWEEP = """
 import os, shutil, signal, sys, time
-directory = sys.argv[1]
+directory, spared = sys.argv[1], {int(sys.argv[2]), os.getpid()}
 sys.stdin.read()  # until the driver has closed it, or is no more
 def held(pid):
     try:
@@ -136,7 +150,7 @@ def held(pid):
     return directory in command or any(file.startswith(directory) for file in files)
 deadline = time.monotonic() + 10
 while time.monotonic() < deadline:
-    left = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != os.getpid() and held(pid)]
+    left = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in spared and held(pid)]
     if not left:
         break
     for pid in left:
@@ -155,7 +169,7 @@ after a kill Ray's own agents would stay."""
 def swept(directory: Path) -> Iterator[None]:
     """`directory`, and what still uses it, are gone when this block or this process has ended."""
     sweeper = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", SWEEP, str(directory)],
+        [sys.executable, "-I", "-S", "-c", SWEEP, str(directory), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
