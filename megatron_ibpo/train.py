@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(error)
     if config.run.dry_run:
-        from megatron_ibpo.dry_run.plan import plan_run
+        from megatron_ibpo.plan.run_plan import plan_run
 
         return plan_run(config)
     return train(config)
