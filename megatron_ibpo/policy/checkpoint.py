@@ -153,7 +153,7 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    StoredCheckpoint(checkpoint)  # read safely first: Megatron unpickles the metadata as it comes
+    StoredCheckpoint(checkpoint)  # reads all pickles safely first: Megatron unpickles them as they come
     try:
         return dist_checkpointing.load(wanted, str(checkpoint))
     except Exception as error:

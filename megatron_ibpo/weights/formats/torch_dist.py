@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_ibpo.models.weight_map import Block, Entry
 from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 
@@ -138,10 +139,13 @@ def find_stored(path: Path) -> Path:
 
 
 class StoredCheckpoint:
-    """A torch_dist checkpoint's tensors, read piece by piece. May be shared by threads."""
+    """A torch_dist checkpoint's tensors, read piece by piece. May be shared by threads.
+
+    Whoever has one may let Megatron load the directory: all pickles in it were read without running code.
+    """
 
     def __init__(self, directory: Path):
-        """Raises CheckpointError as `read_metadata`, or if files of it are missing."""
+        """Raises CheckpointError as `read_metadata` and `check_byte_entries`, or if files are missing."""
         self.directory = directory
         self._files = MappedFiles(directory)
         self._metadata = read_metadata(directory)
@@ -157,6 +161,7 @@ class StoredCheckpoint:
         missing = sorted(file for file in files if not (directory / file).is_file())
         if missing:
             raise CheckpointError(f"{directory}: {listed(missing)} named in {METADATA} but not there")
+        check_byte_entries(directory, self._metadata)
 
     @property
     def places(self) -> dict[MetadataIndex, _StorageInfo]:
