@@ -23,6 +23,7 @@ from megatron_ibpo.data import (
     token_texts,
 )
 from megatron_ibpo.evaluate import Corrector, evaluate
+from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import (
     find_checkpoint,
@@ -50,7 +51,6 @@ from megatron_ibpo.report import (
 from megatron_ibpo.rewards import answer_extractor, open_verifier
 from megatron_ibpo.rollout import EngineError, EnginePool
 from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.shape import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.weights import HFExport, load_hf, save_hf
 from megatron_ibpo.world import RemoteError, World, start_world
 

@@ -21,13 +21,13 @@ from test_weights import as_bytes, assert_same_bytes, make_qwen3_moe, shard_by_h
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.shape import pipeline_layers, read_hf_config
-from megatron_ibpo.weights import convert
-from megatron_ibpo.weights.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.files import changed_files
-from megatron_ibpo.weights.hf_files import Checkpoint
-from megatron_ibpo.weights.maps import weight_map
-from megatron_ibpo.weights.torch_dist import StoredCheckpoint, find_stored
+from megatron_ibpo.models import pipeline_layers, read_hf_config
+from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.formats import convert
+from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.directories import changed_files
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored
 from megatron_ibpo.world import World
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
@@ -254,7 +254,8 @@ def mtp_keys(world, path):
         get_mtp_layer_spec_for_backend,
     )
 
-    from megatron_ibpo.policy import parallel, specs
+    from megatron_ibpo.models import spec as specs
+    from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import transformer_config
 
     parallel.initialize(layout(), world, seed=0)
@@ -422,9 +423,10 @@ def interleaved(world, hf_dir, stored, virtual_stages):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megatron_ibpo.policy import cpu, specs
+    from megatron_ibpo.models import spec as specs
+    from megatron_ibpo.models.weight_map import global_name
+    from megatron_ibpo.policy import cpu
     from megatron_ibpo.policy.model import transformer_config
-    from megatron_ibpo.weights.maps import global_name
 
     cpu.activate()
     parallel_state.initialize_model_parallel(

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.shape import ModelConfigError
+from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.weights import CheckpointError, DiskSpaceError
-from megatron_ibpo.weights.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.files import changed_files
-from megatron_ibpo.weights.torch_dist import StoredCheckpoint, find_stored, read_metadata
+from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.directories import changed_files
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, read_metadata
 from megatron_ibpo.world import World
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
@@ -463,7 +463,7 @@ import resource, signal, sys, torch
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.{handler})
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.weights.convert import hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from megatron_ibpo.world import World
 alone = World(0, 1, 0, torch.device("cpu"), None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # no file gets longer
@@ -511,7 +511,7 @@ def test_a_kill_in_the_middle_leaves_nothing_that_looks_whole(here, stored, tmp_
 
 
 def checkpoint_of(directory):
-    from megatron_ibpo.weights.hf_files import Checkpoint
+    from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 
     return Checkpoint(directory)
 

@@ -49,10 +49,10 @@ def critic_config(parallel, *, lr=1.0, eps_adam=STEP_SIZE, **loss):
 
 def open_critic(world, hf_dir, config, head=0.3):
     """A critic whose head is not 0, so that the whole model has a gradient from the first step on."""
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.critic import Critic
     from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.shape import read_hf_config
     from megatron_ibpo.weights import load_hf
 
     shape = read_hf_config(Path(hf_dir))

@@ -26,8 +26,8 @@ from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EnginePo
 from megatron_ibpo.rollout.placement import EnginePlace, place_engines
 from megatron_ibpo.rollout.pool import _shares
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids
-from megatron_ibpo.weights.regions import whole
-from megatron_ibpo.weights.source import Box, Region, TensorMeta
+from megatron_ibpo.weights.layout.regions import whole
+from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
 from megatron_ibpo.weights.transfer import (
     Order,
     WeightMismatchError,

@@ -21,9 +21,9 @@ from tiny_models import make_qwen3_next
 
 from megatron_ibpo.cli import check_config, parse_config
 from megatron_ibpo.config import Config
-from megatron_ibpo.dry_run.memory import _layer_elements
-from megatron_ibpo.dry_run.plan import FITS, REFUSED, Plan, make_plan, plan_run
-from megatron_ibpo.shape import read_hf_config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.cost import kept_elements
+from megatron_ibpo.plan.run_plan import FITS, REFUSED, Plan, make_plan, plan_run
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
@@ -205,7 +205,9 @@ def kept_for_backward(world, directory: Path) -> tuple[int, float]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         chunk(ids, positions, None, packed_seq_params=packed)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    estimated = sum(_layer_elements(shape, config, full) for full in shape.full_attention) * tokens * 4
+    estimated = (
+        sum(kept_elements(shape, config.parallel, layer) for layer in range(shape.num_layers)) * tokens * 4
+    )
     parallel.destroy()
     return measured, estimated
 

@@ -85,12 +85,12 @@ def one_update(world, hf_dir, config, rows, updates=1):
 
 
 def open_trainer(world, hf_dir, config):
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.shape import read_hf_config
-    from megatron_ibpo.weights.export import HFExport
-    from megatron_ibpo.weights.load import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
 
     shape = read_hf_config(Path(hf_dir))
     parallel.initialize(config.parallel, world, seed=0)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.shape import read_hf_config
-from megatron_ibpo.weights import save as save_module
-from megatron_ibpo.weights.maps import global_name, weight_map
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.weight_map import global_name, weight_map
+from megatron_ibpo.weights.formats import save as save_module
 
 
 def layout(tp=1, pp=1, ep=1, etp=1):

@@ -28,10 +28,10 @@ from measured_on import machine
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ibpo.shape import read_hf_config
-from megatron_ibpo.weights.hf_files import INDEX, SafetensorsFile, file_names, index_of
-from megatron_ibpo.weights.maps import weight_map
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.formats.hugging_face import INDEX, SafetensorsFile, file_names, index_of
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
 
 Family = Literal["dense", "moe"]
 SHARD_BYTES = 2 * 1000**3

@@ -18,7 +18,7 @@ import tyro
 from conversion import checkpoint_bytes, console, progress_bar, run, verify
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.weights.convert import hf_to_megatron
+from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from megatron_ibpo.world import World
 
 

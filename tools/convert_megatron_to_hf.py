@@ -17,8 +17,8 @@ from pathlib import Path
 import tyro
 from conversion import checkpoint_bytes, console, progress_bar, run, verify
 
-from megatron_ibpo.weights.convert import megatron_to_hf
-from megatron_ibpo.weights.torch_dist import find_stored
+from megatron_ibpo.weights.formats.convert import megatron_to_hf
+from megatron_ibpo.weights.formats.torch_dist import find_stored
 from megatron_ibpo.world import World
 
 

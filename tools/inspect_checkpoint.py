@@ -20,12 +20,12 @@ import torch
 import tyro
 from rich.console import Console
 
-from megatron_ibpo.shape import ModelConfigError, ModelShape, read_hf_config
+from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
 from megatron_ibpo.weights import CheckpointError
-from megatron_ibpo.weights.convert import model_entries
-from megatron_ibpo.weights.files import MANIFEST, changed_files
-from megatron_ibpo.weights.hf_files import Checkpoint
-from megatron_ibpo.weights.torch_dist import (
+from megatron_ibpo.weights.formats.convert import model_entries
+from megatron_ibpo.weights.formats.directories import MANIFEST, changed_files
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.torch_dist import (
     HF_FILES,
     LAYOUT,
     RUN_STATE,

@@ -43,11 +43,11 @@ from megatron_ibpo.data import (
     worked_solution,
 )
 from megatron_ibpo.data.tiny_tokenizer import TINY_VOCAB_SIZE
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import Prompt, TrainSequence
-from megatron_ibpo.shape import read_hf_config
 from megatron_ibpo.weights import HFExport, load_hf, save_hf
 from megatron_ibpo.world import start_world
 

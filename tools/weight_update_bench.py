@@ -93,8 +93,8 @@ def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from megatron_ibpo.shape import read_hf_config
-    from megatron_ibpo.weights.maps import weight_map
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.models.weight_map import weight_map
 
     directory.mkdir(parents=True)
     sizes = {
@@ -257,7 +257,7 @@ def _predict_case(model: str, gpus: int, placement: str, arguments: Predict) -> 
 
 
 def _shape(model: str) -> Any:
-    from megatron_ibpo.shape import read_hf_config
+    from megatron_ibpo.models import read_hf_config
 
     if model == "80B-A3B":
         return read_hf_config(Path(__file__).parents[1] / "examples" / "models" / "qwen3_next_80b_a3b")
@@ -287,16 +287,16 @@ def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int |
     import torch
 
     from megatron_ibpo.config import Config
-    from megatron_ibpo.dry_run.census import as_rank
-    from megatron_ibpo.weights.export import metadata_of, regions_of
-    from megatron_ibpo.weights.place import my_place
-    from megatron_ibpo.weights.regions import choose_senders
+    from megatron_ibpo.plan.census import as_rank
+    from megatron_ibpo.weights.layout.export import metadata_of, regions_of
+    from megatron_ibpo.weights.layout.holdings import my_holding
+    from megatron_ibpo.weights.layout.regions import choose_senders
 
     config = Config(parallel=layout)
     places = []
     for rank in range(trainers):
         with as_rank(rank, trainers, config):
-            places.append(my_place(shape))
+            places.append(my_holding(shape))
     metas = metadata_of(shape, torch.bfloat16)
     model = sum(meta.num_bytes for meta in metas)
     sent = [0] * trainers
@@ -321,10 +321,10 @@ def _as_trainer(task: dict[str, Any]) -> None:
     import torch
 
     from megatron_ibpo.config import Config, ParallelConfig
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.quiet import hush_megatron
-    from megatron_ibpo.shape import read_hf_config
     from megatron_ibpo.weights import HFExport, load_hf
     from megatron_ibpo.world import start_world
 
@@ -508,7 +508,7 @@ class _Peer:
 
 def _receive_weights(pipe: Any) -> None:
     """A worker that wants everything and loads nothing."""
-    from megatron_ibpo.weights.regions import need_all
+    from megatron_ibpo.weights.layout.regions import need_all
     from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
     from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer
 

@@ -18,8 +18,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError
-from megatron_ibpo.weights.hf_files import copy_all_but_weights
-from megatron_ibpo.weights.torch_dist import HF_FILES, LAYOUT, RUN_STATE, StoredCheckpoint, newest_step
+from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
+from megatron_ibpo.weights.formats.torch_dist import (
+    HF_FILES,
+    LAYOUT,
+    RUN_STATE,
+    StoredCheckpoint,
+    newest_step,
+)
 
 __all__ = [
     "CheckpointError",

@@ -19,7 +19,7 @@ from megatron_ibpo.rollout.engine import Engine, EngineDiedError, EngineError
 from megatron_ibpo.rollout.placement import place_engines
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.settings import EngineSettings, engine_settings
-from megatron_ibpo.weights.source import WeightSource
+from megatron_ibpo.weights.layout.weight_source import WeightSource
 from megatron_ibpo.weights.transfer import Failures, Order, choose_transport, open_transport, update_engines
 from megatron_ibpo.weights.transfer.link import ask
 from megatron_ibpo.world import World

@@ -6,11 +6,11 @@ Nothing here imports Megatron or vLLM when it is imported: both sides use this r
 from __future__ import annotations
 
 from megatron_ibpo.weights.errors import CheckpointError
-from megatron_ibpo.weights.export import HFExport
-from megatron_ibpo.weights.files import DiskSpaceError
-from megatron_ibpo.weights.load import load_hf
-from megatron_ibpo.weights.save import save_hf
-from megatron_ibpo.weights.source import TensorMeta, WeightSource
+from megatron_ibpo.weights.formats.directories import DiskSpaceError
+from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.layout.export import HFExport
+from megatron_ibpo.weights.layout.weight_source import TensorMeta, WeightSource
 
 __all__ = [
     "CheckpointError",

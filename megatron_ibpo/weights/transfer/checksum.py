@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_ibpo.weights.regions import Message, box_name, unpack
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.weights.layout.regions import Message, box_name, unpack
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
 
 __all__ = ["WeightMismatchError", "checksum", "compare_checksums", "part_checksums"]
 

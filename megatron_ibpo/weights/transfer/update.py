@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ibpo.weights.source import WeightSource
+from megatron_ibpo.weights.layout.weight_source import WeightSource
 from megatron_ibpo.weights.transfer.checksum import compare_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask
 from megatron_ibpo.world import World

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.weights.regions import Buckets, Need, Sender, plan_buckets
-from megatron_ibpo.weights.source import Box, TensorMeta
+from megatron_ibpo.weights.layout.regions import Buckets, Need, Sender, plan_buckets
+from megatron_ibpo.weights.layout.weight_source import Box, TensorMeta
 
 __all__ = ["WeightPlanError", "WirePlan", "decode_metas", "encode_answer", "encode_metas", "read_answers"]
 

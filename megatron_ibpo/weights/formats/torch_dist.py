@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_ibpo.weights.byte_entries import check_byte_entries
+from megatron_ibpo.models.weight_map import Block, Entry
 from megatron_ibpo.weights.errors import CheckpointError, listed
-from megatron_ibpo.weights.files import HashedFile
-from megatron_ibpo.weights.mapped import MappedFiles
-from megatron_ibpo.weights.maps import Block, Entry
+from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
+from megatron_ibpo.weights.formats.directories import HashedFile
+from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 
 __all__ = [
     "HF_FILES",

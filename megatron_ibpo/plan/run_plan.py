@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.config import Config, RolloutConfig
-from megatron_ibpo.dry_run.census import Census, RankPart, take_census
-from megatron_ibpo.dry_run.memory import (
+from megatron_ibpo.models import ModelConfigError, ModelShape, check_layout, read_hf_config
+from megatron_ibpo.models.cost import EXPERT_IMBALANCE
+from megatron_ibpo.plan.census import Census, RankPart, take_census
+from megatron_ibpo.plan.memory import (
     CONTEXT_BYTES,
-    EXPERT_IMBALANCE,
     EngineMemory,
     RankMemory,
     engine_memory,
@@ -30,7 +31,6 @@ from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.rollout.placement import EnginePlace, place_engines
-from megatron_ibpo.shape import ModelConfigError, ModelShape, check_layout, read_hf_config
 
 __all__ = ["FITS", "REFUSED", "Plan", "make_plan", "plan_run"]
 
@@ -133,17 +133,10 @@ def _engine_problems(shape: ModelShape, config: Config, world_size: int) -> Iter
             _places(config, world_size)
         except ValueError as error:
             yield str(error)
-    counts = {
-        "attention heads": shape.num_attention_heads,
-        "MLP hidden size": shape.ffn_hidden_size,
-        "expert hidden size": shape.expert_hidden_size,
-        "shared expert hidden size": shape.shared_expert_hidden_size,
-        "delta net key heads": shape.gdn_key_heads,
-        "delta net value heads": shape.gdn_value_heads,
-    }
-    for name, count in counts.items():
+    counts = {**shape.divided_by_tp(), "an expert's hidden size": shape.expert_hidden_size}
+    for what, count in counts.items():
         if count % size:
-            yield f"{flag} does not divide the model's {name} ({count})"
+            yield f"{flag} does not divide {what} ({count})"
     heads = shape.num_key_value_heads
     if heads % size and size % heads:
         yield f"{flag}: vLLM can neither divide nor copy {heads} key/value heads evenly over {size} GPUs"
@@ -371,7 +364,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
             "each node's main memory"
         )
     state = state_bytes_per_sequence(plan.shape, config)
-    states = f", and {state / 1024**2:.2f} MiB of delta net state a sequence" if state else ""
+    states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
         f"engines: {len(plan.places)} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",

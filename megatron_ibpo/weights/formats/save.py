@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_ibpo.weights.export import HFExport
-from megatron_ibpo.weights.files import write_directory
-from megatron_ibpo.weights.hf_files import (
+from megatron_ibpo.weights.formats.directories import write_directory
+from megatron_ibpo.weights.formats.hugging_face import (
     INDEX,
     SafetensorsFile,
     copy_all_but_weights,
     file_names,
     index_of,
 )
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.weights.layout.export import HFExport
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
 from megatron_ibpo.world import World
 
 __all__ = ["save_hf"]

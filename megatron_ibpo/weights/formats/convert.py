@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.shape import ModelShape, check_layout, pipeline_layers, read_hf_config
+from megatron_ibpo.models import ModelShape, check_layout, pipeline_layers, read_hf_config
+from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
 from megatron_ibpo.weights.errors import CheckpointError, listed
-from megatron_ibpo.weights.files import write_directory
-from megatron_ibpo.weights.hf_files import (
+from megatron_ibpo.weights.formats.directories import write_directory
+from megatron_ibpo.weights.formats.file_jobs import Job, Turn, run_jobs
+from megatron_ibpo.weights.formats.hugging_face import (
     INDEX,
     Checkpoint,
     SafetensorsFile,
@@ -30,10 +32,7 @@ from megatron_ibpo.weights.hf_files import (
     file_names,
     index_of,
 )
-from megatron_ibpo.weights.maps import Entry, mtp_layers, weight_map
-from megatron_ibpo.weights.place import Place, places_of
-from megatron_ibpo.weights.source import TensorMeta
-from megatron_ibpo.weights.torch_dist import (
+from megatron_ibpo.weights.formats.torch_dist import (
     HF_FILES,
     LAYOUT,
     RUN_STATE,
@@ -42,7 +41,8 @@ from megatron_ibpo.weights.torch_dist import (
     StoredCheckpoint,
     write_metadata,
 )
-from megatron_ibpo.weights.work import Job, Turn, run_jobs
+from megatron_ibpo.weights.layout.holdings import Holding, holdings_of
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
 from megatron_ibpo.world import World
 
 __all__ = [
@@ -250,7 +250,7 @@ def _check_target(target: Path) -> None:
         raise FileExistsError(f"{target} exists; nothing is overwritten: remove it or choose another --save")
 
 
-def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> list[Place]:
+def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> list[Holding]:
     sizes = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     dense = sizes[0] * parallel.pipeline_model_parallel_size
     experts = sizes[1] * parallel.expert_tensor_parallel_size * parallel.pipeline_model_parallel_size
@@ -262,7 +262,7 @@ def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: i
             problems = [str(error)]
     if problems:
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
-    return places_of(shape, parallel, virtual_stages)
+    return holdings_of(shape, parallel, virtual_stages)
 
 
 def model_entries(shape: ModelShape, names: Iterable[str]) -> list[Entry]:
@@ -271,7 +271,7 @@ def model_entries(shape: ModelShape, names: Iterable[str]) -> list[Entry]:
     Raises:
         CheckpointError: it has more multi-token prediction layers than can be converted.
     """
-    layers = mtp_layers(names) if shape.is_hybrid else 0
+    layers = mtp_layers(names) if shape.mtp_in_checkpoints else 0
     if layers > 1:
         raise CheckpointError(
             f"mtp.layers.1 to mtp.layers.{layers - 1}: only one multi-token prediction layer can be "
@@ -316,7 +316,7 @@ def _check_tied_head(checkpoint: Checkpoint, shape: ModelShape) -> None:
 
 def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[list[Entry], Checkpoint | None]:
     """Multi-token prediction layers that only the origin's weights have."""
-    if not shape.is_hybrid or any(entry.name.startswith("mtp.") for entry in entries):
+    if not shape.mtp_in_checkpoints or any(entry.name.startswith("mtp.") for entry in entries):
         return [], None
     if not any(origin.glob("*.safetensors")):
         return [], None
@@ -434,7 +434,7 @@ class _Share:
 
 
 def _shares(
-    entries: list[Entry], shape: ModelShape, parallel: ParallelConfig, places: list[Place]
+    entries: list[Entry], shape: ModelShape, parallel: ParallelConfig, places: list[Holding]
 ) -> dict[int, list[_Share]]:
     """Each rank's shards: every shard once, with the first rank that holds it."""
     per_stage = len(places) // parallel.pipeline_model_parallel_size
@@ -454,7 +454,7 @@ def _shares(
     return dict(sorted(shares.items()))
 
 
-def _stage(entry: Entry, first_of_stage: list[Place]) -> int:
+def _stage(entry: Entry, first_of_stage: list[Holding]) -> int:
     """Its pipeline stage."""
     if entry.layer is None:
         return 0 if entry.name.startswith("embedding.") else len(first_of_stage) - 1

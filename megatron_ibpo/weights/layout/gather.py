@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.weights.regions import (
+from megatron_ibpo.weights.layout.regions import (
     Held,
     assemble,
     choose_senders,
@@ -22,7 +22,7 @@ from megatron_ibpo.weights.regions import (
     plan_buckets,
     receive_buffer,
 )
-from megatron_ibpo.weights.source import WeightSource
+from megatron_ibpo.weights.layout.weight_source import WeightSource
 
 __all__ = ["Gather"]
 

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 from torch import Tensor
 
-from megatron_ibpo.policy import packed
+from megatron_ibpo.models import packed
 
 __all__ = ["PackedGatedDeltaNet", "causal_conv", "gated_delta_rule"]
 

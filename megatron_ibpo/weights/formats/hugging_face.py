@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_ibpo.shape import ModelShape
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.weight_map import Entry, Piece, is_ignored
 from megatron_ibpo.weights.errors import CheckpointError, listed
-from megatron_ibpo.weights.files import MANIFEST, HashedFile
-from megatron_ibpo.weights.maps import Entry, Piece, is_ignored
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.weights.formats.directories import MANIFEST, HashedFile
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
 
 __all__ = ["INDEX", "Checkpoint", "SafetensorsFile", "copy_all_but_weights", "file_names", "index_of"]
 

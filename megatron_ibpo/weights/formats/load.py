@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.shape import ModelShape
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.errors import listed
-from megatron_ibpo.weights.hf_files import Checkpoint
-from megatron_ibpo.weights.maps import weight_map
-from megatron_ibpo.weights.place import my_place, parameters_by_global_name
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.layout.holdings import my_holding, parameters_by_global_name
 
 __all__ = ["load_hf"]
 
@@ -33,7 +33,7 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
     entries = weight_map(shape)
     if ignored := checkpoint.check(shape, entries.values()):
         logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
-    place = my_place(shape, chunks)
+    place = my_holding(shape, chunks)
     with torch.no_grad():
         for name, parameter in parameters_by_global_name(chunks, place):
             if name.startswith("output_layer.") and not head:

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.shape import ModelShape
-from megatron_ibpo.weights.gather import Gather
-from megatron_ibpo.weights.maps import Entry, Piece, weight_map
-from megatron_ibpo.weights.place import Place, my_place, parameters_by_global_name
-from megatron_ibpo.weights.regions import whole
-from megatron_ibpo.weights.source import Box, Region, TensorMeta
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.weight_map import Entry, Piece, weight_map
+from megatron_ibpo.weights.layout.gather import Gather
+from megatron_ibpo.weights.layout.holdings import Holding, my_holding, parameters_by_global_name
+from megatron_ibpo.weights.layout.regions import whole
+from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
 
 __all__ = ["HFExport", "metadata_of", "regions_of"]
 
@@ -71,7 +71,7 @@ class HFExport:
             bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
                 tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
-        place = my_place(shape, chunks)
+        place = my_holding(shape, chunks)
         self._rank = dist.get_rank()
         self._parameters = dict(parameters_by_global_name(chunks, place))
         first = next(iter(self._parameters.values()))
@@ -112,7 +112,7 @@ def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
     return [TensorMeta(piece.name, dtype, piece.shape) for entry in _entries(shape) for piece in entry.pieces]
 
 
-def regions_of(shape: ModelShape, places: list[Place]) -> list[tuple[Region, ...]]:
+def regions_of(shape: ModelShape, places: list[Holding]) -> list[tuple[Region, ...]]:
     """Who holds which part of each tensor when rank r stands at `places[r]`, in checkpoint order."""
     return [task.regions(piece) for task in _plan(shape, places) for piece in task.entry.pieces]
 
@@ -126,7 +126,7 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 
 
-def _plan(shape: ModelShape, places: list[Place]) -> list[_Task]:
+def _plan(shape: ModelShape, places: list[Holding]) -> list[_Task]:
     return [_Task(entry, _holders(entry, places)) for entry in _entries(shape)]
 
 
@@ -141,7 +141,7 @@ def _entries(shape: ModelShape) -> list[Entry]:
     return entries
 
 
-def _holders(entry: Entry, places: list[Place]) -> tuple[tuple[int, ...], ...]:
+def _holders(entry: Entry, places: list[Holding]) -> tuple[tuple[int, ...], ...]:
     """The ranks that hold each shard, in shard order."""
     by_shard: dict[int, list[int]] = {}
     for rank, place in enumerate(places):

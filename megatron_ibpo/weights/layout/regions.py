@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ibpo.weights.source import Box, Region, TensorMeta
+from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
 
 __all__ = [
     "Buckets",

@@ -9,14 +9,14 @@ from typing import Any
 from torch.nn import Parameter
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.shape import ModelShape, pipeline_layers
-from megatron_ibpo.weights.maps import Entry, global_name
+from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models.weight_map import Entry, global_name
 
-__all__ = ["Place", "my_place", "parameters_by_global_name", "places_of"]
+__all__ = ["Holding", "holdings_of", "my_holding", "parameters_by_global_name"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Holding:
     """What part of the model a rank holds."""
 
     tp_rank: int
@@ -45,7 +45,7 @@ class Place:
         return self.etp_rank, self.etp_size
 
 
-def my_place(shape: ModelShape, chunks: Sequence[Any] = ()) -> Place:
+def my_holding(shape: ModelShape, chunks: Sequence[Any] = ()) -> Holding:
     """This rank's place, from Megatron's groups.
 
     Args:
@@ -61,7 +61,7 @@ def my_place(shape: ModelShape, chunks: Sequence[Any] = ()) -> Place:
         or pipeline_layers(shape.num_layers, even)[groups.get_pipeline_model_parallel_rank()]
     )
     experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
-    return Place(
+    return Holding(
         tp_rank=groups.get_tensor_model_parallel_rank(),
         tp_size=groups.get_tensor_model_parallel_world_size(),
         etp_rank=groups.get_expert_tensor_parallel_rank(),
@@ -74,7 +74,7 @@ def my_place(shape: ModelShape, chunks: Sequence[Any] = ()) -> Place:
     )
 
 
-def places_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1) -> list[Place]:
+def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1) -> list[Holding]:
     """The ranks of one replica of the model, tensor parallel first, then expert parallel, then pipeline.
 
     Where expert parallelism is wider than tensor parallelism, the ranks beyond the first TP repeat its
@@ -84,7 +84,7 @@ def places_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int =
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     experts = shape.num_experts // ep
     return [
-        Place(
+        Holding(
             tp_rank=rank % tp,
             tp_size=tp,
             etp_rank=rank % etp,
@@ -108,7 +108,7 @@ def _layers(chunk: Any) -> range:
     return range(numbers[0], numbers[-1] + 1)
 
 
-def parameters_by_global_name(chunks: list[Any], place: Place) -> Iterator[tuple[str, Parameter]]:
+def parameters_by_global_name(chunks: list[Any], place: Holding) -> Iterator[tuple[str, Parameter]]:
     """This rank's parameters under their names in the whole model.
 
     Raises:
@@ -117,7 +117,7 @@ def parameters_by_global_name(chunks: list[Any], place: Place) -> Iterator[tuple
     found = tuple(_layers(chunk) for chunk in chunks)
     if found != place.layers:
         raise ValueError(
-            f"this rank's model holds layers {found}, its place {place.layers}: give my_place the chunks"
+            f"this rank's model holds layers {found}, its place {place.layers}: give my_holding the chunks"
         )
     for chunk, layers in zip(chunks, place.layers, strict=True):
         for name, parameter in chunk.named_parameters():

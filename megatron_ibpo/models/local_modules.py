@@ -26,10 +26,9 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
-from megatron_ibpo.policy import packed
+from megatron_ibpo.models import packed
 
 __all__ = [
-    "GatedNorm",
     "GroupedColumnLinear",
     "GroupedRowLinear",
     "NoCoreAttention",
@@ -63,15 +62,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
-
-
-class GatedNorm(RMSNorm):
-    """The norm of a gated delta net's output. Never zero-centred, unlike the other norms of
-    Qwen3-Next: its checkpoint value is copied as it is (subtracting one would lose bits)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
-        super().__init__(config, hidden_size, eps)
-        self.zero_centered_gamma = False
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:

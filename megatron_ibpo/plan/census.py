@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.shape import ModelShape
+from megatron_ibpo.models import ModelShape
 from megatron_ibpo.world import World
 
 __all__ = ["Census", "RankPart", "as_rank", "take_census"]

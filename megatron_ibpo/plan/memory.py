@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.dry_run.census import Census, RankPart
 from megatron_ibpo.loss import CHUNK_ROWS
-from megatron_ibpo.shape import ModelShape, pipeline_layers
+from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models.cost import kept_elements, mixer_cost
+from megatron_ibpo.plan.census import Census, RankPart
 
 __all__ = [
     "CONTEXT_BYTES",
     "ENGINE_WORKSPACE_BYTES",
-    "EXPERT_IMBALANCE",
     "EngineMemory",
     "RankMemory",
     "engine_memory",
@@ -32,12 +32,8 @@ CONTEXT_BYTES = int(1.5 * GIB)
 """CUDA context, NCCL buffers and allocator fragments of one process."""
 ENGINE_WORKSPACE_BYTES = 3 * GIB
 """vLLM's activations, sampler buffers and CUDA graphs."""
-EXPERT_IMBALANCE = 2.0
-"""Tokens that the fullest expert-parallel rank gets, relative to an even share."""
 _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
 """fp32 statistics of the loss, which goes through the logits in chunks."""
-_DELTA_NET_CHUNK = 64
-"""Tokens between two stored states of the gated delta net."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +123,10 @@ def kv_bytes_per_token(shape: ModelShape, config: Config) -> int:
 
 def state_bytes_per_sequence(shape: ModelShape, config: Config) -> int:
     """Recurrent (fp32) and convolution state of one sequence on one GPU of an engine."""
-    layers = shape.num_layers - sum(shape.full_attention)
-    recurrent = shape.gdn_value_heads * shape.gdn_key_dim * shape.gdn_value_dim * 4
-    channels = 2 * shape.gdn_key_heads * shape.gdn_key_dim + shape.gdn_value_heads * shape.gdn_value_dim
-    convolution = channels * (shape.gdn_conv_kernel - 1) * _engine_element(config)
-    return layers * (recurrent + convolution) // config.rollout.rollout_num_gpus_per_engine
+    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
+    recurrent = 4 * sum(mixer.recurrent_state for mixer in mixers)
+    convolution = _engine_element(config) * sum(mixer.convolution_state for mixer in mixers)
+    return (recurrent + convolution) // config.rollout.rollout_num_gpus_per_engine
 
 
 def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
@@ -157,8 +152,7 @@ def _activations(shape: ModelShape, config: Config, part: RankPart, tokens: int)
     element = 2 if config.model.bf16 else 4
     in_flight = stages - part.pipeline  # micro-batches that 1F1B keeps alive on this stage
     (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
-    kinds = [shape.full_attention[layer] for layer in layers]
-    layer_bytes = [_layer_elements(shape, config, full) * tokens * element for full in kinds]
+    layer_bytes = [kept_elements(shape, config.parallel, layer) * tokens * element for layer in layers]
     working = 2.0 * max(layer_bytes)  # a layer's tensors and their gradients
     if config.model.recompute_granularity != "full":
         return int(in_flight * sum(layer_bytes) + working)
@@ -169,39 +163,3 @@ def _activations(shape: ModelShape, config: Config, part: RankPart, tokens: int)
         return int(in_flight * (chunk * kept + sum(layer_bytes[chunk:])) + working)
     chunks = -(-part.layers // chunk)
     return int(in_flight * chunks * kept + (chunk - 1) * max(layer_bytes) + working)
-
-
-def _layer_elements(shape: ModelShape, config: Config, full_attention: bool) -> float:
-    """Elements a token that one layer keeps for its backward pass on one rank."""
-    tensor = config.parallel.tensor_model_parallel_size
-    sequence = tensor if config.parallel.sequence_parallel else 1
-    hidden = shape.hidden_size
-    mixer = _attention_elements(shape) if full_attention else _delta_net_elements(shape)
-    elements = 6 * hidden / sequence + mixer / tensor  # around both norms: their input, output, residual
-    if not shape.is_moe:
-        return elements + 4 * shape.ffn_hidden_size / tensor
-    elements += 3 * shape.shared_expert_hidden_size / tensor
-    elements += 3 * 2 * shape.num_experts / sequence  # router logits and probabilities in fp32
-    # each chosen expert: its input before and after the exchange, both layers, its output
-    routed = shape.experts_per_token * EXPERT_IMBALANCE * (3 * hidden + 3 * shape.expert_hidden_size)
-    return elements + routed / sequence
-
-
-def _attention_elements(shape: ModelShape) -> int:
-    query = shape.num_attention_heads * shape.head_dim
-    key = shape.num_key_value_heads * shape.head_dim
-    gate = 2 * query if shape.is_hybrid else 0
-    projected = query + 2 * key
-    normed_and_rotated = 2 * (query + key)
-    return projected + normed_and_rotated + query + gate
-
-
-def _delta_net_elements(shape: ModelShape) -> int:
-    key = shape.gdn_key_heads * shape.gdn_key_dim
-    value = shape.gdn_value_heads * shape.gdn_value_dim
-    projected = 2 * key + 2 * value + 2 * shape.gdn_value_heads
-    convolved = 2 * key + value
-    repeated = 2 * shape.gdn_value_heads * shape.gdn_key_dim
-    output = 3 * value
-    states = shape.gdn_value_heads * shape.gdn_key_dim * shape.gdn_value_dim // _DELTA_NET_CHUNK
-    return projected + convolved + repeated + output + states

@@ -1,0 +1,11 @@
+"""Dense Qwen3's tensors."""
+
+from __future__ import annotations
+
+from megatron_ibpo.models.shape import ModelShape
+from megatron_ibpo.models.weight_map import Rule
+from megatron_ibpo.models.weight_rules import attention, dense_mlp
+
+
+def layer_rules(shape: ModelShape, layer: int) -> list[Rule]:
+    return [*attention(shape), *dense_mlp(shape)]
