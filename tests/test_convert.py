@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import planned
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -375,7 +376,7 @@ def saved_by_training(world, hf_dir, directory, parallel_config):
     config = config_for(parallel_config, lr=1e-3)
     config.model.hf_checkpoint = hf_dir
     trainer, export, _ = open_trainer(world, hf_dir, config)
-    trainer.update(sequences(4))
+    planned.update(trainer, sequences(4))
     save_checkpoint(trainer, directory / "checkpoints", 7, {})
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
@@ -406,7 +407,7 @@ def trained_from(world, hf_dir, stored):
                 for parameter in trainer.chunks[0].parameters():
                     parameter.zero_()
             load_checkpoint(trainer, checkpoint)
-        norms.append([trainer.update(sequences(4))["grad_norm"] for _ in range(2)])
+        norms.append([planned.update(trainer, sequences(4))["grad_norm"] for _ in range(2)])
         close_trainer()
     return norms
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import planned
 import pytest
 import torch
 from ranks import run_ranks
@@ -30,12 +31,12 @@ def checkpoints(tmp_path_factory):
 
 
 def rows_with_returns(count=9, seed=1):
-    rng = random.Random(seed)
+    rng = np.random.default_rng(seed)
     return [
         replace(
             s,
-            returns=tuple(rng.uniform(-1, 1) for _ in s.response_token_ids),
-            values=tuple(rng.uniform(-1, 1) for _ in s.response_token_ids),
+            returns=rng.uniform(-1, 1, len(s.response_token_ids)),
+            values=rng.uniform(-1, 1, len(s.response_token_ids)).astype(np.float32),
         )
         for s in sequences(count)
     ]
@@ -99,7 +100,11 @@ def valued(world, cases, rows):
     found = []
     for hf_dir, parallel in cases:
         critic = open_critic(world, hf_dir, critic_config(parallel))
-        before, metrics, after = critic.values(rows), critic.update(rows), critic.values(rows)
+        before, metrics, after = (
+            planned.values(critic, rows),
+            planned.update_values(critic, rows),
+            planned.values(critic, rows),
+        )
         found.append((before, metrics, after))
         close_trainer()
     return found
@@ -148,7 +153,7 @@ def test_values_and_updates_are_the_same_under_every_layout(checkpoints):
 
 def by_hand(world, hf_dir, rows):
     critic = open_critic(world, hf_dir, critic_config(layout(), value_clip=0.2))
-    values, metrics = critic.values(rows), critic.update(rows)
+    values, metrics = planned.values(critic, rows), planned.update_values(critic, rows)
     close_trainer()
     return values, metrics
 
@@ -160,7 +165,7 @@ def test_the_loss_is_the_mean_over_all_response_tokens(checkpoints):
         flat = [
             (v, o, r)
             for own, row in zip(values, rows, strict=True)
-            for v, o, r in zip(own, row.values, row.returns, strict=True)
+            for v, o, r in zip(own, row.values.tolist(), row.returns.tolist(), strict=True)
         ]
         v, o, r = torch.tensor(flat, dtype=torch.float64).T
         loss, clipped = value_loss(v, o, r, 0.2)
@@ -176,14 +181,16 @@ def learned(world, hf_dir, rows):
     critic = open_critic(
         world, hf_dir, critic_config(layout(), lr=1e-2, eps_adam=1e-8, value_clip=10.0), head=0.0
     )
-    first = critic.values(rows)
-    errors = [critic.update(rows)["critic_error"] for _ in range(40)]
+    first = planned.values(critic, rows)
+    errors = [planned.update_values(critic, rows)["critic_error"] for _ in range(40)]
     close_trainer()
     return first, errors
 
 
 def test_a_critic_starts_at_0_and_learns_what_it_is_shown(checkpoints):
-    rows = [replace(r, returns=(float(n % 2),) * len(r.returns)) for n, r in enumerate(rows_with_returns(6))]
+    rows = [
+        replace(r, returns=np.full(len(r.returns), float(n % 2))) for n, r in enumerate(rows_with_returns(6))
+    ]
     first, errors = run_ranks(learned, 1, checkpoints["dense"], rows)[0]
     assert {value for own in first for value in own} == {0.0}
     assert errors[-1] < 0.2 * errors[0]
@@ -200,9 +207,9 @@ def save_and_resume(world, hf_dir, rows, directory, mode):
     chunks = build_value_model(shape, config)
     load_hf(chunks, shape, Path(hf_dir), head=False)
     critic = Critic(chunks, config, world, total_updates=10)
-    trainer.update(rows)
+    planned.update(trainer, rows)
     if mode == "uninterrupted":
-        critic.update(rows)
+        planned.update_values(critic, rows)
         save_checkpoint(trainer, Path(directory), 1, {}, critic)
     elif mode == "policy alone":
         save_checkpoint(trainer, Path(directory), 1, {})
@@ -212,8 +219,8 @@ def save_and_resume(world, hf_dir, rows, directory, mode):
         except CheckpointError as error:
             close_trainer()
             return str(error)
-    metrics = [critic.update(rows), critic.update(rows)]
-    values = critic.values(rows)
+    metrics = [planned.update_values(critic, rows), planned.update_values(critic, rows)]
+    values = planned.values(critic, rows)
     close_trainer()
     return metrics, values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import planned
 import pytest
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
@@ -48,11 +49,11 @@ def updates(world, hf_dir, directory, parallel, saving):
     trainer, export, _ = open_trainer(world, hf_dir, config_for(parallel, lr=1e-2, eps_adam=1e-2))
     rows = sequences(6)
     if saving:
-        trainer.update(rows)
+        planned.update(trainer, rows)
         save_checkpoint(trainer, directory, 1, {})
     else:
         load_checkpoint(trainer, find_checkpoint(directory))
-    norms = [trainer.update(rows)["grad_norm"] for _ in range(2)]
+    norms = [planned.update(trainer, rows)["grad_norm"] for _ in range(2)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
     return weights, norms

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import planned
 import pytest
 import torch
 from ranks import run_ranks
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.policy.planning import plan_forward
+from megatron_ibpo.records import TrainSequence, token_ids
 
 EPSILON = 100.0
 LR = 1.0
@@ -58,27 +62,48 @@ def sequences(count=9, seed=0):
     rng = random.Random(seed)
     made = []
     for number in range(count):
-        prompt = tuple(rng.randrange(2, 64) for _ in range(rng.randrange(1, 9)))
-        response = tuple(rng.randrange(2, 64) for _ in range(rng.randrange(1, 40)))
+        prompt = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 9))]
+        response = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 40))]
         made.append(
-            TrainSequence(
+            sequence(
                 prompt,
                 response,
                 advantage=rng.choice([-1.5, -0.5, 0.0, 1.0]),
                 weight=1.0 / 6,
                 group=number % 4,
                 kind="response" if number % 3 else "correction",
-                rollout_logprobs=tuple(-4.0 - rng.random() for _ in response),
-                token_weights=tuple(rng.random() for _ in response) if number % 2 else None,
+                rollout_logprobs=[-4.0 - rng.random() for _ in response],
+                token_weights=[rng.random() for _ in response] if number % 2 else None,
             )
         )
     return made
 
 
+DTYPES = {"loss_mask": bool, "rollout_logprobs": np.float32, "values": np.float32}
+
+
+def sequence(prompt, response, *, advantage, weight, group, **fields):
+    """From plain lists, all response tokens in the loss unless a `loss_mask` says otherwise."""
+    per_token = {"loss_mask": [True] * len(response)} | {
+        k: v for k, v in fields.items() if isinstance(v, list)
+    }
+    arrays = {name: np.array(v, DTYPES.get(name, np.float64)) for name, v in per_token.items()}
+    return TrainSequence(
+        token_ids(prompt),
+        token_ids(response),
+        advantage=advantage,
+        weight=weight,
+        prompt_index=group,
+        group=group,
+        index=0,
+        **(fields | arrays),
+    )
+
+
 def one_update(world, hf_dir, config, rows, updates=1):
     """(weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
-    metrics = [trainer.update(rows) for _ in range(updates)]
+    metrics = [planned.update(trainer, rows) for _ in range(updates)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
     return (weights if world.is_driver else None), metrics
@@ -180,32 +205,28 @@ def test_the_fused_head_trains_as_the_logits_do(checkpoints):
 def golden_loss(world, hf_dir, rows):
     """The loss that the trainer reports, and the same by Σ weight · loss in plain torch."""
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
-    now = trainer.logprobs(rows)
-    for row, logprobs in zip(rows, now, strict=True):
-        row.old_logprobs = tuple(value - 0.01 * k for k, value in enumerate(logprobs))
-    stepped = trainer._optimizer_step([r for r in rows if r.advantage], False, "sequence-mean").metrics()
+    now = planned.logprobs(trainer, rows)
+    old = [[value - 0.01 * k for k, value in enumerate(logprobs)] for logprobs in now]
+    shared = [
+        replace(arrays, old_logprobs_R=np.array([v for i in arrays.members_S for v in old[i]], np.float32))
+        for arrays in planned.own_share(plan_forward, rows, trainer.config).micro_batches
+    ]
+    pieces = trainer.accumulate_gradients(shared, trainer.objective("sequence-mean"))
     close_trainer()
     total = 0.0
-    for row, logprobs in zip(rows, now, strict=True):
-        ratio = math.exp(sum(n - o for n, o in zip(logprobs, row.old_logprobs, strict=True)) / len(logprobs))
+    for row, new, before in zip(rows, now, old, strict=True):
+        ratio = math.exp(sum(n - o for n, o in zip(new, before, strict=True)) / len(new))
         clipped = min(max(ratio, 0.8), 1.2)
         total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
-    return stepped["loss"], total
-
-
-def test_the_loss_is_the_sum_of_weighted_sequence_losses_over_uneven_ranks(checkpoints):
-    """ibpo step 13: three data-parallel shares of seven sequences, some corrections, by hand."""
-    reported = run_ranks(golden_loss, 3, checkpoints["dense"], sequences(7))
-    for loss, by_hand in reported:
-        assert loss == pytest.approx(by_hand, rel=1e-5)
+    return sum(piece.sums["loss"] for piece in pieces), total
 
 
 def two_minibatches(world, hf_dir, rows):
     config = config_for(layout(), num_steps_per_rollout=2, lr=1e-3, eps_adam=1e-8)
     trainer, _, _ = open_trainer(world, hf_dir, config)
-    before = trainer.logprobs(rows)
-    metrics = trainer.update(rows)
-    after = trainer.logprobs(rows)
+    before = planned.logprobs(trainer, rows)
+    metrics = planned.update(trainer, rows)
+    after = planned.logprobs(trainer, rows)
     close_trainer()
     return before, metrics, after
 
@@ -224,10 +245,10 @@ def poisoned(world, hf_dir, rows):
     before = {name: tensor.clone() for name, tensor in export}
     rows[0].weight = math.nan
     rows[0].advantage = 1.0
-    skipped = trainer.update(rows)
+    skipped = planned.update(trainer, rows)
     unchanged = all(torch.equal(tensor, before[name]) for name, tensor in export)
     rows[0].weight = 0.1
-    taken = trainer.update(rows)
+    taken = planned.update(trainer, rows)
     changed = any(not torch.equal(tensor, before[name]) for name, tensor in export)
     close_trainer()
     return skipped, unchanged, taken, changed
@@ -243,7 +264,7 @@ def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(checkpoints)
 
 def truncated_weights(world, hf_dir, rows):
     plain = open_trainer(world, hf_dir, config_for(layout()))[0]
-    old = plain.logprobs(rows)
+    old = planned.logprobs(plain, rows)
     close_trainer()
     config = config_for(layout(), use_tis=True, tis_clip=1.5)
     metrics = one_update(world, hf_dir, config, rows)[1][0]
@@ -274,13 +295,13 @@ def save_and_resume(world, hf_dir, rows, directory, parallel, mode):
     trainer, export, _ = open_trainer(world, hf_dir, config)
     state = None
     if mode == "uninterrupted":
-        trainer.update(rows)
+        planned.update(trainer, rows)
         save_checkpoint(trainer, Path(directory), 1, {"note": "kept"})
     else:
         found = find_checkpoint(Path(directory))
         state = load_run_state(found)
         load_checkpoint(trainer, found)
-    metrics = [trainer.update(rows), trainer.update(rows)]
+    metrics = [planned.update(trainer, rows), planned.update(trainer, rows)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
     return (weights if world.is_driver else None), [m["grad_norm"] for m in metrics], state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +9,6 @@ import torch
 
 from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.loss import ChosenBackend, choose_backend, resolve_variant
-from megatron_ibpo.records import TrainSequence
 
 __all__ = ["Objective", "aggregation", "backend_in_use", "check_loss", "clip_params", "gspo_objective"]
 
@@ -64,22 +62,18 @@ def check_loss(loss: LossConfig) -> None:
         )
 
 
-def aggregation(config: Config, minibatch: Sequence[TrainSequence]) -> str | float:
-    """What divides a sequence's sum over tokens in every micro-batch of this mini-batch.
+def aggregation(config: Config, mean_length: float) -> str | float:
+    """What divides a sequence's sum over tokens in every micro-batch of a mini-batch.
 
-    A token mean is over the whole mini-batch, sequences of advantage 0 included, so that the loss does not
-    depend on how it is cut into micro-batches: its divisor is the weighted mean response length.
+    Args:
+        mean_length: `planning.weighted_mean_length` of the mini-batch, which a token mean divides by.
     """
     chosen = config.loss.loss_aggregation
     if chosen == "variant":
         chosen = resolve_variant(config.loss.loss_variant, None)[0].aggregation
     if chosen == "constant":
         return float(config.rollout.rollout_max_response_len)
-    if chosen == "sequence-mean":
-        return chosen
-    weight = sum(s.weight for s in minibatch)
-    tokens = sum(s.weight * len(s.response_token_ids) for s in minibatch)
-    return tokens / weight if weight > 0 and tokens > 0 else 1.0
+    return chosen if chosen == "sequence-mean" else mean_length
 
 
 def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
