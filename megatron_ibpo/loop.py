@@ -234,9 +234,9 @@ class Run:
         """
         directory = self.config.run.run_dir / "weight_check"
         self.policy.save_hf(directory)
-        updated = probe(partial(engines.call, 0), engines.version)
+        updated = probe(engines.idle(0), engines.version)
         engines.replaced(0, directory)
-        compare_probes(updated, probe(partial(engines.call, 0), 0))
+        compare_probes(updated, probe(engines.idle(0), 0))
         engines.replaced(0, None)
         shutil.rmtree(directory)
         self.progress.weights_checked = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ ALLOWED_RESTARTS = 3
 FACTORY = "megatron_ibpo.rollout.engine:Engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
+SLACK_S = 10.0
+"""For an answer to come back, beyond the time that the engine itself was given."""
 
 Reasons = dict[int, str]
 """By engine: how it died."""
@@ -59,6 +61,23 @@ class RemoteEngine:
             raise EngineDiedError(str(error)) from None
 
 
+@dataclass(frozen=True, slots=True)
+class IdleEngine:
+    """An engine that nobody else asks meanwhile."""
+
+    host: Host
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """One sample for each request, in order."""
+        answer = self.host.call("generate", list(requests), version=version, timeout=timeout)
+        return result(answer, self.host.name, timeout + SLACK_S)
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """What a control method of vLLM's process gives."""
+        answer = self.host.call("call", method, *arguments, timeout=timeout)
+        return result(answer, self.host.name, timeout + SLACK_S)
+
+
 @dataclass(slots=True)
 class RemoteLink:
     """An engine as a weight update asks it (`weights.transfer.EngineLink`), from a trainer's process."""
@@ -72,7 +91,7 @@ class RemoteLink:
     def result(self, timeout: float) -> Any:
         # the engine's calls run in threads: the second must not overtake the first
         result(self.begun, self.host.name, timeout)
-        return result(self.host.call("result", timeout), self.host.name, timeout + CALLS_AT_ONCE)
+        return result(self.host.call("result", timeout), self.host.name, timeout + SLACK_S)
 
 
 @dataclass
@@ -82,8 +101,8 @@ class Engines:
     trainers: Trainers
     placement: Placement
     group: PlacementGroup
-    settings: Callable[[tuple[int, ...]], EngineSettings]
-    """(numbers of an engine's GPUs among those it sees) → its settings."""
+    settings: EngineSettings
+    """Of each of them; which GPUs it has is filled in."""
     logs: Path
     order: Order
     """How the next update is done."""
@@ -121,7 +140,7 @@ class Engines:
 
         Does nothing elsewhere: an idle engine uses no processor.
         """
-        if not self.order.sleeping and self.settings(()).sleep_mode:
+        if not self.order.sleeping and self.settings.sleep_mode:
             self._tell("sleep")
             self.order = replace(self.order, sleeping=True)
 
@@ -174,9 +193,9 @@ class Engines:
             if dead:
                 raise _give_up(dead)
 
-    def call(self, index: int, method: str, *arguments: Any, timeout: float) -> Any:
-        """What a method of the idle engine gives."""
-        return result(self.hosts[index].call(method, *arguments, timeout=timeout), f"engine {index}")
+    def idle(self, index: int) -> IdleEngine:
+        """One engine, to be asked by itself."""
+        return IdleEngine(self.hosts[index])
 
     def close(self) -> None:
         """Stop all engines; nothing of them remains, whatever state they are in."""
@@ -196,9 +215,9 @@ class Engines:
             gpus = self.trainers.gpus(partners) if placement.colocated else ()
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
             count = len(gpus) or placement.engines[index].gpus
-            settings = self.settings(tuple(range(count)))
-            if hf_dir is not None:
-                settings = replace(settings, model=str(hf_dir))
+            settings = replace(
+                self.settings, gpus=tuple(range(count)), model=str(hf_dir or self.settings.model)
+            )
             bundle = partners[0] if placement.colocated else len(placement.trainers) + index
             host = Host(
                 f"engine {index}",
@@ -262,7 +281,7 @@ class Engines:
         if self.version == 0:
             return  # it has loaded them
         # where engines share a group, one that died has broken it for all
-        shared = self.settings(()).transport == "nccl"
+        shared = self.settings.transport == "nccl"
         everyone = sorted(self.hosts) if shared else sorted(dead)
         self.connected -= set(everyone)
         _, _, dead_again = self._catch_up(everyone)
@@ -289,7 +308,7 @@ class Engines:
         ]
         for host, answer in answers:
             try:
-                result(answer, host.name, self.order.timeout + CALLS_AT_ONCE)
+                result(answer, host.name, self.order.timeout + SLACK_S)
             except (EngineError, ProcessDiedError) as error:
                 log.debug("%s: %s", host.name, error)
 
