@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
 
 from megatron_ibpo.cluster import Engines
-from megatron_ibpo.config import AlgorithmConfig, Config, preset
+from megatron_ibpo.config import AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
-from megatron_ibpo.credit import Credit, CreditContext, LogProbQuery, assign_credit, correct_groups, find_operator
-from megatron_ibpo.evaluate import Corrector, evaluate
+from megatron_ibpo.credit import (
+    Credit,
+    CreditContext,
+    LogProbQuery,
+    assign_credit,
+)
 from megatron_ibpo.policy.group import Policy
-from megatron_ibpo.records import Floats, Group, Prompt, Sample, TokenIds, TrainSequence
+from megatron_ibpo.records import Floats, Group, TrainSequence
 from megatron_ibpo.report import (
     Report,
     Stages,
+    check_reward_errors,
     outcomes_path,
     rollout_path,
     save_groups,
     save_outcomes,
+    step_alarms,
 )
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.sampling import Rollouts
 from megatron_ibpo.task import Task
 
 __all__ = ["NotFiniteError", "Progress", "Run"]
+
+
+GSPO = AlgorithmConfig(
+    **{name: value for name, value in PRESETS["gspo"].items() if name in AlgorithmConfig.__dataclass_fields__}
+)
+"""Plain advantages of the responses alone: what the gradient meter compares with."""
 
 
 class NotFiniteError(RuntimeError):
@@ -43,6 +57,9 @@ class Progress:
     """Steps whose update was not taken."""
     weights_checked: bool = False
     """--check-weight-update-equal has compared an engine with a fresh one."""
+    old_logprobs: list[Floats] | None = None
+    """With --save-debug-rollout-data the trainers' before this step's update, and the new ones after it."""
+    new_logprobs: list[Floats] | None = None
 
 
 @dataclass
@@ -106,17 +123,17 @@ class Run:
         """
         if self.config.run.debug_rollout_only:
             return {}
-        self.observed.old = self._observed_logprobs(sequences)
+        self.progress.old_logprobs = self._observed_logprobs(sequences)
         with self.stages("train"):
             metrics = self.policy.update(sequences)
         self._count_passes()
-        self.observed.new = self._observed_logprobs(sequences)
+        self.progress.new_logprobs = self._observed_logprobs(sequences)
         progress, most = self.progress, self.config.run.max_nonfinite_steps
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
         if progress.skipped_in_a_row >= most:
             raise NotFiniteError(
-                f"{most} steps in a row had a loss or gradient that is not finite; lower --lr, or look at the "
-                "records kept by --save-debug-rollout-data"
+                f"{most} steps in a row had a loss or gradient that is not finite; lower --lr, or look at "
+                "the records kept by --save-debug-rollout-data"
             )
         return metrics
 
@@ -148,9 +165,7 @@ class Run:
         with self.stages("report"):
             if run.save_debug_rollout_data:
                 path = rollout_path(run.run_dir / "rollouts", step)
-                save_groups(
-                    path, step, groups, self.task.tokenizer.decode, credit.sequences, self.observed
-                )
+                save_groups(path, step, groups, self.task.tokenizer.decode, credit.sequences, self.observed)
             counts = {"engine_restarts": 0 if self.engines is None else self.engines.restarts}
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics() | counts
             responses = [response for group in groups for response in group.responses]
@@ -159,9 +174,7 @@ class Run:
             for alarm in step_alarms(metrics, responses=len(responses), first_reward_error=first):
                 self.reporter.note(alarm)
             self.reporter.step(step, metrics, seconds)
-        check_reward_errors(
-            len(errors), len(responses), run.max_reward_error_rate, first_reward_error=first
-        )
+        check_reward_errors(len(errors), len(responses), run.max_reward_error_rate, first_reward_error=first)
 
     def evaluate_if_due(self) -> None:
         """Evaluate at the start, at the end, and every --eval-interval steps."""
@@ -240,3 +253,18 @@ class Run:
         engines.replaced(0, None)
         shutil.rmtree(directory)
         self.progress.weights_checked = True
+
+
+def _as_sequence(query: LogProbQuery) -> TrainSequence:
+    """What the trainers compute log-probs of; nothing of it is trained on."""
+    return TrainSequence(
+        query.context,
+        query.continuation,
+        np.ones(len(query.continuation), bool),
+        advantage=0.0,
+        weight=0.0,
+        prompt_index=0,
+        group=0,
+        index=0,
+        temperature=query.temperature,
+    )

@@ -25,18 +25,18 @@ from megatron_ibpo.cluster import (
     reserved,
 )
 from megatron_ibpo.config import Config
+from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
-from megatron_ibpo.models.cost import CostMeter, Spent
 from megatron_ibpo.policy.group import Policy
-from megatron_ibpo.policy.run_state import find_checkpoint, load_run_state
 from megatron_ibpo.report import Report, Stages, checkpoint_bytes, prepare_run_dir, run_sizes
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import open_rollouts
 from megatron_ibpo.task import open_task
-from megatron_ibpo.weights.transfer import Order, choose_transport
+from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
+from megatron_ibpo.weights.transfer.order import Order, choose_transport
 
 __all__ = ["START_ERRORS", "open_run"]
 
@@ -115,7 +115,6 @@ def open_run(config: Config) -> Iterator[Run]:
         run.progress.start_seconds = stages.take()
         with _failure_in_summary(reporter):
             yield run
-
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The loop: sample, credit, update, sync, report, save.
 
-This process is the driver. It starts trainers, engines and verifiers, holds prompts, samples and credit, and has
-no model itself.
+This process is the driver. It starts trainers, engines and verifiers, holds prompts, samples and credit, and
+has no model itself.
 """
 
 from __future__ import annotations

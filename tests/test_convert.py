@@ -315,7 +315,7 @@ def same_parameters(world, hf_dir, stored, parallel_config):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import _models, load_weights
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
 
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(hf_dir)

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError
-from megatron_ibpo.weights import CheckpointError, DiskSpaceError
+from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.formats.directories import changed_files
+from megatron_ibpo.weights.formats.directories import DiskSpaceError, changed_files
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, read_metadata
 from megatron_ibpo.world import World
 

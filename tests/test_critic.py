@@ -54,7 +54,7 @@ def open_critic(world, hf_dir, config, head=0.3):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.critic import Critic
     from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.weights import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
 
     shape = read_hf_config(Path(hf_dir))
     parallel.initialize(config.parallel, world, seed=0)
@@ -197,10 +197,11 @@ def test_a_critic_starts_at_0_and_learns_what_it_is_shown(checkpoints):
 
 
 def save_and_resume(world, hf_dir, rows, directory, mode):
-    from megatron_ibpo.policy.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
     from megatron_ibpo.policy.critic import Critic
     from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.weights import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.run_state import find_checkpoint
 
     config = critic_config(layout(tp=2), lr=1e-3, eps_adam=1e-8)
     trainer, _, shape = open_trainer(world, hf_dir, config)

@@ -28,15 +28,11 @@ from megatron_ibpo.rollout.pool import _shares
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids
 from megatron_ibpo.weights.layout.regions import whole
 from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
-from megatron_ibpo.weights.transfer import (
-    Order,
-    WeightMismatchError,
-    WeightPlanError,
-    choose_transport,
-    gloo,
-    open_transport,
-    update_engines,
-)
+from megatron_ibpo.weights.transfer import gloo
+from megatron_ibpo.weights.transfer.errors import WeightMismatchError, WeightPlanError
+from megatron_ibpo.weights.transfer.open import open_transport
+from megatron_ibpo.weights.transfer.order import Order, choose_transport
+from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.world import World
 
 CONTEXT = 256

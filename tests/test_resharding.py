@@ -43,7 +43,8 @@ def go_on(world, cases, saving):
 
 
 def updates(world, hf_dir, directory, parallel, saving):
-    from megatron_ibpo.policy.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_ibpo.weights.formats.run_state import find_checkpoint
 
     # a large epsilon: what rounding makes of a gradient near zero does not decide about the step
     trainer, export, _ = open_trainer(world, hf_dir, config_for(parallel, lr=1e-2, eps_adam=1e-2))

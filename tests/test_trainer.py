@@ -284,12 +284,8 @@ def test_truncated_importance_weights_by_hand(checkpoints):
 
 
 def save_and_resume(world, hf_dir, rows, directory, parallel, mode):
-    from megatron_ibpo.policy.checkpoint import (
-        find_checkpoint,
-        load_checkpoint,
-        load_run_state,
-        save_checkpoint,
-    )
+    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 
     config = config_for(parallel, lr=1e-3, eps_adam=1e-8)
     trainer, export, _ = open_trainer(world, hf_dir, config)

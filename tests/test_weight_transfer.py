@@ -36,11 +36,13 @@ from megatron_ibpo.weights.layout.regions import (
     whole,
 )
 from megatron_ibpo.weights.layout.weight_source import Region, TensorMeta
-from megatron_ibpo.weights.transfer import Order, WeightMismatchError, WeightPlanError, update_engines
 from megatron_ibpo.weights.transfer.checksum import checksum, compare_checksums, part_checksums
+from megatron_ibpo.weights.transfer.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, _Outbox, join_group
 from megatron_ibpo.weights.transfer.message_memory import Memory
+from megatron_ibpo.weights.transfer.order import Order
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
+from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer, read_answers
 
 # ----------------------------------------------------------------------------------- who sends what to whom

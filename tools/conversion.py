@@ -17,8 +17,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.quiet import hush_megatron
-from megatron_ibpo.weights import CheckpointError, DiskSpaceError
+from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import Report, differing_tensors
+from megatron_ibpo.weights.formats.directories import DiskSpaceError
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.world import RemoteError, World, start_world
 

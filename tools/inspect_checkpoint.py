@@ -21,18 +21,12 @@ import tyro
 from rich.console import Console
 
 from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
-from megatron_ibpo.weights import CheckpointError
+from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import model_entries
 from megatron_ibpo.weights.formats.directories import MANIFEST, changed_files
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-from megatron_ibpo.weights.formats.torch_dist import (
-    HF_FILES,
-    LAYOUT,
-    RUN_STATE,
-    StoredCheckpoint,
-    find_stored,
-    is_weight,
-)
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, is_weight
 
 
 @dataclass

@@ -48,7 +48,9 @@ from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import Prompt, TrainSequence
-from megatron_ibpo.weights import HFExport, load_hf, save_hf
+from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.world import start_world
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"

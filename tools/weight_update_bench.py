@@ -325,7 +325,8 @@ def _as_trainer(task: dict[str, Any]) -> None:
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.quiet import hush_megatron
-    from megatron_ibpo.weights import HFExport, load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
     from megatron_ibpo.world import start_world
 
     hush_megatron()
@@ -435,7 +436,9 @@ def _rates(seconds: dict[str, float], total: int) -> dict[str, float]:
 
 def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
     """An update of the engine behind `link` (on the driver), after the first one, which meets it."""
-    from megatron_ibpo.weights.transfer import Order, open_transport, update_engines
+    from megatron_ibpo.weights.transfer.open import open_transport
+    from megatron_ibpo.weights.transfer.order import Order
+    from megatron_ibpo.weights.transfer.update import update_engines
 
     transport = open_transport(
         "gloo", world, num_engines=1, workers_per_engine=1, bucket_bytes=bucket, timeout=300

@@ -2,8 +2,8 @@
 
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.host import ProcessDiedError
-from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
+from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import cluster_nodes, reserved
 from megatron_ibpo.cluster.session import ClusterError, open_ray
 from megatron_ibpo.cluster.trainers import Trainers

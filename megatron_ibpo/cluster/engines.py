@@ -18,7 +18,7 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout.engine import EngineDiedError, EngineError
 from megatron_ibpo.rollout.settings import EngineSettings
-from megatron_ibpo.weights.transfer.update import Order
+from megatron_ibpo.weights.transfer.order import Order
 
 __all__ = ["Engines", "RemoteEngine", "RemoteLink"]
 

@@ -23,15 +23,13 @@ from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
 from megatron_ibpo.shape import read_hf_config
-from megatron_ibpo.weights import HFExport, load_hf, save_hf
-from megatron_ibpo.weights.transfer import (
-    EngineLink,
-    Order,
-    Transport,
-    TransportName,
-    open_transport,
-    update_engines,
-)
+from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.layout.export import HFExport
+from megatron_ibpo.weights.transfer.link import EngineLink
+from megatron_ibpo.weights.transfer.open import open_transport
+from megatron_ibpo.weights.transfer.order import Order, TransportName
+from megatron_ibpo.weights.transfer.update import Transport, update_engines
 from megatron_ibpo.world import World, start_world
 
 __all__ = ["About", "Sent", "TrainerRank"]

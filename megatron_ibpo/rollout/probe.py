@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ibpo.records import SampleRequest
 from megatron_ibpo.rollout.engine import Engine
-from megatron_ibpo.weights.transfer import WeightMismatchError
+from megatron_ibpo.weights.transfer.errors import WeightMismatchError
 
 __all__ = ["Probe", "compare_probes", "probe"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.weights.transfer import TransportName
+from megatron_ibpo.weights.transfer.order import TransportName
 
 __all__ = ["EngineSettings", "engine_settings", "read_eos_token_ids"]
 

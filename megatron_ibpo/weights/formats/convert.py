@@ -32,15 +32,8 @@ from megatron_ibpo.weights.formats.hugging_face import (
     file_names,
     index_of,
 )
-from megatron_ibpo.weights.formats.torch_dist import (
-    HF_FILES,
-    LAYOUT,
-    RUN_STATE,
-    DistcpFile,
-    Record,
-    StoredCheckpoint,
-    write_metadata,
-)
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
 from megatron_ibpo.weights.layout.holdings import Holding, holdings_of
 from megatron_ibpo.weights.layout.weight_source import TensorMeta
 from megatron_ibpo.world import World

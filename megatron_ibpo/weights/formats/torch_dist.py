@@ -32,28 +32,19 @@ from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
+from megatron_ibpo.weights.formats.run_state import newest_step
 
 __all__ = [
-    "HF_FILES",
-    "LAYOUT",
-    "RUN_STATE",
     "DistcpFile",
     "Record",
     "StoredCheckpoint",
     "find_stored",
     "is_weight",
-    "newest_step",
     "read_metadata",
     "write_metadata",
 ]
 
 METADATA, CONFIG = ".metadata", "metadata.json"
-RUN_STATE = "run_state.json"
-"""Ours: JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""
-LAYOUT = "layout.json"
-"""Ours: for what layout the checkpoint was written, and whether it holds an optimizer."""
-HF_FILES = "hf"
-"""Ours: folder with config.json and the tokenizer, so that the checkpoint converts back."""
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for what is no tensor."""
 ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -110,12 +101,6 @@ def read_metadata(directory: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{directory / METADATA} holds a {type(metadata).__name__}, not metadata")
     return metadata
-
-
-def newest_step(path: Path) -> Path | None:
-    """The last step that a training run has saved in `path` or `path`/checkpoints."""
-    found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
-    return max((step for step in found if (step / RUN_STATE).is_file()), key=lambda p: p.name, default=None)
 
 
 def find_stored(path: Path) -> Path:
