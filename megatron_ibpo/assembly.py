@@ -48,8 +48,9 @@ from megatron_ibpo.report import (
     save_outcomes,
 )
 from megatron_ibpo.rewards import answer_extractor, open_verifier
-from megatron_ibpo.rollout import EngineError, EnginePool
+from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.rollout.pool import EnginePool
 from megatron_ibpo.shape import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.weights import HFExport, load_hf, save_hf
 from megatron_ibpo.world import RemoteError, World, start_world

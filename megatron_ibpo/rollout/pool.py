@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.records import Response, SampleRequest
-from megatron_ibpo.rollout.engine import Engine, EngineDiedError, EngineError
+from megatron_ibpo.records import Sample, SampleRequest
+from megatron_ibpo.rollout.engine import Engine
 from megatron_ibpo.rollout.placement import place_engines
 from megatron_ibpo.rollout.probe import compare_probes, probe
+from megatron_ibpo.rollout.protocol import EngineDiedError, EngineError
 from megatron_ibpo.rollout.settings import EngineSettings, engine_settings
 from megatron_ibpo.weights.source import WeightSource
 from megatron_ibpo.weights.transfer import Failures, Order, choose_transport, open_transport, update_engines
@@ -118,7 +119,7 @@ class EnginePool:
             self._wait_for(self._everyone)
             self._ready = True
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[Response]:
+    def generate(self, requests: Sequence[SampleRequest]) -> list[Sample]:
         """One response for each request, in order, on every rank.
 
         Args:
@@ -246,9 +247,9 @@ class EnginePool:
 
     def _sample(
         self, shares: Mapping[int, Sequence[SampleRequest]]
-    ) -> tuple[dict[int, list[Response]], Reasons]:
+    ) -> tuple[dict[int, list[Sample]], Reasons]:
         """(responses by engine, engines that died), the same on every rank."""
-        responses: dict[int, list[Response]] = {}
+        responses: dict[int, list[Sample]] = {}
 
         def sample(engines: Mapping[int, Engine]) -> Failures:
             failures: Failures = {}
@@ -262,7 +263,7 @@ class EnginePool:
             return failures
 
         dead = self._together(shares, sample)
-        merged: dict[int, list[Response]] = {}
+        merged: dict[int, list[Sample]] = {}
         for part in self._world.all_gather(responses):
             merged |= part
         return merged, dead

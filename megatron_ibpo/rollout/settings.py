@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ibpo.config import RolloutConfig
-from megatron_ibpo.weights.transfer import TransportName
+
+if TYPE_CHECKING:  # the room of weights imports torch, which the driver does without
+    from megatron_ibpo.weights.transfer import TransportName
 
 __all__ = ["EngineSettings", "engine_settings", "read_eos_token_ids"]
 
@@ -22,7 +25,7 @@ class EngineSettings:
     model: str
     """Directory in Hugging Face format."""
     eos_token_ids: tuple[int, ...]
-    """Sampling stops after one of these."""
+    """Sampling stops after one of these; with none, at the asked length only."""
     device: Literal["cpu", "cuda"]
     gpus: tuple[int, ...]
     """Numbers among the owner's visible GPUs; empty on CPUs."""
@@ -41,6 +44,8 @@ class EngineSettings:
     sleep_mode: bool
     """Give the GPU's memory back between rollouts."""
     prefix_caching: bool
+    extra_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs, as `vllm_arguments` returns them."""
 
 
 def engine_settings(
@@ -50,8 +55,12 @@ def engine_settings(
     *,
     gpus: tuple[int, ...],
     num_threads: int,
+    extra_arguments: Mapping[str, Any] | None = None,
 ) -> EngineSettings:
     """Settings of one engine of this run.
+
+    Args:
+        extra_arguments: what `vllm_arguments` made of --vllm-arg.
 
     Raises:
         ValueError: the checkpoint names no end-of-sequence token.
@@ -77,6 +86,7 @@ def engine_settings(
         enforce_eager=on_cpu or rollout.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
         prefix_caching=not (on_cpu and recurrent),
+        extra_arguments=extra_arguments or {},
     )
 
 
