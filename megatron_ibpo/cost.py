@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_ibpo.records import Response, SampleRequest
+from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.shape import ModelShape
 
 __all__ = ["FREE_STAGES", "CostMeter", "Spent", "forward_flops"]
@@ -57,10 +57,11 @@ class CostMeter:
         self._update_passes = 4.0 if recomputes else 3.0
         self.spent = before or Spent()
 
-    def sampling(self, requests: Sequence[SampleRequest], responses: Sequence[Response]) -> None:
+    def sampling(self, requests: Sequence[SampleRequest], responses: Sequence[Sample]) -> None:
         """One batch of sampling."""
-        prompts = {request.prompt_token_ids for request in requests}
-        tokens, flops = sum(map(len, prompts)), sum(self._forward(len(prompt)) for prompt in prompts)
+        # a prompt that several requests share is read once
+        lengths = {r.prompt_token_ids.tobytes(): len(r.prompt_token_ids) for r in requests}.values()
+        tokens, flops = sum(lengths), sum(map(self._forward, lengths))
         for request, response in zip(requests, responses, strict=True):
             read, written = len(request.prompt_token_ids), len(response.token_ids)
             tokens += written

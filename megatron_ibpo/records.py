@@ -116,6 +116,11 @@ class Sample:
         return min(version for _, version in self.versions)
 
     @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that the policy wrote: its length, wherever lengths are compared, punished or averaged."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
     def num_content_tokens(self) -> int:
         """Tokens without the end-of-sequence id."""
         return len(self.token_ids) - (self.finish_reason == "stop")

@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields, is_dataclass
+
+import numpy as np
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, assign_credit
-from megatron_ibpo.records import Group, Prompt, Response
+from megatron_ibpo.credit import PRESETS, CreditContext, Vocabulary, credit_at_once
+from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
 
 EOS = 2
+PROMPT = (1, 5, 27)
 RIGHT = [10, 11, 12, 13]
 """The content of a right response in these tests; a response is right when it ends in 13."""
 
 
-def response(content, reward=None, finish_reason="stop"):
-    ids = [*content, EOS] if finish_reason == "stop" else list(content)
-    correct = reward is not None and reward >= 1
-    return Response(ids, [-0.5] * len(ids), finish_reason, 1.0, 0, reward, correct)
+def response(content, reward=None, finish_reason="stop", *, prompt=PROMPT, written=None, temperature=1.0):
+    """`written`: flags of the content's tokens; the policy wrote all of them by default, and the end always."""
+    ended = finish_reason == "stop"
+    ids = token_ids([*content, *[EOS] * ended])
+    mask = np.ones(len(ids), bool)
+    if written is not None:
+        mask[: len(content)] = written
+    return Sample(
+        prompt_token_ids=token_ids(prompt),
+        token_ids=ids,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        finish_reason=finish_reason,
+        temperature=temperature,
+        versions=((0, 0),),
+        loss_mask=mask,
+        reward=reward,
+        correct=reward is not None and reward >= 1,
+    )
+
+
+def correction(target, answer, references=(), **settings):
+    return Correction(target, references, answer, **settings)
+
+
+def plain(value):
+    """Records as what `==` compares: arrays as lists, records as dictionaries."""
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.tolist()]
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def ids_of(value):
+    """An array of tokens, weights or flags as a tuple."""
+    return None if value is None else tuple(value.tolist())
+
+
+def token_weights(sequences):
+    return [ids_of(sequence.token_weights) for sequence in sequences]
 
 
 def scored(*contents):
@@ -28,7 +70,7 @@ def group(*contents, index=0):
 
 
 def prompt(index=0):
-    return Prompt(index, (1, 5, 27), 2, "13", "test", "question")
+    return Prompt(index, token_ids(PROMPT), 2, "13", "test", "question")
 
 
 def of_preset(name):
@@ -43,6 +85,28 @@ def algorithm(**settings):
 GSPO = of_preset("gspo")
 
 
+def template(prompt, target, references):
+    """x̃ with a 90 before every solution."""
+    parts = [prompt.head_ids]
+    for candidate in (target, *references):
+        parts += [token_ids([90]), candidate]
+    return np.concatenate([*parts, prompt.tail_ids])
+
+
+def context(config, *, vocabulary=(), **settings):
+    return CreditContext(
+        **{
+            "algorithm": config,
+            "rollout": RolloutConfig(rollout_max_response_len=8),
+            "vocabulary": Vocabulary(template, **dict(vocabulary)),
+            "max_context": 100,
+            "seed": 0,
+            "step": 0,
+            **settings,
+        }
+    )
+
+
 class Loop:
     """A policy that corrects as told: `answers` gives the content of each correction from its x̃."""
 
@@ -51,33 +115,22 @@ class Loop:
 
     def sample(self, requests):
         self.requests += requests
-        return [response(self.correct(request.prompt_token_ids)) for request in requests]
+        asked = [ids_of(request.prompt_token_ids) for request in requests]
+        return [response(self.correct(prompt), prompt=prompt) for prompt in asked]
 
     def score(self, pairs):
         for _, answer in pairs:
-            right = answer.content_ids[-1:] == [13]
+            right = answer.content_ids[-1:].tolist() == [13]
             answer.reward = self.rewards(answer) if self.rewards else float(right)
             answer.correct = answer.reward is not None and answer.reward >= 1
 
-    def credit(self, groups, config, **settings):
-        return assign_credit(
-            groups,
-            config,
-            sample=self.sample,
-            score=self.score,
-            correction_prompt=lambda prompt, target, references: (
-                *prompt.head_ids,
-                *[token for candidate in (target, *references) for token in (90, *candidate)],
-                *prompt.tail_ids,
-            ),
-            **{
-                "rollout": RolloutConfig(rollout_max_response_len=8),
-                "max_context": 100,
-                "seed": 0,
-                "step": 0,
-                **settings,
-            },
-        )
+    def credit(self, groups, config, *, operator=None, **settings):
+        return credit_at_once(groups, context(config, **settings), self.sample, self.score, operator)
+
+    @property
+    def asked(self):
+        """The prompts of the corrections."""
+        return [ids_of(request.prompt_token_ids) for request in self.requests]
 
 
 def candidates(prompt_ids):

@@ -11,12 +11,12 @@ import pytest
 from credit_cases import RIGHT, Loop, by_kind, fix_last, group, of_preset, prompt, response, some_groups
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_ibpo.credit.advantage import group_advantages
+from megatron_ibpo.credit.dynamic_sampling import is_informative
 
 from megatron_ibpo.cli import parse_config
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import PRESETS, check_algorithm, fill_batch
-from megatron_ibpo.credit.advantage import group_advantages
-from megatron_ibpo.credit.dynamic_sampling import is_informative
 from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
 from megatron_ibpo.data import DataError, PromptSuffixes, make_tiny_tokenizer

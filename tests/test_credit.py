@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from credit_cases import (
@@ -16,9 +15,12 @@ from credit_cases import (
     algorithm,
     by_kind,
     candidates,
+    correction,
     fix_last,
     group,
+    ids_of,
     of_preset,
+    plain,
     prompt,
     response,
     scored,
@@ -28,22 +30,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, Judgement, check_algorithm
-from megatron_ibpo.credit.advantage import group_advantages
+from megatron_ibpo.credit import PRESETS, Judgement, Operator, check_algorithm
 from megatron_ibpo.credit.edits import find_edits
+from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.rewrite import mark_rewrites
 from megatron_ibpo.credit.shaping import correction_bonus
-from megatron_ibpo.credit.shown import shown_pairs, shown_parts
-from megatron_ibpo.records import Correction, Group
+from megatron_ibpo.credit.shown import compared_pairs
+from megatron_ibpo.records import Group
 
 
 def marked(groups, threshold):
     """The threshold in force, after corrections were compared with what they correct."""
-    shown = shown_parts(None)
-    pairs = shown_pairs(groups, shown)
+    pairs = compared_pairs(groups, None)
     _, edits = find_edits(pairs, mark_insertions=False)
-    return mark_rewrites(pairs, edits, threshold, shown)
+    return mark_rewrites(pairs, edits, threshold, None)
 
 
 # ----------------------------------------------------------------------------------- Algorithm 1 by hand
@@ -58,9 +59,7 @@ def test_algorithm_1_by_hand():
     credit = loop.credit([group(RIGHT, y1, y2, y3)], algorithm())
 
     # x̃ shows the wrong response first, then the only right one, both without their ends
-    assert [request.prompt_token_ids for request in loop.requests] == [
-        (1, 5, 90, *y, 90, *RIGHT, 27) for y in (y1, y2, y3)
-    ]
+    assert loop.asked == [(1, 5, 90, *y, 90, *RIGHT, 27) for y in (y1, y2, y3)]
     # mean .325; variance (.455625 + .000625 + 2·.105625) / 4 = .166875
     std = math.sqrt(0.166875)
     expected = [0.675 / std, -0.025 / std, -0.325 / std, -0.325 / std]
@@ -69,8 +68,11 @@ def test_algorithm_1_by_hand():
     # corrections have the plain rewards 1 0 1: mean 2/3, std √2/3
     corrections = by_kind(credit, "correction")
     assert [s.advantage for s in corrections] == pytest.approx([2**-0.5, -(2**0.5), 2**-0.5], abs=1e-7)
-    assert [s.prompt_token_ids for s in corrections] == [r.prompt_token_ids for r in loop.requests]
-    assert corrections[1].response_token_ids == (10, 11, 15, 16, EOS)
+    assert [ids_of(s.prompt_token_ids) for s in corrections] == loop.asked
+    assert ids_of(corrections[1].response_token_ids) == (10, 11, 15, 16, EOS)
+    assert [(s.prompt_index, s.group, s.index) for s in corrections] == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
+    # the rewards that advantages were made of: shaped ones of responses, plain ones of corrections
+    assert [s.reward for s in credit.sequences] == [1, 0.3, 0, 0, 1, 0, 1]
     # every sequence weighs 1/(P·G)
     assert [s.weight for s in credit.sequences] == [0.25] * 7
     assert credit.metrics["correction_success"] == pytest.approx(2 / 3)
@@ -113,9 +115,10 @@ def test_weights_count_every_response_of_the_step():
 
 def test_a_sequence_takes_along_how_it_was_sampled():
     (sequence, *_) = Loop(fix_last).credit([group(RIGHT, [14])], algorithm()).sequences
-    assert sequence.prompt_token_ids == (1, 5, 27)
-    assert sequence.response_token_ids == (*RIGHT, EOS)
-    assert sequence.rollout_logprobs == (-0.5,) * 5
+    assert ids_of(sequence.prompt_token_ids) == (1, 5, 27)
+    assert ids_of(sequence.response_token_ids) == (*RIGHT, EOS)
+    assert ids_of(sequence.rollout_logprobs) == (-0.5,) * 5
+    assert ids_of(sequence.loss_mask) == (True,) * 5
     assert sequence.temperature == 1.0
     assert sequence.token_weights is None
 
@@ -125,7 +128,7 @@ def test_a_sequence_takes_along_how_it_was_sampled():
 
 def test_equal_rewards_have_advantage_exactly_zero():
     # in float32 these eight have a std of about 3e-8, and advantages of order 1
-    assert group_advantages([0.3] * 8) == [0.0] * 8
+    assert group_z_score([0.3] * 8) == [0.0] * 8
 
 
 def test_a_group_of_equal_shaped_rewards_is_counted_and_gives_no_gradient():
@@ -139,14 +142,14 @@ def test_a_group_of_equal_shaped_rewards_is_counted_and_gives_no_gradient():
 
 
 def test_advantages_are_relative_to_the_population_std():
-    assert group_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx(
+    assert group_z_score([1.0, 0.0, 0.0, 0.0]) == pytest.approx(
         [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], abs=1e-7
     )
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=16))
 def test_advantages_have_mean_zero_and_keep_the_order(rewards):
-    advantages = group_advantages(rewards)
+    advantages = group_z_score(rewards)
     assert math.fsum(advantages) == pytest.approx(0, abs=1e-5)
     for r, a in zip(rewards, advantages, strict=True):
         for s, b in zip(rewards, advantages, strict=True):
@@ -157,8 +160,8 @@ def test_advantages_have_mean_zero_and_keep_the_order(rewards):
 def test_advantages_do_not_depend_on_the_order_of_the_group(rewards, rng):
     order = list(range(len(rewards)))
     rng.shuffle(order)
-    advantages = group_advantages(rewards)
-    assert group_advantages([rewards[i] for i in order]) == [advantages[i] for i in order]
+    advantages = group_z_score(rewards)
+    assert group_z_score([rewards[i] for i in order]) == [advantages[i] for i in order]
 
 
 # ---------------------------------------------------------------------------------------- equivalences
@@ -167,7 +170,7 @@ def test_advantages_do_not_depend_on_the_order_of_the_group(rewards, rng):
 def test_no_shaping_and_no_joint_training_is_gspo_bit_for_bit():
     off = Loop(fix_last).credit(some_groups(), algorithm(ibpo_lambda=0.0, ibpo_joint=False))
     gspo = Loop(fix_last).credit(some_groups(), algorithm(**GSPO))
-    assert off.sequences == gspo.sequences
+    assert plain(off.sequences) == plain(gspo.sequences)
     assert off.metrics["corrections"] > 0
     assert "corrections" not in gspo.metrics
 
@@ -175,7 +178,7 @@ def test_no_shaping_and_no_joint_training_is_gspo_bit_for_bit():
 def test_joint_training_leaves_the_responses_as_they_are():
     joint = Loop(fix_last).credit(some_groups(), algorithm())
     alone = Loop(fix_last).credit(some_groups(), algorithm(ibpo_joint=False))
-    assert by_kind(joint, "response") == alone.sequences
+    assert plain(by_kind(joint, "response")) == plain(alone.sequences)
 
 
 def test_a_group_without_a_wrong_response_asks_for_nothing_and_gives_no_gradient():
@@ -195,8 +198,8 @@ def test_the_order_of_the_groups_does_not_matter(threshold):
     random.Random(1).shuffle(shuffled)
     other = Loop(fix_last).credit([g for _, g in shuffled], config)
     for place, (original, _) in enumerate(shuffled):
-        ours = [replace(s, group=0) for s in straight.sequences if s.group == original]
-        theirs = [replace(s, group=0) for s in other.sequences if s.group == place]
+        ours = [plain(s) | {"group": 0} for s in straight.sequences if s.group == original]
+        theirs = [plain(s) | {"group": 0} for s in other.sequences if s.group == place]
         assert ours == theirs
     assert straight.metrics == other.metrics
 
@@ -205,7 +208,7 @@ def test_the_draws_depend_on_seed_and_step():
     def prompts(seed, step):
         loop = Loop(fix_last)
         loop.credit(some_groups(), algorithm(), seed=seed, step=step)
-        return [r.prompt_token_ids for r in loop.requests], [r.seed for r in loop.requests]
+        return loop.asked, [r.seed for r in loop.requests]
 
     assert prompts(0, 0) == prompts(0, 0)
     for seed, step in ((1, 0), (0, 1)):
@@ -268,7 +271,7 @@ def test_a_lone_response_is_corrected_without_a_reference():
     loop = Loop(fix_last)
     (only,) = [group([10, 14])]
     loop.credit([only], algorithm())
-    assert loop.requests[0].prompt_token_ids == (1, 5, 90, 10, 14, 27)
+    assert loop.asked == [(1, 5, 90, 10, 14, 27)]
     assert only.corrections[0].references == ()
     assert only.corrections[0].reference_distance is None
 
@@ -277,7 +280,7 @@ def test_k_says_how_many_candidates_are_shown():
     for k in (1, 2, 3, 4):
         loop = Loop(fix_last)
         loop.credit([group([10, 14], [13], [12, 13])], algorithm(ibpo_k=k))
-        assert len(candidates(loop.requests[0].prompt_token_ids)) == k
+        assert len(candidates(loop.asked[0])) == k
 
 
 def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted():
@@ -296,9 +299,7 @@ def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted():
 
 def corrected_group(y, y_hat, *references):
     made = group(y, *references)
-    made.corrections = [
-        Correction(0, tuple(range(1, 1 + len(references))), (), response(y_hat, 1.0)),
-    ]
+    made.corrections = [correction(0, response(y_hat, 1.0), tuple(range(1, 1 + len(references))))]
     return made
 
 
@@ -340,7 +341,7 @@ def test_the_adaptive_threshold_is_mean_and_two_population_deviations_over_the_s
 
 def test_ends_of_sequence_are_no_edits():
     cut_off = Group(prompt(), [response([7, 8], 0.0, finish_reason="length")])
-    cut_off.corrections = [Correction(0, (), (), response([7, 8], 1.0))]
+    cut_off.corrections = [correction(0, response([7, 8], 1.0))]
     marked([cut_off], 0.6)
     assert cut_off.corrections[0].distance == 0
 
@@ -352,16 +353,15 @@ def test_ends_of_sequence_are_no_edits():
         ([1], [], 1.0, 0.0),
         ([1, 2, 3], [1, 3], 1 / 3, 2 / 3),
         ([1, 2], [2, 1], 1.0, 0.5),  # two replaced, or one left out and one put in: the latter keeps more
-        ([2**61 - 1], [0], 1.0, 0.0),  # equal modulo 2^61 - 1, which hashes of Python ints are taken by
     ],
 )
 def test_what_the_edit_distance_tells_of_a_correction(y, y_hat, distance, share):
     made = Group(prompt(), [response(y, 0.0), response(y, 0.0)])
-    made.corrections = [Correction(0, (1,), (), response(y_hat, 1.0))]
+    made.corrections = [correction(0, response(y_hat, 1.0), (1,))]
     marked([made], 0.6)
-    correction = made.corrections[0]
-    assert (correction.distance, correction.reference_distance) == (distance, distance)
-    assert correction.unmodified_share == share
+    (found,) = made.corrections
+    assert (found.distance, found.reference_distance) == (distance, distance)
+    assert found.unmodified_share == share
 
 
 # --------------------------------------------------------------------------------------------- shaping
@@ -371,7 +371,7 @@ def test_with_several_corrections_the_bonus_is_their_mean():
     made = group([14])
     outcomes = [(1.0, False), (1.0, True), (0.0, False), (None, False)]
     for reward, rewritten in outcomes:
-        made.corrections.append(Correction(0, (), (), response([13], reward), rewritten=rewritten))
+        made.corrections.append(correction(0, response([13], reward), rewritten=rewritten))
     # right, rewritten, wrong; the fourth was not scored and does not count
     assert correction_bonus(made, algorithm(ibpo_beta=0.6)) == [pytest.approx(0.2)]
 
@@ -390,29 +390,39 @@ def test_a_bonus_never_makes_a_wrong_response_worth_a_right_one():
     assert credit.metrics["shaped_reward"] == pytest.approx((0.8 + 0.5 + 1) / 3)
 
 
+class Says(Operator):
+    """An operator that generates nothing and says what it is told to say, or does."""
+
+    def __init__(self, phi):
+        self.phi = phi
+
+    def judge(self, groups, context):
+        return Judgement(self.phi(groups) if callable(self.phi) else self.phi)
+
+
 @pytest.mark.parametrize("phi", [[0.0, 1.5], [0.5, 0.0], [0.0, -0.1], [0.0, math.nan]])
 def test_an_operator_must_keep_to_its_range(phi):
     with pytest.raises(ValueError, match="φ lies in"):
-        Loop(fix_last).credit([group([13], [14])], algorithm(), operator=lambda *_: Judgement([phi]))
+        Loop(fix_last).credit([group([13], [14])], algorithm(), operator=Says([phi]))
 
 
 def test_another_operator_needs_nothing_but_the_groups():
     """Share of tokens that a wrong response has in common with the right ones of its group."""
 
-    def agreement(groups, config, loop):
+    def common(groups):
         phi = []
         for g in groups:
-            right = {token for r in g.responses if r.correct for token in r.content_ids}
-            shares = [len(right & set(r.content_ids)) / len(r.content_ids) for r in g.responses]
+            right = {token for r in g.responses if r.correct for token in r.content_ids.tolist()}
+            shares = [len(right & set(r.content_ids.tolist())) / len(r.content_ids) for r in g.responses]
             phi.append([0.0 if r.correct else s for r, s in zip(g.responses, shares, strict=True)])
-        return Judgement(phi)
+        return phi
 
     loop = Loop(fix_last)
     credit = loop.credit(
-        [group(RIGHT, [10, 11, 12, 14], [14, 14])], algorithm(ibpo_lambda=0.4), operator=agreement
+        [group(RIGHT, [10, 11, 12, 14], [14, 14])], algorithm(ibpo_lambda=0.4), operator=Says(common)
     )
     assert loop.requests == []
-    assert [s.advantage for s in credit.sequences] == group_advantages([1.0, 0.4 * 0.75, 0.0])
+    assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.4 * 0.75, 0.0])
 
 
 # -------------------------------------------------------------------------------------- verifier errors
@@ -424,10 +434,11 @@ def test_responses_the_verifier_failed_on_leave_the_group():
     loop = Loop(fix_last)
     credit = loop.credit([failed], algorithm(ibpo_lambda=0.0))
     responses = by_kind(credit, "response")
-    assert [s.response_token_ids for s in responses] == [(13, EOS), (14, EOS)]
+    assert [ids_of(s.response_token_ids) for s in responses] == [(13, EOS), (14, EOS)]
+    assert [s.index for s in responses] == [0, 1]
     assert [s.advantage for s in responses] == pytest.approx([1.0, -1.0], abs=1e-7)
     assert [s.weight for s in responses] == [1 / 3] * 2
-    assert candidates(loop.requests[0].prompt_token_ids) == [[14], [13]]
+    assert candidates(loop.asked[0]) == [[14], [13]]
     assert len(loop.requests) == 1
     assert credit.metrics["reward_errors"] == 1
     assert credit.metrics["reward"] == 0.5

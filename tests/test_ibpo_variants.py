@@ -12,23 +12,27 @@ from credit_cases import (
     algorithm,
     by_kind,
     candidates,
+    correction,
     fix_last,
     group,
+    ids_of,
     of_preset,
+    plain,
     prompt,
     response,
     some_groups,
+    token_weights,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit import check_algorithm
-from megatron_ibpo.credit.advantage import group_advantages
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
-from megatron_ibpo.credit.shown import ThinkingMarks, shown_pairs, shown_parts
+from megatron_ibpo.credit.estimators import group_z_score
+from megatron_ibpo.credit.shown import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.edit_distance import opcodes
-from megatron_ibpo.records import Correction, Group
+from megatron_ibpo.records import Group
 
 THINK, END_THINK = 80, 81
 MARKS = ThinkingMarks((THINK,), (END_THINK,))
@@ -51,7 +55,7 @@ def test_ratio_gives_the_share_of_tokens_kept():
     """ŷ keeps three of y's four tokens: Δ = 3/4, r' = .45; mask and β play no part."""
     credit = Loop(fix_last).credit([group(RIGHT, [10, 11, 12, 14])], preset("ibpo-ratio"))
     right, wrong = by_kind(credit, "response")
-    assert [right.advantage, wrong.advantage] == group_advantages([1.0, 0.6 * 0.75])
+    assert [right.advantage, wrong.advantage] == group_z_score([1.0, 0.6 * 0.75])
     assert wrong.token_weights is None
     assert credit.metrics["shaped_reward"] == pytest.approx(1.45 / 2)
 
@@ -61,8 +65,8 @@ def test_mask_lets_the_gradient_through_changed_tokens_only():
     wrong = [10, 11, 12, 14]
     masked = Loop(fix_last).credit([group(RIGHT, wrong)], preset("ibpo-mask"))
     base = Loop(fix_last).credit([group(RIGHT, wrong)], preset("ibpo"))
-    assert [s.token_weights for s in by_kind(masked, "response")] == [None, (0.0, 0.0, 0.0, 1.0, 0.0)]
-    assert [s.token_weights for s in by_kind(masked, "correction")] == [None]
+    assert token_weights(by_kind(masked, "response")) == [None, (0.0, 0.0, 0.0, 1.0, 0.0)]
+    assert token_weights(by_kind(masked, "correction")) == [None]
     assert [s.advantage for s in masked.sequences] == [s.advantage for s in base.sequences]
     assert masked.metrics["empty_masks"] == 0
 
@@ -77,7 +81,7 @@ def test_mask_lets_the_gradient_through_changed_tokens_only():
 def test_a_correction_that_does_not_count_masks_nothing(corrected, why):
     made = group([20, 21, 22, 23, 24, 13], [10, 11, 12, 14])
     credit = Loop(lambda x: corrected).credit([made], preset("ibpo-mask"))
-    assert [s.token_weights for s in by_kind(credit, "response")] == [None, None], why
+    assert token_weights(by_kind(credit, "response")) == [None, None], why
     assert credit.metrics["bonus_rate"] == 0
 
 
@@ -90,8 +94,8 @@ def test_of_several_corrections_the_bonus_is_the_mean_and_the_mask_the_union():
     assert [c.response.correct for c in made.corrections] == [True, True, False, True]
     assert [c.rewritten for c in made.corrections] == [False, False, False, True]
     right, masked = by_kind(credit, "response")
-    assert masked.token_weights == (0.0, 1.0, 0.0, 1.0, 0.0)
-    assert [right.advantage, masked.advantage] == group_advantages([1.0, 0.6 * 0.25])
+    assert ids_of(masked.token_weights) == (0.0, 1.0, 0.0, 1.0, 0.0)
+    assert [right.advantage, masked.advantage] == group_z_score([1.0, 0.6 * 0.25])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_a_correction_that_only_inserts_leaves_no_gradient_unless_asked(y, y_hat
     for option, expected in ((False, mask), (True, with_insertions)):
         config = preset("ibpo-mask", ibpo_mask_insertions=option, ibpo_rewrite_threshold=1.0)
         credit = Loop(lambda x: y_hat).credit([group(RIGHT, y)], config)
-        assert by_kind(credit, "response")[1].token_weights == expected
+        assert ids_of(by_kind(credit, "response")[1].token_weights) == expected
         assert credit.metrics["empty_masks"] == float(not any(expected))
 
 
@@ -116,10 +120,10 @@ def test_the_end_is_changed_where_the_correction_has_none():
     ended, cut_off = response([10, 14], 0.0), response([10, 14], 0.0, finish_reason="length")
     made = Group(prompt(), [ended, cut_off])
     made.corrections = [
-        Correction(0, (), (), response([10, 13], 1.0, finish_reason="length")),
-        Correction(1, (), (), response([10, 13], 1.0)),
+        correction(0, response([10, 13], 1.0, finish_reason="length")),
+        correction(1, response([10, 13], 1.0)),
     ]
-    edits, _ = find_edits(shown_pairs([made], shown_parts(None)), mark_insertions=False)
+    edits, _ = find_edits(compared_pairs([made], None), mark_insertions=False)
     assert [flags.tolist() for flags in edits] == [[False, True, True], [False, True]]
 
 
@@ -130,14 +134,14 @@ tokens = st.lists(st.integers(1, 4), max_size=12)
 def test_edits_are_those_of_the_edit_script(y, y_hat):
     """Changed are the tokens replaced or left out; with insertions also the one before each insertion."""
     made = Group(prompt(), [response(y, 0.0)])
-    made.corrections = [Correction(0, (), (), response(y_hat, 1.0))]
+    made.corrections = [correction(0, response(y_hat, 1.0))]
     script = opcodes(y, y_hat)
     changed = {
         i for step in script if step.tag in ("replace", "delete") for i in range(step.a_start, step.a_end)
     }
     before = {step.a_start - 1 for step in script if step.tag == "insert"} - {-1}
     for option, expected in ((False, changed), (True, changed | before)):
-        (flags,), _ = find_edits(shown_pairs([made], shown_parts(None)), mark_insertions=option)
+        (flags,), _ = find_edits(compared_pairs([made], None), mark_insertions=option)
         assert set(np.flatnonzero(flags).tolist()) == expected
         assert made.corrections[0].unmodified_share == pytest.approx(
             1 - len(changed) / max(len(y), 1) if y else 0
@@ -151,16 +155,16 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
 
 def test_shaping_only_trains_on_no_correction():
     shaping = Loop(fix_last).credit(some_groups(), preset("ibpo-shaping-only"))
-    assert shaping.sequences == by_kind(Loop(fix_last).credit(some_groups(), preset("ibpo")), "response")
+    joint = Loop(fix_last).credit(some_groups(), preset("ibpo"))
+    assert plain(shaping.sequences) == plain(by_kind(joint, "response"))
     assert shaping.metrics["corrections"] > 0
 
 
 def test_joint_only_has_the_responses_of_gspo_and_the_corrections_of_ibpo():
     joint = Loop(fix_last).credit(some_groups(), preset("ibpo-joint-only"))
-    assert by_kind(joint, "response") == Loop(fix_last).credit(some_groups(), preset("gspo")).sequences
-    assert by_kind(joint, "correction") == by_kind(
-        Loop(fix_last).credit(some_groups(), preset("ibpo")), "correction"
-    )
+    gspo, ibpo = (Loop(fix_last).credit(some_groups(), preset(name)) for name in ("gspo", "ibpo"))
+    assert plain(by_kind(joint, "response")) == plain(gspo.sequences)
+    assert plain(by_kind(joint, "correction")) == plain(by_kind(ibpo, "correction"))
 
 
 def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
@@ -168,7 +172,7 @@ def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
     answers = in_turn([13], [20, 13], [21])
     loop = Loop(answers)
     credit = loop.credit([group(RIGHT, [14], [15], [16])], preset("cipo"))
-    assert [candidates(request.prompt_token_ids) for request in loop.requests] == [[[14]], [[15]], [[16]]]
+    assert [candidates(asked) for asked in loop.asked] == [[[14]], [[15]], [[16]]]
     third = 3**-0.5
     assert [s.advantage for s in by_kind(credit, "response")] == pytest.approx(
         [3**0.5, -third, -third, -third], abs=1e-7
@@ -216,7 +220,7 @@ def test_rewrites_pay_at_the_source():
     assert [s.advantage for s in by_kind(credit, "correction")] == pytest.approx(
         [(r - 0.25) / std for r in rewards], abs=1e-6
     )
-    assert [s.advantage for s in by_kind(credit, "response")] == group_advantages([1.0, 0.6 * 0.5 / 4])
+    assert [s.advantage for s in by_kind(credit, "response")] == group_z_score([1.0, 0.6 * 0.5 / 4])
     assert credit.metrics["beyond_threshold_rate"] == 0.5
 
 
@@ -249,14 +253,14 @@ def test_a_far_correction_pays_even_where_the_reference_makes_it_no_rewrite():
     ],
 )
 def test_what_is_shown_of_a_solution_that_thinks(prompt_ids, content, seen):
-    part = shown_parts(MARKS)(prompt_ids, response(content, 0.0))
+    part = shown(response(content, 0.0, prompt=prompt_ids), MARKS)
     assert part.ids.tolist() == seen
     assert [content[place] for place in part.places] == seen
 
 
 def test_marks_of_several_tokens_are_found():
     marks = ThinkingMarks((60, 61), (60, 62))
-    part = shown_parts(marks)((1,), response([60, 61, 5, 60, 60, 62, 61, 7, 60], 0.0))
+    part = shown(response([60, 61, 5, 60, 60, 62, 61, 7, 60], 0.0, prompt=(1,)), marks)
     assert part.ids.tolist() == [61, 7, 60]
 
 
@@ -268,19 +272,19 @@ def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
     loop = Loop(lambda x: corrected)
     settings = {"ibpo_variant": "mask", "ibpo_strip_thinking": True}
     made = group(right, wrong)
-    credit = loop.credit([made], preset("ibpo", **settings), thinking=MARKS)
-    assert candidates(loop.requests[0].prompt_token_ids) == [[10, 11, 14], [10, 11, 13]]
+    credit = loop.credit([made], preset("ibpo", **settings), vocabulary={"thinking": MARKS})
+    assert candidates(loop.asked[0]) == [[10, 11, 14], [10, 11, 13]]
     (correction,) = made.corrections
     assert (correction.distance, correction.reference_distance) == (pytest.approx(1 / 3), 0.0)
     assert correction.unmodified_share == pytest.approx(2 / 3)
-    assert by_kind(credit, "response")[1].token_weights == (1, 1, 1, 1, 0, 0, 1, 0)
+    assert ids_of(by_kind(credit, "response")[1].token_weights) == (1, 1, 1, 1, 0, 0, 1, 0)
 
 
 def test_without_the_option_thinking_is_shown_whole():
     wrong = [THINK, 51, END_THINK, 14]
     loop = Loop(fix_last)
-    loop.credit([group(RIGHT, wrong)], preset("ibpo"), thinking=MARKS)
-    assert candidates(loop.requests[0].prompt_token_ids) == [wrong, RIGHT]
+    loop.credit([group(RIGHT, wrong)], preset("ibpo"), vocabulary={"thinking": MARKS})
+    assert candidates(loop.asked[0]) == [wrong, RIGHT]
 
 
 # ---------------------------------------------------------------------------------- the second operator
@@ -308,9 +312,9 @@ def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
     second none. λ = .6."""
     right, near, far = sums(2, 3, answer=3), sums(2, 4, answer=4), sums(5, 6, answer=6)
     loop = Loop(fix_last)
-    credit = loop.credit([group(right, near, far)], agreement(), token_texts=texts_of)
+    credit = loop.credit([group(right, near, far)], agreement(), vocabulary={"token_texts": texts_of})
     assert loop.requests == []
-    assert [s.advantage for s in credit.sequences] == group_advantages([1.0, 0.6 / 3, 0.0])
+    assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.6 / 3, 0.0])
     assert credit.metrics["agreement"] == pytest.approx(1 / 6)
     assert all(s.token_weights is None for s in credit.sequences)
     assert "corrections" not in credit.metrics
@@ -318,19 +322,21 @@ def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
 
 def test_agreement_may_say_which_tokens_to_learn_from():
     right, near = sums(2, 3, answer=3), sums(2, 4, answer=4)
-    credit = Loop(fix_last).credit([group(right, near)], agreement(ibpo_variant="mask"), token_texts=texts_of)
+    credit = Loop(fix_last).credit(
+        [group(right, near)], agreement(ibpo_variant="mask"), vocabulary={"token_texts": texts_of}
+    )
     # `1+1=2` agrees; `+1=4` and `#4` do not; both end
-    assert [s.token_weights for s in credit.sequences] == [None, (0,) * 5 + (1,) * 4 + (1,) * 2 + (0,)]
+    assert token_weights(credit.sequences) == [None, (0,) * 5 + (1,) * 4 + (1,) * 2 + (0,)]
 
 
 def test_without_a_correct_response_nothing_agrees():
     credit = Loop(fix_last).credit(
         [group(sums(2, 4, answer=4), sums(2, 5, answer=5))],
         agreement(ibpo_variant="mask"),
-        token_texts=texts_of,
+        vocabulary={"token_texts": texts_of},
     )
     assert [s.advantage for s in credit.sequences] == [0.0, 0.0]
-    assert [s.token_weights for s in credit.sequences] == [None, None]
+    assert token_weights(credit.sequences) == [None, None]
 
 
 def test_an_operator_that_is_not_lent_what_it_needs_says_so():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
-from credit_cases import EOS, Loop, by_kind, fix_last, group, of_preset, response
+from credit_cases import EOS, Loop, by_kind, fix_last, group, ids_of, of_preset, response
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit import check_algorithm
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
+from megatron_ibpo.records import token_ids
 
 MASK = 0
 
@@ -58,7 +60,7 @@ def test_weights_are_importance_over_its_mean():
     answer = response([10] * 7, 1.0)
     weights = importance_weights(answer, [(0, 3), (3, 4), (4, 6)], [0.4, 0.1, -0.2], inverted=False)
     mean = 1.3 / 6
-    assert weights == pytest.approx((0.4 / mean,) * 3 + (0.1 / mean,) + (0.0,) * 2 + (1.0, 1.0))
+    assert ids_of(weights) == pytest.approx((0.4 / mean,) * 3 + (0.1 / mean,) + (0.0,) * 2 + (1.0, 1.0))
     assert sum(weights) / len(weights) == pytest.approx(1)
 
 
@@ -67,7 +69,7 @@ def test_inverted_weights_turn_the_order_round():
     answer = response([10] * 7, 1.0)
     weights = importance_weights(answer, [(0, 3), (3, 4), (4, 6)], [0.4, 0.1, -0.2], inverted=True)
     mean = 1.1 / 6
-    assert weights == pytest.approx((0.0,) * 3 + (0.3 / mean,) + (0.4 / mean,) * 2 + (1.0, 1.0))
+    assert ids_of(weights) == pytest.approx((0.0,) * 3 + (0.3 / mean,) + (0.4 / mean,) * 2 + (1.0, 1.0))
 
 
 @pytest.mark.parametrize("drops", [[0.0, 0.0], [-0.1, -0.3], [0.2, 0.2]])
@@ -94,7 +96,10 @@ def policy(probability):
 
     def logprobs(queries):
         asked.extend(queries)
-        return [(math.log(probability(q)),) + (0.0,) * (len(q.continuation) - 1) for q in queries]
+        return [
+            np.array([math.log(probability(q)), *[0.0] * (len(q.continuation) - 1)], np.float32)
+            for q in queries
+        ]
 
     return logprobs, asked
 
@@ -102,7 +107,8 @@ def policy(probability):
 def credit_of(groups, config, probability):
     logprobs, asked = policy(probability)
     loop = Loop(fix_last)
-    credit = loop.credit(groups, config, logprobs=logprobs, token_texts=texts_of, placeholder_id=MASK)
+    vocabulary = {"token_texts": texts_of, "placeholder_id": MASK}
+    credit = loop.credit(groups, config, logprobs=logprobs, vocabulary=vocabulary)
     assert loop.requests == []
     return credit, asked
 
@@ -112,12 +118,12 @@ def test_each_step_is_masked_once_and_the_answer_asked_for():
     .2, masking the second to .6: weights .6 and .2 over the mean (2·.6 + 3·.2)/5 = .36."""
     right, wrong = [10, 20, 11, 12, 20, 12, 13], [14]
     after = {(10, 20, 11, 12, 20): 0.8, (MASK, MASK, 11, 12, 20): 0.2, (10, 20, MASK, MASK, MASK): 0.6}
-    credit, asked = credit_of([group(right, wrong)], ciw(), lambda q: after[q.context[3:]])
-    assert [q.context[:3] for q in asked] == [(1, 5, 27)] * 3
-    assert [q.continuation for q in asked] == [(12, 13)] * 3
+    credit, asked = credit_of([group(right, wrong)], ciw(), lambda q: after[ids_of(q.context)[3:]])
+    assert [ids_of(q.context)[:3] for q in asked] == [(1, 5, 27)] * 3
+    assert [ids_of(q.continuation) for q in asked] == [(12, 13)] * 3
     first, second = by_kind(credit, "response")
-    assert first.token_weights == pytest.approx((0.6 / 0.36,) * 2 + (0.2 / 0.36,) * 3 + (1.0,) * 3)
-    assert first.response_token_ids == (*right, EOS)
+    assert ids_of(first.token_weights) == pytest.approx((0.6 / 0.36,) * 2 + (0.2 / 0.36,) * 3 + (1.0,) * 3)
+    assert ids_of(first.response_token_ids) == (*right, EOS)
     assert second.token_weights is None, "nothing but an answer"
     assert [s.advantage for s in credit.sequences] == pytest.approx([1, -1], abs=1e-7)
     assert credit.metrics["importance_queries"] == 3
@@ -129,12 +135,12 @@ def test_distractors_are_clipped_and_counted_and_flat_responses_too():
     made = group([10, 20, 11, 20, 13], [12, 20, 14])
 
     def probability(q):
-        masked_first, masked_second = q.context[3] == MASK, q.context[5:6] == (MASK,)
+        masked_first, masked_second = q.context[3] == MASK, ids_of(q.context[5:6]) == (MASK,)
         return 0.9 if masked_first else 0.3 if masked_second else 0.5
 
     credit, _ = credit_of([made], ciw(), probability)
     right, wrong = by_kind(credit, "response")
-    assert right.token_weights == pytest.approx((0, 0, 2, 2, 1, 1))
+    assert ids_of(right.token_weights) == pytest.approx((0, 0, 2, 2, 1, 1))
     assert wrong.token_weights is None
     assert (credit.metrics["distractor_spans"], credit.metrics["flat_importance"]) == (2, 1)
 
@@ -147,10 +153,10 @@ def test_groups_without_a_gradient_ask_nothing():
 
 def test_the_question_is_put_as_the_response_was_sampled():
     made = group([10, 20, 13], [14])
-    made.responses[0].prompt_token_ids = (1, 5, 6, 27)
+    made.responses[0].prompt_token_ids = token_ids([1, 5, 6, 27])
     made.responses[0].temperature = 0.7
     _, asked = credit_of([made], ciw(), lambda q: 0.5)
-    assert [q.context for q in asked] == [(1, 5, 6, 27, 10, 20), (1, 5, 6, 27, MASK, MASK)]
+    assert [ids_of(q.context) for q in asked] == [(1, 5, 6, 27, 10, 20), (1, 5, 6, 27, MASK, MASK)]
     assert {q.temperature for q in asked} == {0.7}
 
 
@@ -158,7 +164,7 @@ def test_the_control_differs_in_the_order_of_its_weights_alone():
     def weights(name):
         made = group([10, 20, 11, 20, 13], [14])
         credit, _ = credit_of([made], ciw(name), lambda q: {10: 0.8}.get(q.context[3], 0.1) if q else 0)
-        return credit.sequences[0].token_weights
+        return ids_of(credit.sequences[0].token_weights)
 
     assert weights("ciw") == pytest.approx((2, 2, 0, 0, 1, 1))
     assert weights("ciw-inverted") == pytest.approx((0, 0, 2, 2, 1, 1))

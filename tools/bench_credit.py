@@ -1,4 +1,4 @@
-"""What credit costs a step: pairs and their prompts, rewrite test, masks, shaping, advantages, sequences.
+"""What credit costs per step: pairs and their prompts, rewrite test, masks, shaping, advantages, sequences.
 
     python tools/bench_credit.py --save tools/results/bench_credit.json
 
@@ -19,17 +19,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import tyro
 from measured_on import machine
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, assign_credit
+from megatron_ibpo.credit import PRESETS, CreditContext, Vocabulary, credit_at_once
 from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
+from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds, token_ids
 
 VOCABULARY = 150_000
 WANTED_MS = 50.0
+PROMPT = token_ids([1, 5, 27])
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Texts:
 
 
 def make_step(arguments: Arguments, edits: float) -> tuple[list[Group], dict[tuple[int, int], list[int]]]:
-    """(groups of responses, by prompt and place the correction of each wrong one)."""
+    """(groups of responses, by prompt and index the correction of each wrong one)."""
     texts = Texts(seed=0)
     groups, corrections = [], {}
     for index in range(arguments.responses // arguments.group):
@@ -79,14 +81,23 @@ def make_step(arguments: Arguments, edits: float) -> tuple[list[Group], dict[tup
             responses.append(made(ids, reward=float(right)))
             if not right:
                 corrections[index, place] = texts.edited(ids, edits)
-        groups.append(Group(Prompt(index, (1, 5, 27), 2, "", "bench", ""), responses))
+        groups.append(Group(Prompt(index, PROMPT, 2, "", "bench", ""), responses))
     return groups, corrections
 
 
-def made(ids: list[int], reward: float | None) -> Response:
-    tokens = (*ids, 2)
-    logprobs = tuple(-0.5 - i / 8192 for i in range(len(tokens)))
-    return Response(tokens, logprobs, "stop", 1.0, 0, reward, reward == 1)
+def made(ids: list[int], reward: float | None) -> Sample:
+    tokens = token_ids([*ids, 2])
+    return Sample(
+        prompt_token_ids=PROMPT,
+        token_ids=tokens,
+        logprobs=(-0.5 - np.arange(len(tokens)) / 8192).astype(np.float32),
+        finish_reason="stop",
+        temperature=1.0,
+        versions=((0, 0),),
+        loss_mask=np.ones(len(tokens), bool),
+        reward=reward,
+        correct=reward == 1,
+    )
 
 
 def fresh(groups: Sequence[Group]) -> list[Group]:
@@ -100,41 +111,37 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
     ready = [made(ids, None) for ids in corrections.values()][::every]
     del corrections  # lists, which the garbage collector would go through again and again
     template = CorrectionTemplate(HuggingFaceTokenizer(make_tiny_tokenizer()), 2)
-    too_long = (0,) * (4 * arguments.tokens)
+    too_long = token_ids([0] * (4 * arguments.tokens))
     calls = 0
 
-    def correction_prompt(
-        prompt: Prompt, target: Sequence[int], references: Sequence[Sequence[int]]
-    ) -> tuple[int, ...]:
+    def correction_prompt(prompt: Prompt, target: TokenIds, references: Sequence[TokenIds]) -> TokenIds:
         nonlocal calls
         calls += 1
         prompt_ids = template(prompt, target, references)
         return prompt_ids if (calls - 1) % every == 0 else too_long
 
-    def score(pairs: Sequence[tuple[Prompt, Response]]) -> None:
+    def score(pairs: Sequence[tuple[Prompt, Sample]]) -> None:
         for number, (_, response) in enumerate(pairs):
             response.reward, response.correct = float(number % 2), number % 2 == 1
 
-    def sample(requests: list[SampleRequest]) -> list[Response]:
+    def sample(requests: list[SampleRequest]) -> list[Sample]:
         assert len(requests) == len(ready)
         return ready
 
+    context = CreditContext(
+        algorithm=AlgorithmConfig(**settings),
+        rollout=RolloutConfig(rollout_max_response_len=arguments.tokens),
+        vocabulary=Vocabulary(correction_prompt),
+        max_context=4 * arguments.tokens,
+        seed=0,
+        step=0,
+    )
     times = []
     for _ in range(arguments.repeats + 1):
         step = fresh(groups)
         gc.collect()
         started = time.perf_counter()
-        credit = assign_credit(
-            step,
-            AlgorithmConfig(**settings),
-            sample=sample,
-            score=score,
-            correction_prompt=correction_prompt,
-            rollout=RolloutConfig(rollout_max_response_len=arguments.tokens),
-            max_context=4 * arguments.tokens,
-            seed=0,
-            step=0,
-        )
+        credit = credit_at_once(step, context, sample, score)
         times.append(1e3 * (time.perf_counter() - started))
     assert credit.metrics["corrections"] == len(ready)
     return Row(preset, edits, len(ready), statistics.median(times[1:]), min(times[1:]))

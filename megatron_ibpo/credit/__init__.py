@@ -1,21 +1,52 @@
 """Credit assignment: everything between scored responses and training sequences; one file an idea."""
 
-from megatron_ibpo.credit.assign import Credit, assign_credit
-from megatron_ibpo.credit.dynamic_sampling import fill_batch
-from megatron_ibpo.credit.operator import Judgement, LogProbQuery, LoopAccess, Operator
+from megatron_ibpo.credit.assign import Credit, assign_credit, correct_groups, credit_at_once
+from megatron_ibpo.credit.estimators import CRITIC, ESTIMATORS, Estimator, find_estimator
+from megatron_ibpo.credit.group_filters import (
+    GroupFilter,
+    any_group,
+    fill_batch,
+    find_group_filter,
+    is_informative,
+)
+from megatron_ibpo.credit.metrics import correction_metrics
+from megatron_ibpo.credit.operator import (
+    CreditContext,
+    FollowUp,
+    Judgement,
+    LogProbQuery,
+    Operator,
+    Vocabulary,
+)
+from megatron_ibpo.credit.operators import OPERATORS, find_operator
 from megatron_ibpo.credit.presets import PRESETS, check_algorithm
-from megatron_ibpo.credit.shown import ThinkingMarks, shown_parts
+from megatron_ibpo.credit.shown import ThinkingMarks, shown
 
 __all__ = [
+    "CRITIC",
+    "ESTIMATORS",
+    "OPERATORS",
     "PRESETS",
     "Credit",
+    "CreditContext",
+    "Estimator",
+    "FollowUp",
+    "GroupFilter",
     "Judgement",
     "LogProbQuery",
-    "LoopAccess",
     "Operator",
     "ThinkingMarks",
+    "Vocabulary",
+    "any_group",
     "assign_credit",
     "check_algorithm",
+    "correct_groups",
+    "correction_metrics",
+    "credit_at_once",
     "fill_batch",
-    "shown_parts",
+    "find_estimator",
+    "find_group_filter",
+    "find_operator",
+    "is_informative",
+    "shown",
 ]

@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit.advantage import group_advantages
-from megatron_ibpo.credit.agreement import agreement
-from megatron_ibpo.credit.corrections import compare_and_correct
+from megatron_ibpo.credit.estimators import CRITIC, Estimator, advantages, find_estimator
 from megatron_ibpo.credit.gae import critic_credit
-from megatron_ibpo.credit.importance import span_masking
-from megatron_ibpo.credit.joint import (
-    correction_advantages,
-    correction_rewards,
-    degenerate_correction_groups,
-)
-from megatron_ibpo.credit.metrics import correction_metrics, response_metrics, shaping_metrics
-from megatron_ibpo.credit.operator import (
-    CorrectionPrompt,
-    LogProbs,
-    LoopAccess,
-    Operator,
-    Sample,
-    Score,
-    TokenTexts,
-    Values,
-    lent,
-    no_operator,
-)
+from megatron_ibpo.credit.joint import correction_advantages, correction_rewards
+from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
+from megatron_ibpo.credit.operator import CreditContext, Judgement, Operator
+from megatron_ibpo.credit.operators import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
-from megatron_ibpo.credit.sequences import correction_sequences, response_sequences
+from megatron_ibpo.credit.sequences import Credited, correction_sequences, response_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
-from megatron_ibpo.credit.shown import ThinkingMarks
-from megatron_ibpo.records import Group, TrainSequence
+from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TrainSequence
 
-__all__ = ["OPERATORS", "Credit", "assign_credit"]
+__all__ = ["Credit", "Generate", "Score", "assign_credit", "correct_groups", "credit_at_once"]
 
-OPERATORS: dict[str, Operator] = {
-    "compare-and-correct": compare_and_correct,
-    "agreement": agreement,
-    "span-masking": span_masking,
-}
-"""--ibpo-operator → what judges wrong responses."""
+Generate = Callable[[list[SampleRequest]], list[Sample]]
+"""Samples in the order of the requests."""
+Score = Callable[[list[tuple[Prompt, Sample]]], None]
+"""Fills in `reward`, `correct` and `reward_error` of each sample."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Credit:
     """What a step trains on, and what was measured on the way."""
 
@@ -55,134 +34,97 @@ class Credit:
 
 
 def assign_credit(
-    groups: Sequence[Group],
-    algorithm: AlgorithmConfig,
-    *,
-    sample: Sample,
-    score: Score,
-    correction_prompt: CorrectionPrompt,
-    rollout: RolloutConfig,
-    max_context: int,
-    seed: int,
-    step: int,
-    reward_threshold: float = 1.0,
-    token_texts: TokenTexts | None = None,
-    thinking: ThinkingMarks | None = None,
-    logprobs: LogProbs | None = None,
-    placeholder_id: int | None = None,
-    values: Values | None = None,
-    operator: Operator | None = None,
+    groups: Sequence[Group], context: CreditContext, operator: Operator | None = None
 ) -> Credit:
-    """Turn the step's scored groups into weighted training sequences.
+    """Turn the step's scored groups, corrections attached, into weighted training sequences.
 
     Every sequence weighs 1 / (P·G), P·G being all responses of the step, those left out included, and a
     correction that times --ibpo-correction-weight. So the scale of the responses' part does not move with
     the number of corrections. Responses that the verifier failed on are left out of their group and of
-    training, and counted. The result depends on the arguments alone, and not on the order of the groups.
+    training, and counted. The result depends on the arguments alone; the order of the groups moves nothing
+    but the order of the sequences.
 
     Args:
-        groups: scored, all of the step, on every rank the same; corrections are filled in.
-        sample, score, correction_prompt, rollout, max_context: how an operator gets more rollouts.
-        seed, step: of the draws made here.
-        reward_threshold: the smallest correct reward.
-        token_texts, thinking, placeholder_id: what else an operator may need to know of the vocabulary.
-        logprobs: asks the policy, for --ibpo-operator span-masking.
-        values: asks the critic, for --advantages critic.
-        operator: what judges wrong responses; by default the one of --ibpo-operator.
+        groups: all of the step; what the operator finds out about the corrections is filled in.
+        operator: what judges responses; by default the one of --ibpo-operator.
+
+    Raises:
+        ValueError: the operator or the estimator is unknown, gives what it must not, or needs what the
+            context lacks.
     """
-    if operator is None:
-        operator = _operator(algorithm)
-    loop = LoopAccess(
-        sample,
-        score,
-        correction_prompt,
-        rollout,
-        max_context,
-        seed,
-        step,
-        token_texts,
-        thinking,
-        logprobs,
-        placeholder_id,
-    )
-    judgement = operator(groups, algorithm, loop)
-    token_weights = judgement.token_weights or [[None] * len(group.responses) for group in groups]
+    algorithm = context.algorithm
+    judgement = (operator or find_operator(algorithm)).judge(groups, context)
+    estimator = find_estimator(algorithm.advantages)
     num_responses = sum(len(group.responses) for group in groups)
     weight = 1 / num_responses if num_responses else 0.0
 
+    shaped, withheld = _shaped(groups, judgement, context)
+    token_weights = judgement.token_weights or [[None] * len(group.responses) for group in groups]
     sequences: list[TrainSequence] = []
-    rewards = [
-        _rewards(group, phi, algorithm, rollout, reward_threshold)
-        for group, phi in zip(groups, judgement.phi, strict=True)
-    ]
-    for number, (group, own) in enumerate(zip(groups, rewards, strict=True)):
-        advantages = _relative(own.responses, algorithm)
-        sequences += response_sequences(group, number, advantages, token_weights[number], weight)
+    for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
+        credited = Credited(rewards, advantages(rewards, estimator), token_weights[number])
+        sequences += response_sequences(group, number, credited, weight)
         if algorithm.ibpo_joint:
-            advantages = _relative_corrections(group, own.corrections, algorithm)
+            credited = _credited_corrections(group, estimator, context)
             sequences += correction_sequences(
-                group, number, advantages, weight * algorithm.ibpo_correction_weight
+                group, number, credited, weight * algorithm.ibpo_correction_weight
             )
-    metrics = response_metrics(groups) | shaping_metrics(
-        groups, judgement.phi, [r.responses for r in rewards]
-    )
-    metrics["bonuses_withheld"] = float(sum(r.bonuses_withheld for r in rewards))
-    if operator is compare_and_correct:
-        metrics |= correction_metrics(groups)
-        metrics["degenerate_correction_groups"] = float(
-            sum(
-                degenerate_correction_groups(group, own.corrections, algorithm.ibpo_correction_group)
-                for group, own in zip(groups, rewards, strict=True)
-            )
-        )
-    if algorithm.advantages == "critic":
-        sequences, of_critic = critic_credit(
-            sequences, lent(values, "a critic"), gamma=algorithm.gae_gamma, lam=algorithm.gae_lambda
-        )
+    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped)
+    metrics["bonuses_withheld"] = float(withheld)
+    if algorithm.advantages == CRITIC:
+        sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic
     return Credit(sequences, metrics | judgement.metrics)
 
 
-@dataclass(frozen=True)
-class _Rewards:
-    """Of one group, as they are trained on; None where the verifier failed."""
-
-    responses: list[float | None]
-    corrections: list[float | None]
-    bonuses_withheld: int
-
-
-def _rewards(
-    group: Group,
-    phi: Sequence[float],
-    algorithm: AlgorithmConfig,
-    rollout: RolloutConfig,
-    reward_threshold: float,
-) -> _Rewards:
-    shaped, withheld = shaped_rewards(group, phi, algorithm.ibpo_lambda, reward_threshold)
-    corrections = correction_rewards(group, algorithm.ibpo_rewrite_penalty)
-    limit, share = rollout.rollout_max_response_len, algorithm.overlong_buffer_share
-    return _Rewards(
-        with_overlong_penalty(shaped, group.responses, limit, share),
-        with_overlong_penalty(corrections, [c.response for c in group.corrections], limit, share),
-        withheld,
-    )
+def correct_groups(
+    groups: Sequence[Group], context: CreditContext, operator: Operator, sample: Generate, score: Score
+) -> None:
+    """Ask everything that the operator wants sampled, of all groups at once, and attach it scored: for groups
+    that are all there already, as in a replay, an audit or a test. The loop does the same group by group."""
+    asked = [operator.follow_ups(group, context) for group in groups]
+    requests = [follow_up.request for of_group in asked for follow_up in of_group]
+    if not requests:
+        return
+    samples = sample(requests)
+    if len(samples) != len(requests):
+        raise ValueError(f"asked for {len(requests)} corrections and got {len(samples)}")
+    owners = [group.prompt for group, of_group in zip(groups, asked, strict=True) for _ in of_group]
+    score(list(zip(owners, samples, strict=True)))
+    left = iter(samples)
+    for group, of_group in zip(groups, asked, strict=True):
+        operator.attach(group, of_group, [next(left) for _ in of_group])
 
 
-def _relative(rewards: Sequence[float | None], algorithm: AlgorithmConfig) -> list[float | None]:
-    """Advantages in the group; the rewards themselves where a critic will make advantages of them."""
-    return group_advantages(rewards) if algorithm.advantages == "group" else list(rewards)
+def credit_at_once(
+    groups: Sequence[Group],
+    context: CreditContext,
+    sample: Generate,
+    score: Score,
+    operator: Operator | None = None,
+) -> Credit:
+    """`correct_groups`, then `assign_credit`."""
+    operator = operator or find_operator(context.algorithm)
+    correct_groups(groups, context, operator, sample, score)
+    return assign_credit(groups, context, operator)
 
 
-def _relative_corrections(
-    group: Group, rewards: Sequence[float | None], algorithm: AlgorithmConfig
-) -> list[float | None]:
-    if algorithm.advantages == "critic":
-        return list(rewards)
-    return correction_advantages(group, rewards, algorithm.ibpo_correction_group)
+def _shaped(
+    groups: Sequence[Group], judgement: Judgement, context: CreditContext
+) -> tuple[list[list[float | None]], int]:
+    """(rewards of the responses of every group as they are trained on, bonuses withheld in all)."""
+    all_rewards: list[list[float | None]] = []
+    all_withheld = 0
+    for group, phi in zip(groups, judgement.phi, strict=True):
+        rewards, withheld = shaped_rewards(
+            group, phi, context.algorithm.ibpo_lambda, context.reward_threshold
+        )
+        all_rewards.append(with_overlong_penalty(rewards, group.responses, context))
+        all_withheld += withheld
+    return all_rewards, all_withheld
 
 
-def _operator(algorithm: AlgorithmConfig) -> Operator:
-    if algorithm.ibpo_operator == "compare-and-correct" and algorithm.ibpo_corrections == 0:
-        return no_operator
-    return OPERATORS[algorithm.ibpo_operator]
+def _credited_corrections(group: Group, estimator: Estimator, context: CreditContext) -> Credited:
+    rewards = correction_rewards(group, context)
+    relative = correction_advantages(group, rewards, estimator, context)
+    return Credited(rewards, relative, [None] * len(rewards))

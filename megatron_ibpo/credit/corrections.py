@@ -6,91 +6,95 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
-from megatron_ibpo.config import AlgorithmConfig
-from megatron_ibpo.credit.edits import TokenFlags, find_edits, gradient_mask
-from megatron_ibpo.credit.operator import Judgement, LoopAccess, TokenWeights, lent
+from megatron_ibpo.credit.edits import find_edits, gradient_mask
+from megatron_ibpo.credit.joint import degenerate_correction_groups
+from megatron_ibpo.credit.metrics import correction_metrics
+from megatron_ibpo.credit.operator import (
+    CreditContext,
+    FollowUp,
+    Judgement,
+    Operator,
+    TokenWeights,
+    lent,
+)
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.rewrite import mark_rewrites
 from megatron_ibpo.credit.shaping import correction_bonus, counts
-from megatron_ibpo.credit.shown import Shown, shown_pairs, shown_parts
-from megatron_ibpo.records import Correction, Group, SampleRequest
+from megatron_ibpo.credit.shown import ThinkingMarks, compared_pairs, shown
+from megatron_ibpo.records import Flags, Group, SampleRequest, TokenIds
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["compare_and_correct"]
+__all__ = ["CompareAndCorrect"]
 
 
-def compare_and_correct(groups: Sequence[Group], algorithm: AlgorithmConfig, loop: LoopAccess) -> Judgement:
-    """Have every wrong response corrected by the policy itself. φ is what its corrections are worth
-    (`correction_bonus`); under --ibpo-variant mask, those that count say which tokens to learn from. Fills in
-    `corrections` and `skipped_pairs` of the groups.
+class CompareAndCorrect(Operator):
+    """Has every wrong response corrected by the policy itself. φ is what its corrections are worth
+    (`correction_bonus`); under --ibpo-variant mask, those that count say which tokens to learn from.
 
-    Raises:
-        ValueError: --ibpo-strip-thinking, and the loop does not say what marks thinking.
+    Both methods raise ValueError under --ibpo-strip-thinking if the context does not say what marks thinking.
     """
-    marks = lent(loop.thinking, "the marks of thinking") if algorithm.ibpo_strip_thinking else None
-    shown = shown_parts(marks)
-    _sample_corrections(groups, algorithm, loop, shown)
-    pairs = shown_pairs(groups, shown)
-    edits, numbers = find_edits(pairs, mark_insertions=algorithm.ibpo_mask_insertions)
-    threshold = mark_rewrites(pairs, numbers, algorithm.ibpo_rewrite_threshold, shown)
-    phi = [correction_bonus(group, algorithm) for group in groups]
-    metrics = {}
-    if threshold is not None:
-        # no distance exceeds 1, so at α >= 1 nothing is ever called a rewrite
-        metrics = {"rewrite_threshold": threshold, "rewrite_filter_off": float(threshold >= 1)}
-    if algorithm.ibpo_variant != "mask":
-        return Judgement(phi, metrics=metrics)
-    left = iter(edits)
-    masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
-    of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
-    metrics["empty_masks"] = float(sum(not any(mask) for mask in of_corrected))
-    return Judgement(phi, masks, metrics)
+
+    def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
+        """--ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction; the
+        others are counted in `group.skipped_pairs`."""
+        asked: list[FollowUp] = []
+        group.skipped_pairs = 0
+        for target, response in enumerate(group.responses):
+            if not is_wrong(response):
+                continue
+            references = _references(group, target, context)
+            prompt_ids = _correction_prompt(group, (target, *references), context)
+            if len(prompt_ids) + context.rollout.rollout_max_response_len > context.max_context:
+                group.skipped_pairs += 1
+                continue
+            asked += [
+                FollowUp(target, references, _request(group, target, number, prompt_ids, context))
+                for number in range(context.algorithm.ibpo_corrections)
+            ]
+        return asked
+
+    def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
+        """Fills in what the comparison with their targets says of the corrections."""
+        algorithm, marks = context.algorithm, _thinking(context)
+        pairs = compared_pairs(groups, marks)
+        edits, numbers = find_edits(pairs, mark_insertions=algorithm.ibpo_mask_insertions)
+        threshold = mark_rewrites(pairs, numbers, algorithm.ibpo_rewrite_threshold, marks)
+        metrics = correction_metrics(groups)
+        metrics["degenerate_correction_groups"] = float(
+            sum(degenerate_correction_groups(group, context) for group in groups)
+        )
+        if threshold is not None:
+            # no distance exceeds 1, so at α >= 1 nothing is ever called a rewrite
+            metrics |= {"rewrite_threshold": threshold, "rewrite_filter_off": float(threshold >= 1)}
+        phi = [correction_bonus(group, algorithm) for group in groups]
+        if algorithm.ibpo_variant != "mask":
+            return Judgement(phi, metrics=metrics)
+        left = iter(edits)
+        masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
+        of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
+        metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
+        return Judgement(phi, masks, metrics)
 
 
-def _sample_corrections(
-    groups: Sequence[Group], algorithm: AlgorithmConfig, loop: LoopAccess, shown: Shown
-) -> None:
-    pairs = [(group, *pair) for group in groups for pair in _pairs(group, algorithm.ibpo_k, loop, shown)]
-    asked = [(*pair, number) for pair in pairs for number in range(algorithm.ibpo_corrections)]
-    requests = [
-        _request(group, target, number, prompt_ids, loop) for group, target, _, prompt_ids, number in asked
-    ]
-    corrected = loop.sample(requests) if requests else []
-    for (group, target, references, prompt_ids, _), response in zip(asked, corrected, strict=True):
-        group.corrections.append(Correction(target, references, prompt_ids, response))
-    if requests:
-        loop.score([(group.prompt, c.response) for group in groups for c in group.corrections])
+def _references(group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
+    # a generator for each draw, so that a draw does not depend on what was drawn before it
+    rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
+    return draw_references(target, group.responses, context.algorithm.ibpo_k - 1, rng)
 
 
-def _pairs(
-    group: Group, num_candidates: int, loop: LoopAccess, shown: Shown
-) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(target, references, x̃) for every wrong response whose x̃ leaves room for a correction; the others
-    are counted in `group.skipped_pairs`."""
-    pairs = []
-    for target, response in enumerate(group.responses):
-        if not is_wrong(response):
-            continue
-        # a generator for each draw, so that a draw does not depend on what was drawn before it
-        rng = random.Random(derive_seed("pair", loop.seed, loop.step, group.prompt.index, target))
-        references = draw_references(target, group.responses, num_candidates - 1, rng)
-        candidates = [shown(group.prompt.token_ids, group.responses[i]) for i in (target, *references)]
-        target_ids, *reference_ids = [part.token_ids() for part in candidates]
-        prompt_ids = loop.correction_prompt(group.prompt, target_ids, reference_ids)
-        if len(prompt_ids) + loop.rollout.rollout_max_response_len > loop.max_context:
-            group.skipped_pairs += 1
-        else:
-            pairs.append((target, references, prompt_ids))
-    return pairs
+def _correction_prompt(group: Group, candidates: Sequence[int], context: CreditContext) -> TokenIds:
+    marks = _thinking(context)
+    target, *references = [shown(group.responses[i], marks).ids for i in candidates]
+    return context.vocabulary.correction_prompt(group.prompt, target, references)
 
 
 def _request(
-    group: Group, target: int, number: int, prompt_ids: tuple[int, ...], loop: LoopAccess
+    group: Group, target: int, number: int, prompt_ids: TokenIds, context: CreditContext
 ) -> SampleRequest:
-    rollout = loop.rollout
+    rollout = context.rollout
     return SampleRequest(
         prompt_ids,
-        derive_seed("correction", loop.seed, loop.step, group.prompt.index, target, number),
+        derive_seed("correction", context.seed, context.step, group.prompt.index, target, number),
         rollout.rollout_max_response_len,
         rollout.rollout_temperature,
         rollout.rollout_top_p,
@@ -98,9 +102,15 @@ def _request(
     )
 
 
-def _masks(group: Group, edits: Sequence[TokenFlags]) -> list[TokenWeights]:
+def _thinking(context: CreditContext) -> ThinkingMarks | None:
+    if not context.algorithm.ibpo_strip_thinking:
+        return None
+    return lent(context.vocabulary.thinking, "the marks of thinking")
+
+
+def _masks(group: Group, edits: Sequence[Flags]) -> list[TokenWeights]:
     """The mask of every response: the union of what its corrections that count change; None without any."""
-    of_target: list[list[TokenFlags]] = [[] for _ in group.responses]
+    of_target: list[list[Flags]] = [[] for _ in group.responses]
     for correction, changed in zip(group.corrections, edits, strict=True):
         if counts(correction):
             of_target[correction.target].append(changed)

@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_ibpo.credit.operator import Values
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.credit.operator import CreditContext, lent
+from megatron_ibpo.records import Flags, TrainSequence, Weights
 
 __all__ = ["critic_credit", "generalised_advantages"]
 
-Rows = npt.NDArray[np.float64]
-
 
 def generalised_advantages(
-    values: Sequence[Sequence[float]], rewards: Sequence[float], *, gamma: float, lam: float
-) -> list[Rows]:
+    values: Sequence[Weights], rewards: Sequence[float], *, gamma: float, lam: float
+) -> list[Weights]:
     """A_t = Σ_k (γλ)^k δ_{t+k} of every token of every response, δ_t = γ V_{t+1} - V_t; at the last token the
-    reward stands in the place of γ V.
+    reward stands instead of γ V.
 
     Args:
         values: V_t of each response before its token t, not empty.
@@ -39,22 +36,29 @@ def generalised_advantages(
 
 
 def critic_credit(
-    sequences: Sequence[TrainSequence], values: Values, *, gamma: float, lam: float
+    sequences: Sequence[TrainSequence], context: CreditContext
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """(the sequences with token advantages, returns and values; what was measured).
 
-    Advantages are brought to mean 0 and population std 1 over all tokens of the step.
+    Advantages are brought to mean 0 and population std 1 over all trained tokens of the step. Tokens that the
+    policy did not write are passed over: the value after a token is that before the next one it wrote.
 
-    Args:
-        sequences: whose `advantage` is the reward at the end.
-        values: asks the critic.
+    Raises:
+        ValueError: the context has no critic.
     """
     if not sequences:
         return [], {}
-    predicted = values(list(sequences))
-    rewards = [s.advantage for s in sequences]
-    advantages = generalised_advantages(predicted, rewards, gamma=gamma, lam=lam)
-    returns = [a + np.asarray(v) for a, v in zip(advantages, predicted, strict=True)]
+    ask = lent(context.values, "a critic")
+    predicted = ask(list(sequences))
+    # float64 before anything is added up
+    own_values = [v[s.loss_mask].astype(np.float64) for v, s in zip(predicted, sequences, strict=True)]
+    advantages = generalised_advantages(
+        own_values,
+        [_reward(s) for s in sequences],
+        gamma=context.algorithm.gae_gamma,
+        lam=context.algorithm.gae_lambda,
+    )
+    returns = [a + v for a, v in zip(advantages, own_values, strict=True)]
     flat, flat_returns = np.concatenate(advantages), np.concatenate(returns)
     mean, std = flat.mean(), flat.std()
     credited = []
@@ -64,16 +68,28 @@ def critic_credit(
             replace(
                 s,
                 advantage=float(whitened.mean()),
-                token_advantages=tuple(whitened.tolist()),
-                returns=tuple(target.tolist()),
-                values=tuple(value),
+                token_advantages=_spread(whitened, s.loss_mask),
+                returns=_spread(target, s.loss_mask),
+                values=value,
             )
         )
     spread = flat_returns.var()
     metrics = {
-        "value_mean": float(np.concatenate(predicted).mean()),
+        "value_mean": float(np.concatenate(own_values).mean()),
         "return_mean": float(flat_returns.mean()),
     }
     if spread > 0:  # λ-returns contain the values: what they explain of them is flattered, except at λ = 1
         metrics["value_explained_variance"] = float(1 - flat.var() / spread)
     return credited, metrics
+
+
+def _reward(sequence: TrainSequence) -> float:
+    assert sequence.reward is not None  # sequences of samples that the verifier failed on are never made
+    return sequence.reward
+
+
+def _spread(values: Weights, loss_mask: Flags) -> Weights:
+    """From trained tokens to all tokens of a response, 0 at the others."""
+    out = np.zeros(len(loss_mask))
+    out[loss_mask] = values
+    return out

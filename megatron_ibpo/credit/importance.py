@@ -10,74 +10,89 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.config import AlgorithmConfig
-from megatron_ibpo.credit.advantage import is_degenerate
-from megatron_ibpo.credit.operator import Judgement, LogProbQuery, LoopAccess, TokenWeights, lent
-from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.records import Group, Response
+import numpy as np
 
-__all__ = ["importance_weights", "span_masking"]
+from megatron_ibpo.credit.estimators import is_degenerate
+from megatron_ibpo.credit.operator import (
+    CreditContext,
+    Judgement,
+    LogProbQuery,
+    Operator,
+    TokenWeights,
+    Vocabulary,
+    lent,
+    no_phi,
+)
+from megatron_ibpo.credit.spans import written_spans
+from megatron_ibpo.records import Group, Sample
+
+__all__ = ["SpanMasking", "importance_weights"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Probe:
     """One response and the questions about it."""
 
     group: int
-    place: int
+    index: int
     steps: list[tuple[int, int]]
     """Spans that are masked, one after the other: all but the answer."""
     queries: list[LogProbQuery]
     """The answer as it stands, then with each step masked."""
 
 
-def span_masking(groups: Sequence[Group], algorithm: AlgorithmConfig, loop: LoopAccess) -> Judgement:
+class SpanMasking(Operator):
     """Token weights of every response of more than one span, φ = 0. The last span is the response's answer.
 
     Groups of equal rewards are left out, for they give no gradient. All questions go to the policy at once;
     how many there were is in the metrics.
-
-    Raises:
-        ValueError: the loop lends no log-probs, texts of tokens or placeholder.
     """
-    ask = lent(loop.logprobs, "the policy's log-probs")
-    probes = [
-        probe
-        for number, group in enumerate(groups)
-        if not is_degenerate([response.reward for response in group.responses])
-        for place in range(len(group.responses))
-        if (probe := _probe(group, number, place, loop)) is not None
-    ]
-    queries = [query for probe in probes for query in probe.queries]
-    answers = iter(ask(queries) if queries else [])
-    token_weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
-    spans = distractors = flat = 0
-    for probe in probes:
-        whole, *masked = [math.exp(math.fsum(next(answers))) for _ in probe.queries]
-        drops = [whole - left for left in masked]
-        spans += len(drops)
-        distractors += sum(drop < 0 for drop in drops)
-        weights = importance_weights(
-            groups[probe.group].responses[probe.place], probe.steps, drops, inverted=algorithm.ciw_inverted
+
+    def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
+        """
+        Raises:
+            ValueError: the context has no log-probs, texts of tokens or placeholder.
+        """
+        ask = lent(context.logprobs, "the policy's log-probs")
+        probes = [
+            probe
+            for number, group in enumerate(groups)
+            if not is_degenerate([response.reward for response in group.responses])
+            for index in range(len(group.responses))
+            if (probe := _probe(group, number, index, context.vocabulary)) is not None
+        ]
+        queries = [query for probe in probes for query in probe.queries]
+        answers = iter(ask(queries) if queries else [])
+        token_weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
+        spans = distractors = flat = 0
+        for probe in probes:
+            whole, *masked = [math.exp(math.fsum(next(answers).tolist())) for _ in probe.queries]
+            drops = [whole - left for left in masked]
+            spans += len(drops)
+            distractors += sum(drop < 0 for drop in drops)
+            response = groups[probe.group].responses[probe.index]
+            weights = importance_weights(
+                response, probe.steps, drops, inverted=context.algorithm.ciw_inverted
+            )
+            flat += weights is None
+            token_weights[probe.group][probe.index] = weights
+        metrics = {
+            "importance_queries": len(queries),
+            "importance_tokens": sum(len(query.context) + len(query.continuation) for query in queries),
+            "masked_spans": spans,
+            "distractor_spans": distractors,
+            "flat_importance": flat,
+        }
+        return Judgement(
+            no_phi(groups), token_weights, {name: float(value) for name, value in metrics.items()}
         )
-        flat += weights is None
-        token_weights[probe.group][probe.place] = weights
-    metrics = {
-        "importance_queries": len(queries),
-        "importance_tokens": sum(len(query.context) + len(query.continuation) for query in queries),
-        "masked_spans": spans,
-        "distractor_spans": distractors,
-        "flat_importance": flat,
-    }
-    phi = [[0.0] * len(group.responses) for group in groups]
-    return Judgement(phi, token_weights, {name: float(value) for name, value in metrics.items()})
 
 
 def importance_weights(
-    response: Response, steps: Sequence[tuple[int, int]], drops: Sequence[float], *, inverted: bool
+    response: Sample, steps: Sequence[tuple[int, int]], drops: Sequence[float], *, inverted: bool
 ) -> TokenWeights:
-    """Weights of a response's tokens from the drops of its steps: of mean 1 over the steps' tokens, and 1 on
-    the answer and the end, so of mean 1 over all. None where all steps count the same.
+    """Weights of a response's tokens from the drops of its steps: of mean 1 over the steps' tokens that the
+    policy wrote, and 1 on the answer and the end, so of mean 1 over all. None where all steps count the same.
 
     A drop below 0 (a distractor: the answer is likelier without the step) counts as 0.
 
@@ -87,31 +102,36 @@ def importance_weights(
     importance = [max(0.0, drop) for drop in drops]
     if inverted:
         importance = [max(importance) - value for value in importance]
-    lengths = [last - first for first, last in steps]
+    lengths = [int(np.count_nonzero(response.loss_mask[first:last])) for first, last in steps]
     total = math.fsum(value * length for value, length in zip(importance, lengths, strict=True))
     if total == 0 or len(set(importance)) == 1:
         return None
     mean = total / sum(lengths)
-    weights = [1.0] * len(response.token_ids)
+    weights = np.ones(len(response.token_ids))
     for (first, last), value in zip(steps, importance, strict=True):
-        weights[first:last] = [value / mean] * (last - first)
-    return tuple(weights)
+        weights[first:last] = value / mean
+    return weights
 
 
-def _probe(group: Group, number: int, place: int, loop: LoopAccess) -> _Probe | None:
-    response = group.responses[place]
-    content = tuple(response.content_ids)
-    *steps, answer = split_spans(lent(loop.token_texts, "texts of tokens")(content)) or [(0, 0)]
-    if not steps:
+def _probe(group: Group, number: int, index: int, vocabulary: Vocabulary) -> _Probe | None:
+    response = group.responses[index]
+    spans = written_spans(response, lent(vocabulary.token_texts, "texts of tokens"))
+    if len(spans) < 2:
         return None
-    placeholder = lent(loop.placeholder_id, "a placeholder token")
-    prompt = response.prompt_token_ids or group.prompt.token_ids
-    reasoning = content[: answer[0]]
-    contexts = [(*prompt, *reasoning)]
+    *steps, (answer, end) = spans
+    placeholder = lent(vocabulary.placeholder_id, "a placeholder token")
+    reasoning = response.token_ids[:answer]
+    masked = []
     for first, last in steps:
-        masked = (*reasoning[:first], *(placeholder,) * (last - first), *reasoning[last:])
-        contexts.append((*prompt, *masked))
+        without = reasoning.copy()
+        without[first:last] = placeholder
+        masked.append(without)
     queries = [
-        LogProbQuery(context, content[answer[0] : answer[1]], response.temperature) for context in contexts
+        LogProbQuery(
+            np.concatenate([response.prompt_token_ids, shown]),
+            response.token_ids[answer:end],
+            response.temperature,
+        )
+        for shown in (reasoning, *masked)
     ]
-    return _Probe(number, place, steps, queries)
+    return _Probe(number, index, steps, queries)

@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-from megatron_ibpo.credit.advantage import group_advantages, is_degenerate
+from megatron_ibpo.credit.estimators import Estimator, advantages, is_degenerate
+from megatron_ibpo.credit.operator import CreditContext
+from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.records import Group
 
 __all__ = ["correction_advantages", "correction_rewards", "degenerate_correction_groups"]
 
-GroupBy = Literal["prompt", "pair"]
 
-
-def correction_rewards(group: Group, rewrite_penalty: float) -> list[float | None]:
-    """The plain reward of every correction, less ρ where its distance from the wrong response exceeds α;
-    None where the verifier failed."""
-    return [
-        None if c.response.reward is None else c.response.reward - rewrite_penalty * c.beyond_threshold
+def correction_rewards(group: Group, context: CreditContext) -> list[float | None]:
+    """The plain reward of every correction, less ρ where its distance from the wrong response exceeds α, and
+    less the overlong penalty; None where the verifier failed."""
+    penalty = context.algorithm.ibpo_rewrite_penalty
+    rewards = [
+        None if c.response.reward is None else c.response.reward - penalty * c.beyond_threshold
         for c in group.corrections
     ]
+    return with_overlong_penalty(rewards, [c.response for c in group.corrections], context)
 
 
 def correction_advantages(
-    group: Group, rewards: Sequence[float | None], group_by: GroupBy
+    group: Group, rewards: Sequence[float | None], estimator: Estimator, context: CreditContext
 ) -> list[float | None]:
-    """The advantage of every correction among all those of its prompt, or among those of its pair."""
-    advantages: list[float | None] = [None] * len(rewards)
-    for members in _members(group, group_by):
-        for place, advantage in zip(members, group_advantages([rewards[i] for i in members]), strict=True):
-            advantages[place] = advantage
-    return advantages
+    """The advantage of every correction among those that it is compared with (--ibpo-correction-group)."""
+    found: list[float | None] = [None] * len(rewards)
+    for members in _compared(group, context):
+        for index, advantage in zip(
+            members, advantages([rewards[i] for i in members], estimator), strict=True
+        ):
+            found[index] = advantage
+    return found
 
 
-def degenerate_correction_groups(group: Group, rewards: Sequence[float | None], group_by: GroupBy) -> int:
+def degenerate_correction_groups(group: Group, context: CreditContext) -> int:
     """Groups of corrections in which there is nothing to compare."""
-    return sum(is_degenerate([rewards[i] for i in members]) for members in _members(group, group_by))
+    rewards = correction_rewards(group, context)
+    return sum(is_degenerate([rewards[i] for i in members]) for members in _compared(group, context))
 
 
-def _members(group: Group, group_by: GroupBy) -> list[list[int]]:
-    """Places of the corrections of each group of them."""
+def _compared(group: Group, context: CreditContext) -> list[list[int]]:
+    """Indices of the corrections that are compared with each other: all of the prompt, or those of a pair."""
+    by_pair = context.algorithm.ibpo_correction_group == "pair"
     members: dict[int, list[int]] = {}
-    for place, correction in enumerate(group.corrections):
-        members.setdefault(correction.target if group_by == "pair" else 0, []).append(place)
+    for index, correction in enumerate(group.corrections):
+        members.setdefault(correction.target if by_pair else 0, []).append(index)
     return list(members.values())

@@ -8,22 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from megatron_ibpo.credit.advantage import is_degenerate
+from megatron_ibpo.credit.estimators import is_degenerate
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.records import Group, Response
+from megatron_ibpo.records import Group, Sample
 
 __all__ = ["correction_metrics", "response_metrics", "shaping_metrics"]
 
 
 def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths and failures of the responses, corrections not included."""
+    """Rewards, lengths and failures of the responses, corrections not included. Lengths are those of what
+    the policy wrote."""
     responses = [response for group in groups for response in group.responses]
+    lengths = [response.num_trained_tokens for response in responses]
     scored = [response for response in responses if response.reward is not None]
     return _known(
         reward=_mean(response.reward for response in scored if response.reward is not None),
         accuracy=_mean(response.correct for response in scored),
-        response_length=_mean(len(response.token_ids) for response in responses),
-        tokens_responses=sum(len(response.token_ids) for response in responses),
+        response_length=_mean(lengths),
+        tokens_responses=sum(lengths),
         truncated_responses=sum(response.finish_reason == "length" for response in responses),
         reward_errors=_errors(responses),
         groups_all_correct=sum(all(r.correct for r in group.responses) for group in groups),
@@ -39,6 +41,7 @@ def correction_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """
     corrections = [correction for group in groups for correction in group.corrections]
     responses = [correction.response for correction in corrections]
+    lengths = [response.num_trained_tokens for response in responses]
     return _known(
         corrections=len(corrections),
         correction_success=_mean(r.correct for r in responses if r.reward is not None),
@@ -48,8 +51,8 @@ def correction_metrics(groups: Sequence[Group]) -> dict[str, float]:
         reference_copy_rate=_mean(correction.reference_distance == 0 for correction in corrections),
         correction_distance=_mean(correction.distance for correction in corrections),
         unmodified_share=_mean(correction.unmodified_share for correction in corrections),
-        correction_length=_mean(len(response.token_ids) for response in responses),
-        tokens_corrections=sum(len(response.token_ids) for response in responses),
+        correction_length=_mean(lengths),
+        tokens_corrections=sum(lengths),
         truncated_corrections=sum(response.finish_reason == "length" for response in responses),
         correction_reward_errors=_errors(responses),
         skipped_pairs=sum(group.skipped_pairs for group in groups),
@@ -106,7 +109,7 @@ def _mean(values: Iterable[float]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
-def _errors(responses: Iterable[Response]) -> int:
+def _errors(responses: Iterable[Sample]) -> int:
     return sum(response.reward is None for response in responses)
 
 

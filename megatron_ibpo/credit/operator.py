@@ -1,85 +1,119 @@
 """The seam between credit and a comparison operator.
 
 An operator looks at the scored groups of a step and says, for every response, how near it was to being
-right: φ in [0, 1], 0 for correct ones; and, if it can, which of its tokens to learn from. If it needs more
-rollouts or log-probs it asks the loop for them. Compare-and-correct (`corrections.py`) is one, `agreement.py`
-another; anything that is sensitive to counterfactual differences can be one.
+right: φ in [0, 1], 0 for correct ones; and, if it can, which of its tokens to learn from. It works in two
+stages, so that sampling need not wait for the whole step: what more is to be sampled for a group is asked as
+soon as that group is scored, and the step is judged when all its groups are there. Compare-and-correct
+(`corrections.py`) is one, `agreement.py` another; anything that is sensitive to counterfactual differences
+can be one.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit.shown import ThinkingMarks
-from megatron_ibpo.records import Group, Prompt, Response, SampleRequest, TrainSequence
+from megatron_ibpo.records import (
+    Correction,
+    Floats,
+    Group,
+    Prompt,
+    Sample,
+    SampleRequest,
+    TokenIds,
+    TrainSequence,
+    Weights,
+)
 
 __all__ = [
     "CorrectionPrompt",
+    "CreditContext",
+    "FollowUp",
     "Judgement",
     "LogProbQuery",
     "LogProbs",
-    "LoopAccess",
+    "NoOperator",
     "Operator",
-    "Sample",
-    "Score",
     "TokenTexts",
     "TokenWeights",
     "Values",
+    "Vocabulary",
     "lent",
-    "no_operator",
+    "no_phi",
 ]
 
-Sample = Callable[[list[SampleRequest]], list[Response]]
-"""Responses in the order of the requests."""
-Score = Callable[[list[tuple[Prompt, Response]]], None]
-"""Fills in `reward`, `correct` and `reward_error` of each response."""
-CorrectionPrompt = Callable[[Prompt, Sequence[int], Sequence[Sequence[int]]], tuple[int, ...]]
+CorrectionPrompt = Callable[[Prompt, TokenIds, Sequence[TokenIds]], TokenIds]
 """Token ids of x̃ from the prompt, the wrong response and the references, all without end-of-sequence ids."""
-TokenTexts = Callable[[Sequence[int]], list[str]]
+TokenTexts = Callable[[TokenIds], list[str]]
 """The text of each token."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LogProbQuery:
     """How likely is this continuation?"""
 
-    context: tuple[int, ...]
-    continuation: tuple[int, ...]
+    context: TokenIds
+    continuation: TokenIds
     temperature: float
 
 
-LogProbs = Callable[[list[LogProbQuery]], list[tuple[float, ...]]]
+LogProbs = Callable[[list[LogProbQuery]], list[Floats]]
 """Log-prob of each token of the continuations under the present policy."""
-Values = Callable[[list[TrainSequence]], list[tuple[float, ...]]]
+Values = Callable[[list[TrainSequence]], list[Floats]]
 """The critic's value before each response token."""
-TokenWeights = tuple[float, ...] | None
-"""Factors on the gradient of each token of a response, end-of-sequence id included; None: all ones."""
+TokenWeights = Weights | None
+"""Factors on the gradient of each token of a response, end-of-sequence id included; None: all ones. What
+stands at tokens that are not trained on (`Sample.loss_mask`) has no effect."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class LoopAccess:
-    """What the loop lends to an operator for one step."""
+class Vocabulary:
+    """What credit may need to know of tokens; one for the whole run."""
 
-    sample: Sample
-    score: Score
     correction_prompt: CorrectionPrompt
+    token_texts: TokenTexts | None = None
+    thinking: ThinkingMarks | None = None
+    """What <think> and </think> are, for --ibpo-strip-thinking."""
+    placeholder_id: int | None = None
+    """Stands for a token that is masked."""
+
+
+@dataclass(frozen=True)
+class CreditContext:
+    """All that credit of one step depends on besides the groups."""
+
+    algorithm: AlgorithmConfig
     rollout: RolloutConfig
     """Sampling of the responses; corrections are sampled alike."""
+    vocabulary: Vocabulary
     max_context: int
     """Tokens that prompt and response may have together."""
     seed: int
     step: int
-    token_texts: TokenTexts | None = None
-    thinking: ThinkingMarks | None = None
-    """What <think> and </think> are in this vocabulary."""
+    """With the seed and a prompt's index, what every draw depends on."""
+    reward_threshold: float = 1.0
+    """The smallest correct reward."""
     logprobs: LogProbs | None = None
-    placeholder_id: int | None = None
-    """Stands for a token that is masked."""
+    """Asks the policy."""
+    values: Values | None = None
+    """Asks the critic, for --advantages critic."""
+
+
+@dataclass(frozen=True, eq=False)
+class FollowUp:
+    """One sample that an operator wants of a scored group."""
+
+    target: int
+    """Index in `Group.responses` of the response that it is to correct."""
+    references: tuple[int, ...]
+    """Indices in `Group.responses` of the solutions shown along with it, in drawn order."""
+    request: SampleRequest
 
 
 @dataclass(frozen=True)
@@ -93,12 +127,46 @@ class Judgement:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-Operator = Callable[[Sequence[Group], AlgorithmConfig, LoopAccess], Judgement]
+class Operator(Protocol):
+    """What judges responses. A subclass that needs no samples of its own has to define `judge` alone.
+
+    Methods keep nothing between calls: groups come in any order, and a step may be judged again.
+    """
+
+    def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
+        """What is to be sampled for a group, all of whose responses are scored.
+
+        Depends on the group and the context alone, never on other groups. Sets `group.skipped_pairs` where
+        something could not be asked.
+        """
+        return []
+
+    def attach(self, group: Group, follow_ups: Sequence[FollowUp], samples: Sequence[Sample]) -> None:
+        """Put the samples that came of the follow-ups, in their order and scored, on the group."""
+        group.corrections = [
+            Correction(asked.target, asked.references, sample)
+            for asked, sample in zip(follow_ups, samples, strict=True)
+        ]
+        for index, sample in enumerate(samples):
+            sample.index = index
+
+    @abstractmethod
+    def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
+        """Judge all groups of the step, ordered by prompt, corrections attached. What needs the whole step (an
+        adaptive threshold, metrics) is decided here."""
+        ...
 
 
-def no_operator(groups: Sequence[Group], algorithm: AlgorithmConfig, loop: LoopAccess) -> Judgement:
+class NoOperator(Operator):
     """φ = 0 everywhere: group-relative credit alone."""
-    return Judgement([[0.0] * len(group.responses) for group in groups])
+
+    def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
+        return Judgement(no_phi(groups))
+
+
+def no_phi(groups: Sequence[Group]) -> list[list[float]]:
+    """φ = 0 of every response."""
+    return [[0.0] * len(group.responses) for group in groups]
 
 
 def lent(tool: T | None, what: str) -> T:

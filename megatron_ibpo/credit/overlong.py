@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_ibpo.records import Response
+from megatron_ibpo.credit.operator import CreditContext
+from megatron_ibpo.records import Sample
 
 __all__ = ["overlong_penalty", "with_overlong_penalty"]
 
@@ -16,15 +17,15 @@ def overlong_penalty(length: int, max_length: int, buffer: float) -> float:
 
 
 def with_overlong_penalty(
-    rewards: Sequence[float | None], responses: Iterable[Response], max_length: int, buffer_share: float
+    rewards: Sequence[float | None], responses: Iterable[Sample], context: CreditContext
 ) -> list[float | None]:
-    """Rewards with the penalty of their response added; None stays.
-
-    Args:
-        buffer_share: the buffer as a share of max_length; 0: no penalty.
-    """
-    buffer = buffer_share * max_length
+    """Rewards with the penalty of their response added (--overlong-buffer-share); None stays. The length is
+    that of what the policy wrote."""
+    limit = context.rollout.rollout_max_response_len
+    buffer = context.algorithm.overlong_buffer_share * limit
+    if buffer == 0:
+        return list(rewards)
     return [
-        None if reward is None else reward + overlong_penalty(len(response.token_ids), max_length, buffer)
+        None if reward is None else reward + overlong_penalty(response.num_trained_tokens, limit, buffer)
         for reward, response in zip(rewards, responses, strict=True)
     ]

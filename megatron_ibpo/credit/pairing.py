@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from megatron_ibpo.records import Response
+from megatron_ibpo.records import Sample
 
 __all__ = ["draw_references", "is_wrong"]
 
 
-def is_wrong(response: Response) -> bool:
+def is_wrong(response: Sample) -> bool:
     """Scored and not correct; a response that the verifier failed on is neither."""
     return response.reward is not None and not response.correct
 
 
 def draw_references(
-    target: int, responses: Sequence[Response], count: int, rng: random.Random
+    target: int, responses: Sequence[Sample], count: int, rng: random.Random
 ) -> tuple[int, ...]:
     """Draw `count` = K-1 references for the wrong response `target`, as indices into `responses`.
 

@@ -3,70 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ibpo.records import Group, Response, TrainSequence
+from megatron_ibpo.credit.operator import TokenWeights
+from megatron_ibpo.records import Group, Sample, TrainSequence
 
-__all__ = ["correction_sequences", "response_sequences"]
+__all__ = ["Credited", "correction_sequences", "response_sequences"]
 
 
-def response_sequences(
-    group: Group,
-    number: int,
-    advantages: Sequence[float | None],
-    token_weights: Sequence[tuple[float, ...] | None],
-    weight: float,
-) -> list[TrainSequence]:
+@dataclass(frozen=True, eq=False)
+class Credited:
+    """What credit made of the samples of a group that are compared: each list one entry per sample."""
+
+    rewards: list[float | None]
+    """Shaped; None: the verifier failed, and the sample is left out of training."""
+    advantages: list[float | None]
+    """None where the reward is."""
+    token_weights: Sequence[TokenWeights]
+
+
+def response_sequences(group: Group, number: int, credited: Credited, weight: float) -> list[TrainSequence]:
     """The responses of a group as training sequences.
 
     Args:
-        number: the group's place in the step.
-        advantages: None leaves a response out (the verifier failed on it).
-        token_weights: of each response, None for all ones.
+        number: index of the group in the step.
     """
-    return [
-        _sequence(
-            response.prompt_token_ids or group.prompt.token_ids,
-            response,
-            advantage,
-            weight,
-            number,
-            "response",
-            factors,
-        )
-        for response, advantage, factors in zip(group.responses, advantages, token_weights, strict=True)
-        if advantage is not None and response.token_ids
-    ]
+    return _sequences(group, number, group.responses, credited, weight, "response")
 
 
-def correction_sequences(
-    group: Group, number: int, advantages: Sequence[float | None], weight: float
-) -> list[TrainSequence]:
+def correction_sequences(group: Group, number: int, credited: Credited, weight: float) -> list[TrainSequence]:
     """The corrections of a group as training sequences: prompt x̃, response ŷ."""
-    return [
-        _sequence(correction.prompt_token_ids, correction.response, advantage, weight, number, "correction")
-        for correction, advantage in zip(group.corrections, advantages, strict=True)
-        if advantage is not None and correction.response.token_ids
-    ]
+    samples = [correction.response for correction in group.corrections]
+    return _sequences(group, number, samples, credited, weight, "correction")
 
 
-def _sequence(
-    prompt_ids: tuple[int, ...],
-    response: Response,
-    advantage: float,
+def _sequences(
+    group: Group,
+    number: int,
+    samples: Sequence[Sample],
+    credited: Credited,
     weight: float,
-    group: int,
     kind: Literal["response", "correction"],
-    token_weights: tuple[float, ...] | None = None,
-) -> TrainSequence:
-    return TrainSequence(
-        prompt_token_ids=prompt_ids,
-        response_token_ids=tuple(response.token_ids),
-        advantage=advantage,
-        weight=weight,
-        group=group,
-        kind=kind,
-        temperature=response.temperature,
-        rollout_logprobs=tuple(response.logprobs),
-        token_weights=token_weights,
-    )
+) -> list[TrainSequence]:
+    columns = zip(samples, credited.rewards, credited.advantages, credited.token_weights, strict=True)
+    return [
+        TrainSequence(
+            prompt_token_ids=sample.prompt_token_ids,
+            response_token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            advantage=advantage,
+            weight=weight,
+            prompt_index=group.prompt.index,
+            group=number,
+            index=index,
+            kind=kind,
+            temperature=sample.temperature,
+            reward=reward,
+            rollout_logprobs=sample.logprobs,
+            token_weights=token_weights,
+        )
+        for index, (sample, reward, advantage, token_weights) in enumerate(columns)
+        if advantage is not None and sample.loss_mask.any()
+    ]

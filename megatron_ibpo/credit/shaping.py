@@ -34,7 +34,7 @@ def correction_bonus(group: Group, algorithm: AlgorithmConfig) -> list[float]:
 
 def largest_bonus(algorithm: AlgorithmConfig) -> float:
     """λφ at most: φ is β, or a share that may come to 1."""
-    is_share = algorithm.ibpo_variant == "ratio" or algorithm.ibpo_operator == "agreement"
+    is_share = algorithm.ibpo_variant == "ratio" or algorithm.ibpo_operator != "compare-and-correct"
     return algorithm.ibpo_lambda * (1.0 if is_share else algorithm.ibpo_beta)
 
 

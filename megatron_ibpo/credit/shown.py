@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.edit_distance import read_ids
-from megatron_ibpo.records import Correction, Group, Response
+from megatron_ibpo.records import Correction, Flags, Group, Sample, TokenIds, token_ids
 
-__all__ = ["Part", "Shown", "ShownPairs", "ThinkingMarks", "shown_pairs", "shown_parts"]
+__all__ = ["ComparedPairs", "Part", "Ragged", "ThinkingMarks", "compared", "compared_pairs", "shown"]
+
+Indices = npt.NDArray[np.intp]
+Ragged = tuple[TokenIds, npt.NDArray[np.int64]]
+"""(values, offsets) of several parts, as megatron_ibpo.edit_distance takes them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """Some of a response's tokens."""
 
-    ids: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64] | None
-    """Where each of them stands in the response; None: it is the whole content, from the first token on."""
-    response: Response
-
-    def token_ids(self) -> Sequence[int]:
-        """`ids` as the response has them, without making new numbers where it is the whole content."""
-        return self.response.content_ids if self.places is None else self.ids.tolist()
+    ids: TokenIds
+    places: Indices | None
+    """Index in the response of each of them; None: it is the whole content, from the first token on."""
 
 
 @dataclass(frozen=True)
@@ -36,39 +34,8 @@ class ThinkingMarks:
     closing: tuple[int, ...]
 
 
-Shown = Callable[[Sequence[int], Response], Part]
-"""(prompt, response) → what is shown of it. A response that has a prompt of its own is taken with that."""
-
-
-def shown_parts(marks: ThinkingMarks | None) -> Shown:
-    """What is shown of responses: all but the end-of-sequence id, or, given marks, all but that and what
-    lies between them, marks included.
-
-    A prompt whose last mark is an opening one puts the response inside from its start. Thinking that is
-    never closed is hidden to its end; a closing mark that nothing opened hides all that stands before it. A
-    part is made once for each response, which must not change in between.
-    """
-    known: dict[int, tuple[Response, Part]] = {}  # holds the response, so that its id stays its own
-
-    def show(prompt_ids: Sequence[int], response: Response) -> Part:
-        if id(response) not in known:
-            content = read_ids("response", response.token_ids)[: response.num_content_tokens]
-            own_prompt = response.prompt_token_ids or prompt_ids
-            part = Part(content, None, response)
-            if marks is not None:
-                part = _without_thinking(own_prompt, part, marks)
-            known[id(response)] = (response, part)
-        return known[id(response)][1]
-
-    return show
-
-
-Ragged = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""(values, offsets) of several parts, as megatron_ibpo.edit_distance takes them."""
-
-
-@dataclass(frozen=True)
-class ShownPairs:
+@dataclass(frozen=True, eq=False)
+class ComparedPairs:
     """Every correction of a step with its target, as they are compared."""
 
     members: list[tuple[Group, Correction]]
@@ -79,22 +46,48 @@ class ShownPairs:
     """Of the corrections."""
 
 
-def shown_pairs(groups: Sequence[Group], shown: Shown) -> ShownPairs:
+def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
+    """What a correction prompt shows of a response: all but the end-of-sequence id, or, given marks, all but
+    that and what lies between them, marks included.
+
+    A prompt whose last mark is an opening one puts the response inside from its start. Thinking that is
+    never closed is hidden to its end; a closing mark that nothing opened hides all that stands before it.
+    """
+    if marks is None:
+        return Part(response.content_ids, None)
+    return _part(response, _outside_thinking(response, marks))
+
+
+def compared(response: Sample, marks: ThinkingMarks | None) -> Part:
+    """Of what is shown, what the policy wrote: tool output that two solutions share brings them no nearer."""
+    written = response.loss_mask[: response.num_content_tokens]
+    if written.all():
+        return shown(response, marks)
+    return _part(response, written if marks is None else written & _outside_thinking(response, marks))
+
+
+def compared_pairs(groups: Sequence[Group], marks: ThinkingMarks | None) -> ComparedPairs:
     """Made once for all comparisons: joining the tokens takes as long as finding few edits."""
     members = [(group, correction) for group in groups for correction in group.corrections]
-    targets = [shown(group.prompt.token_ids, group.responses[c.target]) for group, c in members]
-    corrected = [shown(c.prompt_token_ids, c.response) for _, c in members]
-    return ShownPairs(members, targets, _join(targets), _join(corrected))
+    targets = [compared(group.responses[c.target], marks) for group, c in members]
+    corrected = [compared(c.response, marks) for _, c in members]
+    return ComparedPairs(members, targets, _join(targets), _join(corrected))
+
+
+def _part(response: Sample, keep: Flags) -> Part:
+    places = np.flatnonzero(keep)
+    return Part(response.content_ids[places], places)
 
 
 def _join(parts: Sequence[Part]) -> Ragged:
     offsets = np.cumsum([0, *(len(part.ids) for part in parts)], dtype=np.int64)
-    return np.concatenate([part.ids for part in parts] or [np.empty(0, np.int64)]), offsets
+    return np.concatenate([part.ids for part in parts] or [token_ids([])]), offsets
 
 
-def _without_thinking(prompt_ids: Sequence[int], whole: Part, marks: ThinkingMarks) -> Part:
-    content = whole.ids
-    hidden_from: int | None = 0 if _ends_inside(read_ids("prompt", prompt_ids), marks) else None
+def _outside_thinking(response: Sample, marks: ThinkingMarks) -> Flags:
+    """Which tokens of the content are no thinking."""
+    content = response.content_ids
+    hidden_from: int | None = 0 if _ends_inside(response.prompt_token_ids, marks) else None
     keep = np.ones(len(content), bool)
     for place, closes in _marks_in(content, marks):
         if closes:
@@ -104,21 +97,20 @@ def _without_thinking(prompt_ids: Sequence[int], whole: Part, marks: ThinkingMar
             hidden_from = place
     if hidden_from is not None:
         keep[hidden_from:] = False
-    places = np.flatnonzero(keep)
-    return Part(content[places], places, whole.response)
+    return keep
 
 
-def _ends_inside(prompt_ids: npt.NDArray[np.int64], marks: ThinkingMarks) -> bool:
+def _ends_inside(prompt_ids: TokenIds, marks: ThinkingMarks) -> bool:
     found = _marks_in(prompt_ids, marks)
     return bool(found) and not found[-1][1]
 
 
-def _marks_in(ids: npt.NDArray[np.int64], marks: ThinkingMarks) -> list[tuple[int, bool]]:
-    """(place, whether it is a closing mark) of every mark, in order."""
+def _marks_in(ids: TokenIds, marks: ThinkingMarks) -> list[tuple[int, bool]]:
+    """(index, whether it is a closing mark) of every mark, in order."""
     opening = [(place, False) for place in _occurrences(ids, marks.opening)]
     return sorted(opening + [(place, True) for place in _occurrences(ids, marks.closing)])
 
 
-def _occurrences(ids: npt.NDArray[np.int64], mark: tuple[int, ...]) -> list[int]:
+def _occurrences(ids: TokenIds, mark: tuple[int, ...]) -> list[int]:
     starts = np.flatnonzero(ids[: max(0, len(ids) - len(mark) + 1)] == mark[0])
     return [int(start) for start in starts if tuple(ids[start : start + len(mark)].tolist()) == mark]

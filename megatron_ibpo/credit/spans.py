@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["split_spans"]
+from megatron_ibpo.records import Sample, TokenIds
+
+__all__ = ["split_spans", "written_spans"]
 
 _ENDS = re.compile(
     r"\n+"
@@ -37,3 +39,9 @@ def split_spans(texts: Sequence[str]) -> list[tuple[int, int]]:
         else:
             spans.append((first, last))
     return spans
+
+
+def written_spans(response: Sample, texts: Callable[[TokenIds], list[str]]) -> list[tuple[int, int]]:
+    """The spans of a response's content in which the policy wrote a token; tool output makes none."""
+    spans = split_spans(texts(response.content_ids))
+    return [(first, last) for first, last in spans if response.loss_mask[first:last].any()]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.tokenizer import Tokenizer
-from megatron_ibpo.records import Prompt
+from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
 __all__ = ["PromptSuffixes"]
 
@@ -22,7 +24,7 @@ class PromptSuffixes:
         Raises:
             DataError: the tokenizer cannot express one of them.
         """
-        self._suffixes = [tuple(tokenizer.encode(text)) if text else () for text in texts]
+        self._suffixes = [token_ids(tokenizer.encode(text) if text else []) for text in texts]
         for text, ids in zip(texts, self._suffixes, strict=True):
             if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
                 raise DataError(
@@ -35,9 +37,11 @@ class PromptSuffixes:
         """Tokens that a prompt grows by at most."""
         return max(map(len, self._suffixes), default=0)
 
-    def __call__(self, prompt: Prompt, sample: int) -> tuple[int, ...]:
+    def __call__(self, prompt: Prompt, sample: int) -> TokenIds:
         """The prompt of sample number `sample`."""
         if not self._suffixes:
             return prompt.token_ids
         suffix = self._suffixes[sample % len(self._suffixes)]
-        return (*prompt.head_ids, *suffix, *prompt.tail_ids) if suffix else prompt.token_ids
+        if not len(suffix):
+            return prompt.token_ids
+        return np.concatenate([prompt.head_ids, suffix, prompt.tail_ids])

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.tokenizer import Message, Tokenizer
+from megatron_ibpo.records import TokenIds, token_ids
 
 __all__ = ["chat_prompt", "check_length", "check_no_unknown", "plain_prompt"]
 
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
 
 
-def plain_prompt(text: str, tokenizer: Tokenizer, tail: str = "") -> tuple[tuple[int, ...], int]:
+def plain_prompt(text: str, tokenizer: Tokenizer, tail: str = "") -> tuple[TokenIds, int]:
     """Token ids of `text` followed by `tail`, and how many of them are `text` (`Prompt.head_length`)."""
     head = tokenizer.encode_prompt(text)
-    return (*head, *tokenizer.encode(tail)), len(head)
+    return token_ids([*head, *tokenizer.encode(tail)]), len(head)
 
 
-def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[tuple[int, ...], int]:
+def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[TokenIds, int]:
     """Token ids of `messages` in the tokenizer's chat format, and how many of them come up to the end of the
     last user content.
 
@@ -39,26 +40,26 @@ def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[tupl
             "cannot be inserted after it"
         )
     head = tokenizer.encode(text[: len(text) - len(tail)])
-    return (*head, *tokenizer.encode(tail)), len(head)
+    return token_ids([*head, *tokenizer.encode(tail)]), len(head)
 
 
-def check_no_unknown(token_ids: Sequence[int], tokenizer: Tokenizer) -> None:
+def check_no_unknown(ids: TokenIds, tokenizer: Tokenizer) -> None:
     """Raise DataError when the tokenizer could not express the prompt: the policy would not see the task."""
-    if tokenizer.unk_id is not None and tokenizer.unk_id in token_ids:
+    if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
         raise DataError(
             f"the tokenizer has no token for some of the prompt's characters (shown as ⁇ in "
-            f"{_shown(token_ids, tokenizer)!r}); use another tokenizer or other prompts"
+            f"{_shown(ids, tokenizer)!r}); use another tokenizer or other prompts"
         )
 
 
-def check_length(token_ids: Sequence[int], max_prompt_len: int | None) -> None:
+def check_length(ids: TokenIds, max_prompt_len: int | None) -> None:
     """Raise DataError for a prompt longer than the context leaves room for."""
-    if max_prompt_len is not None and len(token_ids) > max_prompt_len:
+    if max_prompt_len is not None and len(ids) > max_prompt_len:
         raise DataError(
-            f"the prompt has {len(token_ids)} tokens, but only {max_prompt_len} fit beside the response; "
+            f"the prompt has {len(ids)} tokens, but only {max_prompt_len} fit beside the response; "
             "shorten or drop it, lower --rollout-max-response-len, or raise --rollout-max-context-len"
         )
 
 
-def _shown(token_ids: Sequence[int], tokenizer: Tokenizer, most: int = 60) -> str:
-    return "".join("⁇" if i == tokenizer.unk_id else tokenizer.decode([i]) for i in token_ids[:most])
+def _shown(ids: TokenIds, tokenizer: Tokenizer, most: int = 60) -> str:
+    return "".join("⁇" if i == tokenizer.unk_id else tokenizer.decode([i]) for i in ids[:most].tolist())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.tokenizer import Tokenizer
-from megatron_ibpo.records import Prompt
+from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
 __all__ = ["CorrectionTemplate", "candidate_heading", "correction_instruction"]
 
@@ -52,11 +54,11 @@ class CorrectionTemplate:
         self._instructions = {
             n: self._encode(tokenizer, "\n" + correction_instruction(n)) for n in {1, num_candidates}
         }
-        self._newline = tuple(tokenizer.encode("\n"))
+        self._newline = token_ids(tokenizer.encode("\n"))
 
     @staticmethod
-    def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-        ids = tuple(tokenizer.encode(text))
+    def _encode(tokenizer: Tokenizer, text: str) -> TokenIds:
+        ids = token_ids(tokenizer.encode(text))
         if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
             raise DataError(
                 f"the tokenizer has no tokens for the correction prompt's text {text!r}; "
@@ -64,9 +66,7 @@ class CorrectionTemplate:
             )
         return ids
 
-    def __call__(
-        self, prompt: Prompt, target_ids: Sequence[int], references: Sequence[Sequence[int]]
-    ) -> tuple[int, ...]:
+    def __call__(self, prompt: Prompt, target_ids: TokenIds, references: Sequence[TokenIds]) -> TokenIds:
         """Token ids of x̃.
 
         Args:
@@ -74,10 +74,9 @@ class CorrectionTemplate:
             references: the K-1 references in drawn order, without theirs; may be empty (K=1).
         """
         candidates = (target_ids, *references)
-        ids = list(prompt.head_ids)
+        parts = [prompt.head_ids]
         for number, candidate in enumerate(candidates, start=1):
-            ids += self._headings[number]
-            ids += candidate
-        ids += self._instructions[len(candidates)]
-        ids += prompt.tail_ids or self._newline
-        return tuple(ids)
+            parts += [self._headings[number], candidate]
+        parts += [self._instructions[len(candidates)]]
+        parts += [prompt.tail_ids if len(prompt.tail_ids) else self._newline]
+        return np.concatenate(parts)

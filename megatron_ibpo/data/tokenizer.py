@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_ibpo.data.errors import DataError
 
 __all__ = ["HuggingFaceTokenizer", "Message", "SentencePieceTokenizer", "Tokenizer", "load_tokenizer"]
@@ -37,8 +40,8 @@ class Tokenizer(Protocol):
         one that it adds."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens such as end-of-sequence are left out."""
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Text of `ids` (an array or a sequence); special tokens such as end-of-sequence are left out."""
         ...
 
     def render_chat(self, messages: Sequence[Message]) -> str:
@@ -106,8 +109,10 @@ class HuggingFaceTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         return self._prefix + self.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return self._tokenizer.decode(
+            _plain(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         if not self._tokenizer.chat_template:
@@ -157,11 +162,16 @@ class SentencePieceTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         return self._prefix + list(self._start.encode(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._start.decode(list(ids))
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return self._start.decode(_plain(ids))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         raise DataError(
             f"tokenizer {self._name}: a SentencePiece model has no chat template; "
             "drop --apply-chat-template and write the prompts out"
         )
+
+
+def _plain(ids: npt.ArrayLike) -> list[int]:
+    """As the libraries take them."""
+    return np.asarray(ids, np.int64).tolist()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.tokenizer import Tokenizer
+from megatron_ibpo.records import TokenIds
 
 __all__ = ["thinking_marks", "token_texts"]
 
 
-def token_texts(tokenizer: Tokenizer) -> Callable[[Sequence[int]], list[str]]:
+def token_texts(tokenizer: Tokenizer) -> Callable[[TokenIds], list[str]]:
     """A function from ids to the text of each; every id is decoded once."""
     known: dict[int, str] = {}
 
-    def texts(ids: Sequence[int]) -> list[str]:
-        for token in set(ids) - known.keys():
+    def texts(ids: TokenIds) -> list[str]:
+        tokens = ids.tolist()
+        for token in set(tokens) - known.keys():
             known[token] = tokenizer.decode([token])
-        return [known[token] for token in ids]
+        return [known[token] for token in tokens]
 
     return texts
 

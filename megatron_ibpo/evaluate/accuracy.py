@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.evaluate.estimators import best_of, majority, pass_at
-from megatron_ibpo.evaluate.inference import Corrector, corrected_answers
-from megatron_ibpo.records import Prompt, Response, SampleRequest
+from megatron_ibpo.evaluate.inference import Corrector, Generate, corrected_answers
+from megatron_ibpo.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.seeds import derive_seed
 
 __all__ = ["Evaluation", "evaluate"]
 
-Sample = Callable[[list[SampleRequest]], list[Response]]
-"""Responses in the order of the requests."""
-Score = Callable[[list[tuple[Prompt, Response]]], None]
+Score = Callable[[list[tuple[Prompt, Sample]]], None]
 """Fills in `reward`, `correct` and `reward_error` of each response."""
-Answer = Callable[[Response], str | None]
+Answer = Callable[[Sample], str | None]
 """The answer that a response comes to; None if it has none."""
 
 _RESAMPLES = 2000
@@ -41,7 +39,7 @@ class Evaluation:
     reward: float
     """Mean reward of the sampled responses."""
     mean_length: float
-    """Tokens of a sampled response."""
+    """Tokens that the policy wrote of a response."""
     truncated_share: float
     """Share of sampled responses that ended for length."""
     reward_errors: int
@@ -82,7 +80,7 @@ class Evaluation:
 
 def evaluate(
     prompts: Sequence[Prompt],
-    sample: Sample,
+    sample: Generate,
     score: Score,
     *,
     samples_per_prompt: int = 1,
@@ -126,7 +124,7 @@ def evaluate(
     responses = sample(requests)
     sampled, greedy = responses[: -len(prompts)], responses[-len(prompts) :]
     by_prompt = [sampled[i : i + samples_per_prompt] for i in range(0, len(sampled), samples_per_prompt)]
-    answers: list[tuple[Response, bool]] = []
+    answers: list[tuple[Sample, bool]] = []
     if corrector is not None:
         answers = corrected_answers(prompts, by_prompt, sample, corrector, requests[0], seed)
     score(list(zip(owners, responses, strict=True)))
@@ -150,7 +148,7 @@ def evaluate(
         accuracy_high=high,
         greedy_accuracy=float(np.nanmean(greedy_P)),
         reward=float(np.mean(rewards)),
-        mean_length=float(np.mean([len(response.token_ids) for response in sampled])),
+        mean_length=float(np.mean([response.num_trained_tokens for response in sampled])),
         truncated_share=float(np.mean([response.finish_reason == "length" for response in sampled])),
         reward_errors=sum(r.reward is None for r in [*responses, *(r for _, r in corrections)]),
         corrected_accuracy=_accuracy([response for response, _ in answers]),
@@ -160,7 +158,7 @@ def evaluate(
 
 
 def _of_several(
-    correct_PS: np.ndarray, sampled: Sequence[Sequence[Response]], answer: Answer | None
+    correct_PS: np.ndarray, sampled: Sequence[Sequence[Sample]], answer: Answer | None
 ) -> dict[str, Any]:
     """pass@k, maj@n and best-of-n from the samples of each prompt."""
     n = correct_PS.shape[1]
@@ -175,18 +173,19 @@ def _of_several(
     }
 
 
-def _mean_logprob(response: Response) -> float:
-    return math.fsum(response.logprobs) / len(response.logprobs) if response.logprobs else -math.inf
+def _mean_logprob(response: Sample) -> float:
+    tokens = response.num_trained_tokens
+    return math.fsum(response.logprobs[response.loss_mask].tolist()) / tokens if tokens else -math.inf
 
 
-def _correctness(responses: Sequence[Response]) -> np.ndarray:
+def _correctness(responses: Sequence[Sample]) -> np.ndarray:
     """1 correct, 0 wrong, NaN where the verifier failed."""
     return np.array(
         [np.nan if response.reward is None else float(response.correct) for response in responses]
     )
 
 
-def _accuracy(responses: Sequence[Response]) -> float | None:
+def _accuracy(responses: Sequence[Sample]) -> float | None:
     """None if nothing is known."""
     known = [response.correct for response in responses if response.reward is not None]
     return sum(known) / len(known) if known else None
@@ -215,5 +214,5 @@ def _wilson(share: float, count: int) -> tuple[float, float]:
     return center - half, center + half
 
 
-def _error(responses: Sequence[Response]) -> str | None:
+def _error(responses: Sequence[Sample]) -> str | None:
     return next((response.reward_error for response in responses if response.reward_error), None)

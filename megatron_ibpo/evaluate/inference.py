@@ -10,19 +10,20 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ibpo.records import Prompt, Response, SampleRequest
+from megatron_ibpo.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["Corrector", "corrected_answers"]
+__all__ = ["Corrector", "Generate", "corrected_answers"]
 
-Sample = Callable[[list[SampleRequest]], list[Response]]
+Generate = Callable[[list[SampleRequest]], list[Sample]]
+"""Samples in the order of the requests."""
 
 
 @dataclass(frozen=True)
 class Corrector:
     """How solutions are corrected at test time."""
 
-    prompt_ids: Callable[[Prompt, Sequence[Response]], tuple[int, ...]]
+    prompt_ids: Callable[[Prompt, Sequence[Sample]], TokenIds]
     """(prompt, candidate solutions) → x̃."""
     num_candidates: int
     """K: how many of a prompt's samples are shown."""
@@ -32,12 +33,12 @@ class Corrector:
 
 def corrected_answers(
     prompts: Sequence[Prompt],
-    sampled: Sequence[Sequence[Response]],
-    sample: Sample,
+    sampled: Sequence[Sequence[Sample]],
+    sample: Generate,
     corrector: Corrector,
     like: SampleRequest,
     seed: int,
-) -> list[tuple[Response, bool]]:
+) -> list[tuple[Sample, bool]]:
     """(answer, whether it is a correction) to each prompt. Where x̃ leaves no room for a correction, the first
     candidate stands for it as it is.
 
@@ -64,6 +65,6 @@ def corrected_answers(
     ]
 
 
-def _draw(prompt: Prompt, responses: Sequence[Response], corrector: Corrector, seed: int) -> list[Response]:
+def _draw(prompt: Prompt, responses: Sequence[Sample], corrector: Corrector, seed: int) -> list[Sample]:
     rng = random.Random(derive_seed("test-time pair", seed, prompt.index))
     return rng.sample(list(responses), corrector.num_candidates)

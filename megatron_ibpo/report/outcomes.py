@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.records import Prompt, Response
+from megatron_ibpo.records import Prompt, Sample
 
 __all__ = ["load_outcomes", "outcomes_path", "save_outcomes"]
 
@@ -20,7 +20,7 @@ def outcomes_path(run_dir: Path, step: int) -> Path:
     return run_dir / "evaluations" / f"step_{step:06d}.json"
 
 
-def save_outcomes(path: Path, step: int, pairs: Sequence[tuple[Prompt, Response]]) -> None:
+def save_outcomes(path: Path, step: int, pairs: Sequence[tuple[Prompt, Sample]]) -> None:
     """Write 1 (correct), 0 (wrong) or null (the verifier failed) for each scored response, by problem;
     sampled and greedy ones apart."""
     problems: dict[int, dict[str, list[int | None]]] = {}

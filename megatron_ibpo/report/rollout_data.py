@@ -1,7 +1,7 @@
 """The records of a step as readable JSON, and back.
 
-Token ids stand beside their text; the text is for readers and is not read back. Floats are written so that
-reading gives the same bits, tuples and lists stay what they were.
+Token ids stand alongside their text; the text is for readers and is not read back. Floats are written so that
+reading gives the same bits; in a prompt's metadata tuples and lists stay what they were.
 """
 
 from __future__ import annotations
@@ -9,14 +9,29 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.records import Correction, Group, Prompt, Response, TrainSequence
+import numpy as np
+
+from megatron_ibpo.records import (
+    Correction,
+    Floats,
+    Group,
+    Prompt,
+    Sample,
+    TokenIds,
+    TrainSequence,
+    Weights,
+    token_ids,
+)
 
 __all__ = ["Trained", "load_groups", "load_trained", "rollout_path", "save_groups"]
 
-_FORMAT = 1
+_FORMAT = 2
+_READABLE_FORMATS = (1, 2)
+"""1: one policy version for a whole response, no loss mask, no indices; a correction kept its prompt itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +40,11 @@ class Trained:
 
     advantage: float
     weight: float
-    token_weights: list[float] | None
+    token_weights: Weights | None
     """None: all ones."""
-    old_logprobs: list[float] | None
+    old_logprobs: Floats | None
     """The trainer's, before the update."""
-    new_logprobs: list[float] | None
+    new_logprobs: Floats | None
     """The trainer's, after it."""
 
 
@@ -42,10 +57,16 @@ def save_groups(
     path: Path,
     step: int,
     groups: Sequence[Group],
-    decode: Callable[[Sequence[int]], str],
+    decode: Callable[[TokenIds], str],
     sequences: Sequence[TrainSequence] = (),
+    *,
+    old_logprobs: Sequence[Floats] | None = None,
+    new_logprobs: Sequence[Floats] | None = None,
 ) -> None:
     """Write the groups of a step, corrections and rewards included, and what was trained on of them.
+
+    Args:
+        old_logprobs, new_logprobs: the trainer's of each sequence, before and after the update.
 
     Raises:
         TypeError: a prompt's metadata holds what JSON cannot keep.
@@ -54,7 +75,7 @@ def save_groups(
         "format": _FORMAT,
         "step": step,
         "groups": [_group_to_json(group, decode) for group in groups],
-        "trained": _trained_to_json(groups, sequences),
+        "trained": _trained_to_json(sequences, old_logprobs, new_logprobs),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
@@ -63,74 +84,92 @@ def save_groups(
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:
-    """(step, groups) as they were saved.
+    """(step, groups) as they were saved, by this version or the one before it.
 
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']}, expected {_FORMAT}")
+    content = _read(path)
+    with _named(path):
+        if content["format"] not in _READABLE_FORMATS:
+            raise ValueError(f"format {content['format']}, expected one of {_READABLE_FORMATS}")
         return content["step"], [_group_from_json(item) for item in content["groups"]]
-    except OSError as error:
-        raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
-        ) from error
 
 
 def load_trained(path: Path) -> dict[tuple[int, str, int], Trained]:
-    """(group, "response" or "correction", place in the group) → what was trained on. Those left out of
+    """(group, "response" or "correction", index in the group) → what was trained on. Those left out of
     training are missing, and all of them in recordings that hold none.
 
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+    content = _read(path)
+    with _named(path):
         return {
             (item["group"], item["kind"], item["index"]): Trained(
-                **{name: item[name] for name in Trained.__dataclass_fields__}
+                item["advantage"],
+                item["weight"],
+                _array(item["token_weights"], np.float64),
+                _array(item["old_logprobs"], np.float32),
+                _array(item["new_logprobs"], np.float32),
             )
             for item in content.get("trained", [])
         }
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    with _named(path):
+        return json.loads(text)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What goes wrong with a file's content, with the file's name."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
         ) from error
 
 
-def _trained_to_json(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> list[dict[str, Any]]:
-    """Each sequence beside the place of what it was made of: they come in order, some left out."""
-    items = []
-    places = {kind: [_taken(group, kind) for group in groups] for kind in ("response", "correction")}
-    for sequence in sequences:
-        place = places[sequence.kind][sequence.group]
-        index = next(i for i, ids in place if ids == sequence.response_token_ids)
-        kept = {name: getattr(sequence, name) for name in Trained.__dataclass_fields__}
-        items.append({"group": sequence.group, "kind": sequence.kind, "index": index, **kept})
-    return items
+def _trained_to_json(
+    sequences: Sequence[TrainSequence],
+    old_logprobs: Sequence[Floats] | None,
+    new_logprobs: Sequence[Floats] | None,
+) -> list[dict[str, Any]]:
+    nothing = [None] * len(sequences)
+    return [
+        {
+            "group": sequence.group,
+            "kind": sequence.kind,
+            "index": sequence.index,
+            "advantage": sequence.advantage,
+            "weight": sequence.weight,
+            "token_weights": _list(sequence.token_weights),
+            "old_logprobs": _list(old),
+            "new_logprobs": _list(new),
+        }
+        for sequence, old, new in zip(
+            sequences, old_logprobs or nothing, new_logprobs or nothing, strict=True
+        )
+    ]
 
 
-def _taken(group: Group, kind: str) -> Iterator[tuple[int, tuple[int, ...]]]:
-    responses = group.responses if kind == "response" else [c.response for c in group.corrections]
-    return ((i, tuple(response.token_ids)) for i, response in enumerate(responses))
-
-
-def _group_to_json(group: Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _group_to_json(group: Group, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
     prompt = {"decoded": decode(group.prompt.token_ids)} | _fields(group.prompt)
     prompt["metadata"] = _tagged(group.prompt.metadata)
     return {
         "prompt": prompt,
-        "responses": [_response_to_json(response, decode) for response in group.responses],
+        "responses": [_sample_to_json(sample, decode, group.prompt.token_ids) for sample in group.responses],
         "corrections": [
-            {"prompt_decoded": decode(correction.prompt_token_ids)}
+            {"prompt_decoded": decode(correction.response.prompt_token_ids)}
             | _fields(correction)
-            | {"response": _response_to_json(correction.response, decode)}
+            | {"response": _sample_to_json(correction.response, decode, group.prompt.token_ids)}
             for correction in group.corrections
         ],
         "skipped_pairs": group.skipped_pairs,
@@ -139,34 +178,58 @@ def _group_to_json(group: Group, decode: Callable[[Sequence[int]], str]) -> dict
 
 def _group_from_json(item: dict[str, Any]) -> Group:
     prompt = _without(item["prompt"], "decoded")
-    prompt["token_ids"] = tuple(prompt["token_ids"])
+    prompt["token_ids"] = token_ids(prompt["token_ids"])
     prompt["metadata"] = _untagged(prompt["metadata"])
     corrections = []
-    for stored in item["corrections"]:
+    for index, stored in enumerate(item["corrections"]):
         correction = _without(stored, "prompt_decoded")
+        asked = token_ids(correction.pop("prompt_token_ids", prompt["token_ids"]))  # of format 1
         correction["references"] = tuple(correction["references"])
-        correction["prompt_token_ids"] = tuple(correction["prompt_token_ids"])
-        correction["response"] = _response_from_json(correction["response"])
+        correction["response"] = _sample_from_json(correction["response"], index, asked)
         corrections.append(Correction(**correction))
-    responses = [_response_from_json(response) for response in item["responses"]]
+    responses = [
+        _sample_from_json(sample, index, prompt["token_ids"])
+        for index, sample in enumerate(item["responses"])
+    ]
     return Group(Prompt(**prompt), responses, corrections, item["skipped_pairs"])
 
 
-def _response_from_json(item: dict[str, Any]) -> Response:
-    response = _without(item, "decoded")
-    own_prompt = response.get("prompt_token_ids")
-    response["prompt_token_ids"] = None if own_prompt is None else tuple(own_prompt)
-    for name in ("token_ids", "logprobs"):
-        response[name] = tuple(response[name])
-    return Response(**response)
+def _sample_to_json(
+    sample: Sample, decode: Callable[[TokenIds], str], usual_prompt: TokenIds
+) -> dict[str, Any]:
+    """Without what goes without saying: the group's own prompt, a mask that hides nothing."""
+    content = {"decoded": decode(sample.token_ids)} | _fields(sample)
+    if np.array_equal(sample.prompt_token_ids, usual_prompt):
+        content["prompt_token_ids"] = None
+    if sample.loss_mask.all():
+        content["loss_mask"] = None
+    return content
 
 
-def _response_to_json(response: Response, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    return {"decoded": decode(response.token_ids)} | _fields(response)
+def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) -> Sample:
+    sample = _without(item, "decoded")
+    if "policy_version" in sample:  # format 1
+        sample["versions"] = ((0, sample.pop("policy_version")),)
+    own_prompt, mask = sample.get("prompt_token_ids"), sample.get("loss_mask")
+    sample["prompt_token_ids"] = usual_prompt if own_prompt is None else token_ids(own_prompt)
+    sample["token_ids"] = token_ids(sample["token_ids"])
+    sample["logprobs"] = np.asarray(sample["logprobs"], np.float32)
+    sample["loss_mask"] = np.ones(len(sample["token_ids"]), bool) if mask is None else np.asarray(mask, bool)
+    sample["versions"] = tuple((first, version) for first, version in sample["versions"])
+    return Sample(**{"index": index} | sample)
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: _list(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def _list(values: np.ndarray | None) -> list[Any] | None:
+    return None if values is None else values.tolist()
+
+
+def _array(values: list[Any] | None, dtype: type) -> Any:
+    return None if values is None else np.asarray(values, dtype)
 
 
 def _without(item: dict[str, Any], key: str) -> dict[str, Any]:

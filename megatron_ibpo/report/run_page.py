@@ -17,11 +17,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
 import yaml
 
 from megatron_ibpo.data import Tokenizer, load_tokenizer
 from megatron_ibpo.edit_distance import opcodes
-from megatron_ibpo.records import Correction, Group, Response
+from megatron_ibpo.records import Correction, Floats, Group, Sample, Weights
 from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.rollout_data import Trained, load_groups, load_trained
 from megatron_ibpo.report.run_dir import METRICS_FILE
@@ -152,15 +153,15 @@ def _correction(
         "reference_distance": correction.reference_distance,
         "rewritten": correction.rewritten,
         "unmodified_share": correction.unmodified_share,
-        "noop": before == after,
+        "noop": np.array_equal(before, after),
         "ops": opcodes(before, after),
         "response": _response(correction.response, vocabulary, trained),
     }
 
 
-def _response(response: Response, vocabulary: _Vocabulary, trained: Trained | None) -> dict[str, Any]:
+def _response(response: Sample, vocabulary: _Vocabulary, trained: Trained | None) -> dict[str, Any]:
     return {
-        "tokens": [vocabulary.number(token_id) for token_id in response.token_ids],
+        "tokens": [vocabulary.number(token_id) for token_id in response.token_ids.tolist()],
         "reward": response.reward,
         "correct": response.correct,
         "truncated": response.finish_reason == "length",
@@ -173,8 +174,8 @@ def _response(response: Response, vocabulary: _Vocabulary, trained: Trained | No
     }
 
 
-def _rounded(values: Sequence[float] | None) -> list[float] | None:
-    return None if values is None else [round(value, 5) for value in values]
+def _rounded(values: Floats | Weights | None) -> list[float] | None:
+    return None if values is None else [round(value, 5) for value in values.tolist()]
 
 
 def _page(data: dict[str, Any]) -> str:

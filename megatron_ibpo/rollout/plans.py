@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megatron_ibpo.config import RolloutConfig
-from megatron_ibpo.records import Prompt, SampleRequest
+from megatron_ibpo.records import Prompt, SampleRequest, TokenIds
 from megatron_ibpo.seeds import derive_seed
 
 __all__ = ["group_requests"]
@@ -20,7 +20,7 @@ def group_requests(
     *,
     seed: int,
     step: int,
-    prompt_ids: Callable[[Prompt, int], tuple[int, ...]] | None = None,
+    prompt_ids: Callable[[Prompt, int], TokenIds] | None = None,
 ) -> list[SampleRequest]:
     """G requests for each prompt, prompt by prompt, each with a seed of its own. Temperature, top-p and top-k
     go through their cycles, where there are any, from each group's first sample on.

@@ -1,0 +1,91 @@
+"""Which groups are used: --group-filter, and dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_ibpo.config import AlgorithmConfig, load_hook
+from megatron_ibpo.records import Group
+
+__all__ = ["GroupFilter", "any_group", "fill_batch", "find_group_filter", "is_informative"]
+
+GroupFilter = Callable[[Group], bool]
+"""Whether a group, scored and not yet corrected, is used."""
+
+
+def any_group(group: Group) -> bool:
+    """Every group is used."""
+    return True
+
+
+def is_informative(group: Group) -> bool:
+    """Some of the responses are correct and some are not; those that the verifier failed on are neither.
+    Prompts that all or no responses answer correctly have no advantage."""
+    return len({response.correct for response in group.responses if response.reward is not None}) == 2
+
+
+def find_group_filter(algorithm: AlgorithmConfig) -> GroupFilter:
+    """The function of --group-filter; every group is used where there is none.
+
+    Raises:
+        ValueError: it cannot be loaded, or is no function.
+    """
+    if algorithm.group_filter is None:
+        return any_group
+    found = load_hook("--group-filter", algorithm.group_filter)
+    if not callable(found):
+        raise ValueError(
+            f"--group-filter {algorithm.group_filter}: a {type(found).__name__}, which cannot be called with "
+            "a group"
+        )
+    return found
+
+
+def fill_batch(
+    draw: Callable[[int], Sequence[Group]],
+    wanted: int,
+    max_rounds: int,
+    *,
+    usable: GroupFilter = any_group,
+    preferred: GroupFilter = is_informative,
+) -> tuple[list[Group], dict[str, float]]:
+    """(`wanted` groups, preferred ones as far as they were found, what was measured).
+
+    Args:
+        draw: scored groups of round 0, 1, …; each round other prompts.
+        max_rounds: after these the batch is filled up with the first groups that are usable and not preferred,
+            and they are counted. If there are not enough of them, the batch is smaller, and that is counted.
+        usable: groups that it refuses are never in the batch (--group-filter).
+        preferred: groups that it refuses are replaced while there are rounds left (dynamic sampling).
+
+    Raises:
+        ValueError: no group is usable.
+    """
+    taken: list[Group] = []
+    others: list[Group] = []
+    refused: list[Group] = []
+    rounds = 0
+    while rounds < max_rounds and len(taken) < wanted:
+        for group in draw(rounds):
+            kind = refused if not usable(group) else taken if preferred(group) else others
+            kind.append(group)
+        rounds += 1
+    missing = max(0, wanted - len(taken))
+    batch = taken[:wanted] + others[:missing]
+    if not batch and refused:
+        raise ValueError(
+            f"--group-filter refused all {len(refused)} groups of {rounds} rounds; let it accept more, or raise "
+            "--dynamic-sampling-rounds"
+        )
+    discarded = taken[wanted:] + others[missing:] + refused
+    metrics = {
+        "sampling_rounds": float(rounds),
+        "groups_filled_up": float(min(missing, len(others))),
+        "groups_discarded": float(len(discarded)),
+        "groups_refused": float(len(refused)),
+        "groups_missing": float(wanted - len(batch)),
+        "tokens_discarded": float(
+            sum(response.num_trained_tokens for group in discarded for response in group.responses)
+        ),
+    }
+    return batch, metrics

@@ -1,0 +1,48 @@
+"""The operators by name (--ibpo-operator), and those of the user's own by import path."""
+
+from __future__ import annotations
+
+from megatron_ibpo.config import AlgorithmConfig, load_hook, nearest
+from megatron_ibpo.credit.agreement import Agreement
+from megatron_ibpo.credit.corrections import CompareAndCorrect
+from megatron_ibpo.credit.importance import SpanMasking
+from megatron_ibpo.credit.operator import NoOperator, Operator
+
+__all__ = ["OPERATORS", "find_operator"]
+
+OPERATORS: dict[str, Operator] = {
+    "compare-and-correct": CompareAndCorrect(),
+    "agreement": Agreement(),
+    "span-masking": SpanMasking(),
+}
+"""--ibpo-operator → what judges wrong responses."""
+
+_METHODS = ("follow_ups", "attach", "judge")
+
+
+def find_operator(algorithm: AlgorithmConfig) -> Operator:
+    """The operator that the algorithm names, in OPERATORS or by an import path package.module:NAME of an
+    operator or of its class.
+
+    Raises:
+        ValueError: there is none, or it lacks a method.
+    """
+    name = algorithm.ibpo_operator
+    if name == "compare-and-correct" and algorithm.ibpo_corrections == 0:
+        return NoOperator()
+    if name in OPERATORS:
+        return OPERATORS[name]
+    if ":" not in name:
+        raise ValueError(
+            f"--ibpo-operator {name}: no such operator{nearest(name, OPERATORS)}; there are "
+            f"{', '.join(OPERATORS)}, or give an import path package.module:NAME"
+        )
+    found = load_hook("--ibpo-operator", name)
+    abstract = getattr(found, "__abstractmethods__", ())  # of a class that leaves `judge` out
+    lacking = [name for name in _METHODS if name in abstract or not callable(getattr(found, name, None))]
+    if lacking:
+        raise ValueError(
+            f"--ibpo-operator {name}: it lacks {', '.join(lacking)}; an operator has {', '.join(_METHODS)} "
+            "(docs/extending.md), of which a subclass of megatron_ibpo.credit.Operator must define judge alone"
+        )
+    return found() if isinstance(found, type) else found
