@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import make_tiny_tokenizer, open_source, worked_solution
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Prompt
+from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import Score, WorkerError, open_verifier
 from megatron_ibpo.rewards.math import last_boxed
 from megatron_ibpo.rewards.reasoning_gym import extract_answer
@@ -51,6 +52,21 @@ USERS_REWARDS = """
         return float(response)
 
     not_a_function = 3
+
+    def together(prompts, responses, labels, metadata):
+        if "raise" in responses:
+            raise RuntimeError("cannot judge these")
+        if "die" in responses:
+            os._exit(7)
+        if "hang" in responses:
+            time.sleep(1000)
+        if "few" in responses:
+            return []
+        time.sleep(0.05)  # the next ones gather meanwhile
+        assert prompts == ["what?"] * len(responses) and labels == ["42"] * len(responses)
+        return [math.nan if response == "nan" else len(responses) for response in responses]
+
+    together.batched = True
 """
 
 
@@ -75,7 +91,7 @@ def verifier(rm_type, **settings):
 
 
 def asked(*responses, label="42", metadata=None):
-    prompt = Prompt(0, (), 0, label, "task", "what?", {} if metadata is None else metadata)
+    prompt = Prompt(0, token_ids([]), 0, label, "task", "what?", {} if metadata is None else metadata)
     return [(prompt, response) for response in responses]
 
 
@@ -139,6 +155,41 @@ def test_a_worker_that_died_between_calls_is_replaced(graded):
     assert after.reward not in (None, before.reward)
 
 
+def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(graded, caplog):
+    async def stream():
+        asked_S = [graded.score_one(prompt, text) for prompt, text in asked("1", "raise", "0", "nan")]
+        return await asyncio.gather(*asked_S)
+
+    scores = asyncio.run(stream())
+    assert [score.reward for score in scores] == [1.0, None, 0.0, None]
+    assert "has failed on 1 responses: RuntimeError" in caplog.text
+
+
+def test_a_batched_function_gets_what_has_gathered():
+    with verifier("users_rewards:together", reward_workers=1) as together:
+        sizes = [score.reward for score in together.score(asked(*["x"] * 150))]
+    assert len(sizes) == 150
+    assert max(sizes) == 64
+    assert all(sizes.count(size) % size == 0 for size in set(sizes))
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("raise", "RuntimeError: cannot judge these"),
+        ("die", "the worker process died (status 7)"),
+        ("hang", "timed out after 0.5 s"),
+        ("nan", "expected a finite number, got nan"),
+        ("few", "expected 1 numbers, got 0"),
+    ],
+)
+def test_one_bad_response_spoils_no_other_of_its_batch(response, error):
+    with verifier("users_rewards:together", reward_workers=1, reward_timeout=0.5) as together:
+        scores = together.score(asked("x", "x", response, "x", "x"))
+    assert [score.reward is None for score in scores] == [False, False, True, False, False]
+    assert error in scores[2].error
+
+
 def test_errors_are_logged(graded, caplog):
     graded.score(asked("1", "raise", "nan"))
     assert "users_rewards:graded failed on 2 of 3 responses; the first: RuntimeError" in caplog.text
@@ -188,10 +239,10 @@ def test_workers_die_with_their_owner_even_while_they_hang(users_module):
 
 OWNER = """
     from megatron_ibpo.config import DataConfig
-    from megatron_ibpo.records import Prompt
+    from megatron_ibpo.records import Prompt, token_ids
     from megatron_ibpo.rewards import open_verifier
     verifier = open_verifier(DataConfig(rm_type="users_rewards:graded", reward_workers=1, reward_timeout=100))
-    prompt = Prompt(0, (), 0, "", "", "")
+    prompt = Prompt(0, token_ids([]), 0, "", "", "")
     print(int(verifier.score([(prompt, "pid")])[0].reward), flush=True)
     verifier.score([(prompt, "hang in C")])
 """

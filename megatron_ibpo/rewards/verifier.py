@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.records import Prompt
-from megatron_ibpo.rewards.workers import WorkerPool
+from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
 __all__ = ["VERIFIERS", "Score", "Verifier", "open_verifier"]
 
@@ -35,7 +37,11 @@ class Score:
 
 
 class Verifier:
-    """Scores responses by a function (prompt text, response text, label, metadata) -> number."""
+    """Scores responses by a function (prompt text, response text, label, metadata) -> number.
+
+    One with an attribute `batched` that is true is given lists instead: of each argument, those of all
+    responses that wait to be scored, and it returns a number for each.
+    """
 
     def __init__(self, target: str, *, threshold: float, timeout: float, workers: int):
         """
@@ -50,6 +56,7 @@ class Verifier:
         self._target = target
         self._threshold = threshold
         self._pool = WorkerPool(target, size=workers, timeout=timeout)
+        self._errors = 0
 
     def score(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
         """Score each response text to its prompt, in order.
@@ -57,7 +64,7 @@ class Verifier:
         A function that raises, hangs, kills its process or returns what is no finite number gives a score
         without a reward. The first such error of a call is logged.
         """
-        outcomes = self._pool.call([(p.text, response, p.label, p.metadata) for p, response in pairs])
+        outcomes = self._pool.call([_arguments(prompt, response) for prompt, response in pairs])
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if errors:
             _log.warning(
@@ -67,14 +74,25 @@ class Verifier:
                 len(outcomes),
                 errors[0],
             )
-        return [
-            Score(
-                outcome.value,
-                outcome.value is not None and outcome.value >= self._threshold,
-                outcome.error,
-            )
-            for outcome in outcomes
-        ]
+        return [self._judged(outcome) for outcome in outcomes]
+
+    async def score_one(self, prompt: Prompt, response: str) -> Score:
+        """Score one response text as `score` does, alongside others that are waited for. Errors are logged
+        when their number, since the start, has reached a power of two.
+
+        Raises:
+            WorkerError: a process that had to be replaced does not start again.
+        """
+        outcome = await asyncio.wrap_future(self._pool.submit(_arguments(prompt, response)))
+        if outcome.error is not None:
+            self._errors += 1
+            if self._errors.bit_count() == 1:
+                _log.warning("%s has failed on %d responses: %s", self._target, self._errors, outcome.error)
+        return self._judged(outcome)
+
+    def _judged(self, outcome: Outcome) -> Score:
+        correct = outcome.value is not None and outcome.value >= self._threshold
+        return Score(outcome.value, correct, outcome.error)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -85,6 +103,10 @@ class Verifier:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _arguments(prompt: Prompt, response: str) -> tuple[Any, ...]:
+    return prompt.text, response, prompt.label, prompt.metadata
 
 
 def open_verifier(data: DataConfig) -> Verifier:

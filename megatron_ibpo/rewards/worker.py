@@ -1,7 +1,11 @@
 """A worker process: runs a reward function on what the owner sends, until the owner goes away.
 
-Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION`. It answers ("ready", None) or
-("failed", why) once, and then ("value", number) or ("error", why) to every message, a tuple of arguments.
+Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION`. It answers ("ready", whether the
+function is batched) or ("failed", why) once, and then to every message, a list of tuples of arguments,
+("outcomes", a (number, None) or (None, why) for each), or ("error", why) where there are none.
+
+A function is batched if it has an attribute `batched` that is true. It is given the arguments of many calls
+at once, as a list for each argument, and returns a number for each call; others are given those of one call.
 """
 
 from __future__ import annotations
@@ -32,13 +36,13 @@ def main() -> None:
     except BaseException as error:
         connection.send(("failed", _in_words(error)))
         return
-    connection.send(("ready", None))
+    connection.send(("ready", bool(getattr(function, "batched", False))))
     while True:
         try:
-            arguments = connection.recv()
+            calls = connection.recv()
         except (EOFError, OSError):
             return
-        connection.send(_answer(function, arguments))
+        connection.send(_answer(function, calls))
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -50,16 +54,26 @@ def load_function(target: str) -> Callable[..., Any]:
     return function
 
 
-def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+def _answer(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> tuple[str, Any]:
     try:
-        value = function(*arguments)
-        if not isinstance(value, Real):
-            raise TypeError(f"expected a number, got {type(value).__name__} {value!r}")
-        if not math.isfinite(value):
-            raise ValueError(f"expected a finite number, got {value}")
-        return "value", float(value)
+        if not getattr(function, "batched", False):
+            values = [function(*arguments) for arguments in calls]
+        else:
+            values = list(function(*map(list, zip(*calls, strict=True))))
+            if len(values) != len(calls):
+                raise ValueError(f"expected {len(calls)} numbers, got {len(values)}")
     except BaseException as error:
         return "error", _in_words(error)
+    return "outcomes", [_number(value) for value in values]
+
+
+def _number(value: Any) -> tuple[float | None, str | None]:
+    """(the value, None), or (None, why it is no reward)."""
+    if not isinstance(value, Real):
+        return None, f"TypeError: expected a number, got {type(value).__name__} {value!r}"[:_LONGEST_ERROR]
+    if not math.isfinite(value):
+        return None, f"ValueError: expected a finite number, got {value}"
+    return float(value), None
 
 
 def _in_words(error: BaseException) -> str:

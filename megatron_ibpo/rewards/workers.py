@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 __all__ = ["Outcome", "WorkerError", "WorkerPool"]
@@ -18,6 +20,8 @@ __all__ = ["Outcome", "WorkerError", "WorkerPool"]
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start: the imports of the reward function are in them."""
 _CLOSE_TIMEOUT = 5.0
+_LARGEST_BATCH = 64
+"""Calls that a batched function gets at once: what waits when a worker is free, up to so many."""
 
 
 class WorkerError(ValueError):
@@ -33,7 +37,11 @@ class Outcome:
 
 
 class WorkerPool:
-    """Runs `target` (package.module:function) in `size` processes of its own."""
+    """Runs `target` (package.module:function) in `size` processes of its own.
+
+    Each process has a thread here that starts it, hands it one call after another, and replaces it. The
+    kernel kills a process when the thread that started it ends, so that thread must live as long.
+    """
 
     def __init__(self, target: str, *, size: int, timeout: float):
         """Starts the processes and waits until the function is loaded in all of them.
@@ -46,43 +54,54 @@ class WorkerPool:
         """
         self._target = target
         self._timeout = timeout
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
+        self._lock = threading.Lock()
+        """Over `_workers` and `_closed`."""
+        self._closed = False
+        starts: list[Future[None]] = [Future() for _ in range(size)]
+        self._threads = [
+            threading.Thread(target=self._run_worker, args=(start,), name="verifier", daemon=True)
+            for start in starts
+        ]
         try:
-            for _ in range(size):
-                self._workers.append(_Worker(target))
-            for worker in self._workers:
-                worker.await_ready()
+            for thread in self._threads:
+                thread.start()
+            for start in starts:
+                start.result(2 * _START_TIMEOUT)
         except BaseException:
             self.close()
             raise
 
-    def call(self, calls: Sequence[tuple[Any, ...]]) -> list[Outcome]:
-        """The outcome of every call, in order. A call that raises, takes longer than the time-out, or kills
-        its process has an outcome with an error; the others are not affected.
+    def submit(self, arguments: tuple[Any, ...]) -> Future[Outcome]:
+        """The outcome of one call, when it comes. A call that raises, takes longer than the time-out, or
+        kills its process has an outcome with an error; others are not affected. The future raises WorkerError
+        when a process that had to be replaced does not start again, and is cancelled by `close`."""
+        call = _Call(arguments, Future())
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            self._calls.put(call)
+        return call.outcome
 
-        Raises:
-            WorkerError: a process that had to be replaced does not start again.
-        """
-        outcomes: list[Outcome | None] = [None] * len(calls)
-        todo = list(range(len(calls)))[::-1]
-        running: dict[_Worker, tuple[int, float]] = {}
-        idle = [self._alive(worker) for worker in self._workers]
-        while todo or running:
-            while todo and idle:
-                number, worker = todo.pop(), idle.pop()
-                worker.ask(calls[number])
-                running[worker] = number, time.monotonic() + self._timeout
-            for worker, outcome in self._answered(running):
-                number, _ = running.pop(worker)
-                outcomes[number] = outcome
-                idle.append(self._alive(worker))
-        return [outcome for outcome in outcomes if outcome is not None]
+    def call(self, calls: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+        """The outcome of every call, in order, as `submit` has them."""
+        return [outcome.result() for outcome in [self.submit(arguments) for arguments in calls]]
 
     def close(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers = []
+        """End the processes; calls that no process has begun are cancelled."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.process.kill()
+        with suppress(queue.Empty):
+            while call := self._calls.get_nowait():
+                call.outcome.cancel()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_CLOSE_TIMEOUT)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -90,28 +109,83 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answered(self, running: dict[_Worker, tuple[int, float]]) -> list[tuple[_Worker, Outcome]]:
-        """Wait for the next answers or the next deadline; workers past theirs are killed."""
-        first_deadline = min(deadline for _, deadline in running.values())
-        ready = wait([w.connection for w in running], max(0.0, first_deadline - time.monotonic()))
-        found = []
-        for worker, (_, deadline) in running.items():
-            if worker.connection in ready:
-                found.append((worker, worker.answer()))
-            elif time.monotonic() >= deadline:
-                worker.kill()
-                found.append((worker, Outcome(None, f"timed out after {self._timeout:g} s")))
-        return found
+    def _run_worker(self, started: Future[None]) -> None:
+        """The thread of one worker and its successors."""
+        try:
+            worker = self._start()
+        except WorkerError as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while calls := self._next_calls(_LARGEST_BATCH if worker.batched else 1):
+            try:
+                worker = self._settle(self._alive(worker), calls)
+            except WorkerError as error:
+                for call in calls:
+                    if not call.outcome.done():
+                        call.outcome.set_exception(error)
+        self._end(worker)
+
+    def _settle(self, worker: _Worker, calls: list[_Call]) -> _Worker:
+        """Have the calls answered; return the worker that is left. When a batch fails as a whole, each of its
+        calls is made again alone, so that one that kills or hangs spoils no other."""
+        outcomes, fault = worker.ask([call.arguments for call in calls], self._timeout)
+        if fault is not None and len(calls) > 1:
+            for call in calls:
+                worker = self._settle(self._alive(worker), [call])
+            return worker
+        for call, outcome in zip(calls, outcomes if fault is None else [Outcome(None, fault)], strict=True):
+            call.outcome.set_result(outcome)
+        return worker
+
+    def _next_calls(self, limit: int) -> list[_Call]:
+        """The next call, and those that wait behind it up to `limit`; none when the pool is closed."""
+        calls: list[_Call] = []
+        with suppress(queue.Empty):
+            while len(calls) < limit:
+                call = self._calls.get(block=not calls)
+                if call is None:
+                    if calls:
+                        self._calls.put(None)  # for the next look
+                    break
+                if call.outcome.set_running_or_notify_cancel():
+                    calls.append(call)
+        return calls
 
     def _alive(self, worker: _Worker) -> _Worker:
         """The worker, or its successor if it died."""
         if worker.is_alive():
             return worker
-        worker.kill()
-        successor = _Worker(self._target)
-        self._workers[self._workers.index(worker)] = successor
-        successor.await_ready()
-        return successor
+        self._end(worker)
+        return self._start()
+
+    def _start(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            worker = _Worker(self._target)
+            self._workers.append(worker)
+        try:
+            worker.await_ready()
+        except WorkerError:
+            self._end(worker)
+            raise
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        worker.end()
+        with self._lock:
+            if worker in self._workers:
+                self._workers.remove(worker)
+
+    def _closed_error(self) -> WorkerError:
+        return WorkerError(f"reward function {self._target}: its processes have been closed")
+
+
+@dataclass(frozen=True)
+class _Call:
+    arguments: tuple[Any, ...]
+    outcome: Future[Outcome]
 
 
 class _Worker:
@@ -135,41 +209,50 @@ class _Worker:
                 # what the owner can import, the worker can
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        self.connection = Connection(ours.detach())
+        self._connection = Connection(ours.detach())
         self._target = target
+        self.batched = False
+        """The function takes many calls at once; known once it is loaded."""
 
     def await_ready(self) -> None:
         """Wait until the function is loaded; raise WorkerError if it cannot be."""
-        if not self.connection.poll(_START_TIMEOUT):
+        if not self._connection.poll(_START_TIMEOUT):
             raise WorkerError(f"reward function {self._target}: not loaded after {_START_TIMEOUT:g} s")
         try:
-            status, why = self.connection.recv()
+            status, content = self._connection.recv()
         except (EOFError, OSError):
             raise WorkerError(
                 f"reward function {self._target}: its process ended while loading it (status "
                 f"{self.process.wait(_CLOSE_TIMEOUT)}); the reason is in the lines above"
             ) from None
         if status != "ready":
-            raise WorkerError(f"reward function {self._target}: cannot be loaded: {why}")
+            raise WorkerError(f"reward function {self._target}: cannot be loaded: {content}")
+        self.batched = content
 
-    def ask(self, arguments: tuple[Any, ...]) -> None:
-        # a process that has died meanwhile says so in its answer
-        with suppress(OSError):
-            self.connection.send(arguments)
+    def ask(self, calls: list[tuple[Any, ...]], timeout: float) -> tuple[list[Outcome], str | None]:
+        """(the outcome of each call, None), or ([], why there are none).
 
-    def answer(self) -> Outcome:
-        """The answer that has arrived; an error if the process died instead of answering."""
+        Args:
+            timeout: seconds for each call; a process that takes longer for all is killed.
+        """
+        seconds = timeout * len(calls)
         try:
-            kind, content = self.connection.recv()
+            self._connection.send(calls)
+            if not self._connection.poll(seconds):
+                self.end()
+                return [], f"timed out after {seconds:g} s"
+            kind, content = self._connection.recv()
         except (EOFError, OSError):
-            self.kill()
-            return Outcome(None, f"the worker process died (status {self.process.returncode})")
-        return Outcome(content) if kind == "value" else Outcome(None, content)
+            self.end()
+            return [], f"the worker process died (status {self.process.returncode})"
+        if kind == "error":
+            return [], content
+        return [Outcome(value, error) for value, error in content], None
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def kill(self) -> None:
+    def end(self) -> None:
         self.process.kill()
         self.process.wait(_CLOSE_TIMEOUT)
-        self.connection.close()
+        self._connection.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ibpo.rollout.engine import Engine, EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.rollout.pool import EnginePool
+from megatron_ibpo.rollout.engine import Engine
+from megatron_ibpo.rollout.protocol import AsyncEngine, EngineDiedError, EngineError, EngineStartError
 
-__all__ = ["Engine", "EngineDiedError", "EngineError", "EnginePool", "EngineStartError"]
+__all__ = ["AsyncEngine", "Engine", "EngineDiedError", "EngineError", "EngineStartError"]

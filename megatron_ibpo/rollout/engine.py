@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import megatron_ibpo
-from megatron_ibpo.records import Response, SampleRequest
+from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout.process_group import end_group, shared_memory
+from megatron_ibpo.rollout.protocol import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.rollout.settings import EngineSettings
 
-__all__ = ["Engine", "EngineDiedError", "EngineError", "EngineStartError"]
+__all__ = ["Engine"]
 
 LOG_LINES = 30
 CLOSE_TIMEOUT_S = 15.0
@@ -32,22 +37,12 @@ LAUNCHER_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "RO
 """The trainers' world, which is not the engine's."""
 
 
-class EngineError(RuntimeError):
-    """An engine cannot do what it was asked."""
-
-
-class EngineStartError(EngineError):
-    """The engine did not start; the message ends with the last lines of vLLM's own log."""
-
-
-class EngineDiedError(EngineError):
-    """The engine ended or stopped answering; the message ends with the last lines of its log."""
-
-
 class Engine:
-    """A vLLM engine in a process of its own, in a session of its own: Ctrl-C reaches the trainer only.
+    """A vLLM engine in a process of its own, in a session of its own: Ctrl-C reaches the owner only.
 
-    One request at a time: `begin` sends it, `result` waits for the answer, `call` does both.
+    Sampling is a stream: `submit` adds requests, `take` hands out what has finished. Everything else is asked
+    one thing at a time, while nothing is being sampled: `begin` asks, `result` waits for the answer, `call`
+    does both. Any thread may call any method.
     """
 
     def __init__(self, settings: EngineSettings, log: Path) -> None:
@@ -69,9 +64,13 @@ class Engine:
                 start_new_session=True,
             )
         self._channel = Connection(here.detach())
-        self._busy = True
-        """It owes an answer; the first is that it is ready."""
         self._shared_memory: set[int] = set()
+        self._sending = threading.Lock()
+        self._ending = threading.Lock()
+        self._why_killed: str | None = None
+        self._inbox = _Inbox()
+        self._reader = threading.Thread(target=self._read, name="engine reader", daemon=True)
+        self._reader.start()
         with suppress(ConnectionError):  # it has died already: `wait_ready` says so
             self._channel.send((os.getpid(), self._scratch, settings))
 
@@ -82,26 +81,58 @@ class Engine:
             EngineStartError: it died, or took longer than `timeout` seconds. It is gone then.
         """
         try:
-            self._receive(timeout)
+            self.result(timeout)
         except EngineDiedError as error:
             raise EngineStartError(f"vLLM did not start: {error}") from None
         self._shared_memory = shared_memory(self._process.pid)
 
-    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Response]:
-        """Sample one response for each request with the weights of policy `version`.
+    def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        """Add numbered requests to those that are running, to be sampled with the weights of policy
+        `version`; `take` raises EngineError if the engine has others.
+
+        Raises:
+            EngineDiedError: the engine has ended.
+        """
+        self._inbox.expect(requests)
+        plain = [
+            (number, r.prompt_token_ids, r.seed, r.max_tokens, r.temperature, r.top_p, r.top_k)
+            for number, r in requests
+        ]
+        self._send("submit", version, plain)
+
+    def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        """The samples, by their requests' numbers, that have finished since the last call. Waits for the
+        first at most `timeout` seconds, and returns nothing when none came.
+
+        Raises:
+            EngineDiedError: the engine has ended, and all that it had finished has been taken.
+            EngineError: it refused requests and is as it was: its weights are of another version.
+        """
+        samples = self._inbox.take(timeout)
+        if samples is None:
+            raise self._died("it has ended")
+        return samples
+
+    def abort(self, numbers: Collection[int]) -> None:
+        """Forget these requests; their samples never come."""
+        self._inbox.forget(numbers)
+        self._send("abort", list(numbers))
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """One sample for each request, in order: for an engine that nobody else asks meanwhile.
 
         Raises:
             EngineDiedError: the engine ended or took longer than `timeout` seconds.
             EngineError: it has weights of another version.
         """
-        plain = [
-            (r.prompt_token_ids, r.seed, r.max_tokens, r.temperature, r.top_p, r.top_k) for r in requests
-        ]
-        sampled = self.call("generate", version, plain, timeout=timeout)
-        return [
-            Response(ids, logprobs, finish_reason, request.temperature, version)
-            for request, (ids, logprobs, finish_reason) in zip(requests, sampled, strict=True)
-        ]
+        deadline = time.monotonic() + timeout
+        self.submit(list(enumerate(requests)), version)
+        samples: dict[int, Sample] = {}
+        while len(samples) < len(requests):
+            samples.update(self.take(max(0.0, deadline - time.monotonic())))
+            if len(samples) < len(requests) and time.monotonic() >= deadline:
+                raise self._died(f"no answer within {timeout:g} seconds")
+        return [samples[number] for number in range(len(requests))]
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Run a public method of `engine_process.SamplingEngine` and return its result."""
@@ -109,12 +140,13 @@ class Engine:
         return self.result(timeout)
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Ask without waiting."""
-        try:
-            self._channel.send((method, arguments))
-        except OSError:
-            raise self._died("it has ended") from None
-        self._busy = True
+        """Ask without waiting.
+
+        Raises:
+            EngineDiedError: the engine has ended.
+        """
+        self._inbox.owed = True
+        self._send(method, *arguments)
 
     def result(self, timeout: float) -> Any:
         """The answer to what `begin` asked.
@@ -123,7 +155,15 @@ class Engine:
             EngineDiedError: the engine ended, or `timeout` seconds passed; it is gone then.
             EngineError: the engine refused, and is as it was.
         """
-        return self._receive(timeout)
+        answer = self._inbox.answer(timeout)
+        if answer is None:
+            raise self._died(
+                "it has ended" if self._inbox.closed else f"no answer within {timeout:g} seconds"
+            )
+        kind, value = answer
+        if kind == "refused":
+            raise EngineError(value)
+        return value
 
     @property
     def pid(self) -> int:
@@ -134,36 +174,47 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine: by asking if it is idle, by force otherwise. Nothing of it remains."""
-        if not self._busy and self.is_alive():
+        if self._inbox.idle and self.is_alive():
             with suppress(EngineError, subprocess.TimeoutExpired):
                 self.call("close", timeout=CLOSE_TIMEOUT_S)
                 self._process.wait(CLOSE_TIMEOUT_S)
         self.kill()
 
-    def kill(self) -> None:
-        """End the engine and everything it started at once."""
-        if self._channel.closed:
-            return
-        end_group(self._process.pid, self._shared_memory)
-        self._process.wait()
-        self._channel.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+    def kill(self, why: str | None = None) -> None:
+        """End the engine and everything it started at once.
 
-    def _receive(self, timeout: float) -> Any:
-        deadline = time.monotonic() + timeout
+        Args:
+            why: the reason that the errors of later calls give.
+        """
+        with self._ending:
+            if self._channel.closed:
+                return
+            self._why_killed = why
+            end_group(self._process.pid, self._shared_memory)
+            self._process.wait()
+            self._reader.join(
+                CLOSE_TIMEOUT_S
+            )  # it sees the socket close; only then may the descriptor be used again
+            self._channel.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _send(self, method: str, *arguments: Any) -> None:
         try:
-            while not self._channel.poll(min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
-                if not self.is_alive() and not self._channel.poll(0):
-                    raise EOFError
-                if time.monotonic() >= deadline:
-                    raise self._died(f"no answer within {timeout:g} seconds")
-            kind, value = self._channel.recv()
-        except (EOFError, OSError):
+            with self._sending:
+                self._channel.send((method, arguments))
+        except OSError:
             raise self._died("it has ended") from None
-        self._busy = False
-        if kind == "refused":
-            raise EngineError(value)
-        return value
+
+    def _read(self) -> None:
+        """The reader's thread: whatever comes, until the engine has ended."""
+        try:
+            while True:
+                while not self._channel.poll(LOOK_EVERY_S):
+                    if not self.is_alive() and not self._channel.poll(0):
+                        raise EOFError
+                self._inbox.put(*self._channel.recv())
+        except (EOFError, OSError):
+            self._inbox.close()
 
     def _died(self, why: str) -> EngineDiedError:
         """The error to raise, once nothing of the engine is left."""
@@ -172,13 +223,101 @@ class Engine:
         self.kill()
         code = self._process.returncode
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        return EngineDiedError(f"{why} ({how}); the end of {self.log}:\n{self._log_tail()}")
+        if code == -signal.SIGILL:
+            how += ": illegal instruction on this processor; try --vllm-dtype float32"
+        reason = self._why_killed or why
+        return EngineDiedError(f"{reason} ({how}); the end of {self.log}:\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode("utf-8", errors="replace").splitlines()
         return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"
+
+
+class _Inbox:
+    """What the reader's thread has received and nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._open: dict[int, SampleRequest] = {}
+        self._samples: list[tuple[int, Sample]] = []
+        self._refusal: str | None = None
+        """Why requests were not sampled."""
+        self._answer: tuple[str, Any] | None = None
+        self.owed = True
+        """The engine owes an answer; the first is that it is ready."""
+        self.closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being sampled or answered."""
+        return not self._open and not self.owed
+
+    def expect(self, requests: Sequence[tuple[int, SampleRequest]]) -> None:
+        with self._news:
+            self._open.update(requests)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        with self._news:
+            for number in numbers:
+                self._open.pop(number, None)
+            self._samples = [pair for pair in self._samples if pair[0] not in numbers]
+
+    def put(self, kind: str, value: Any) -> None:
+        """A message of the engine's: "samples", "unsampled", or the answer to what it was asked."""
+        with self._news:
+            if kind == "samples":
+                self._sampled(*value)
+            elif kind == "unsampled":
+                numbers, self._refusal = value
+                for number in numbers:
+                    self._open.pop(number, None)
+            else:
+                self._answer, self.owed = (kind, value), False
+            self._news.notify_all()
+
+    def _sampled(self, version: int, finished: Sequence[tuple[Any, ...]]) -> None:
+        for number, token_ids, logprobs, finish_reason in finished:
+            request = self._open.pop(number, None)
+            if request is None:  # aborted after it had been sent
+                continue
+            sample = Sample(
+                prompt_token_ids=request.prompt_token_ids,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=finish_reason,
+                temperature=request.temperature,
+                versions=((0, version),),
+                loss_mask=np.ones(len(token_ids), dtype=np.bool_),
+            )
+            self._samples.append((number, sample))
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        with self._news:
+            self.closed = True
+            self._open.clear()
+            self._news.notify_all()
+
+    def take(self, timeout: float) -> list[tuple[int, Sample]] | None:
+        """Finished samples, perhaps none; None when all have been taken and nothing more will come."""
+        with self._news:
+            self._news.wait_for(lambda: self._samples or self._refusal or self.closed, timeout)
+            if self._samples:
+                samples, self._samples = self._samples, []
+                return samples
+            if self._refusal:
+                refusal, self._refusal = self._refusal, None
+                raise EngineError(refusal)
+            return None if self.closed else []
+
+    def answer(self, timeout: float) -> tuple[str, Any] | None:
+        """The answer, or None if there is none in time or none will come."""
+        with self._news:
+            self._news.wait_for(lambda: self._answer is not None or self.closed, timeout)
+            answer, self._answer = self._answer, None
+            return answer
 
 
 def _program(descriptor: int) -> str:

@@ -1,4 +1,5 @@
-"""The process of one vLLM engine: owns it, does what its owner asks over a socket, ends with its owner.
+"""The process of one vLLM engine: samples a stream of requests, does what its owner asks over a socket, ends
+with its owner.
 
 Started by `megatron_ibpo.rollout.engine.Engine`, which sets the environment; it never imports Megatron.
 """
@@ -17,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.rollout.settings import EngineSettings
 
@@ -27,8 +30,6 @@ OWNER_CHECK_S = 0.5
 CPU_BATCHED_TOKENS = 8192
 """Prompt tokens that one step may take on CPUs: all prompts of a step at once."""
 PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
-
-
 NO_VERSION = "none"
 """Of weights that are being replaced."""
 
@@ -53,17 +54,39 @@ def main(descriptor: int) -> None:
 
 
 def _serve(channel: Connection, engine: SamplingEngine) -> None:
-    """Answer one request after another. Whatever fails inside vLLM ends the process, for a restart."""
+    """Sample what is asked for, and take in more between steps. Whatever fails inside vLLM ends the process,
+    for a restart."""
     while True:
-        method, arguments = channel.recv()
-        if method == "close":
-            engine.close()
-            channel.send(("result", None))
-            return
-        try:
-            channel.send(("result", getattr(engine, method)(*arguments)))
-        except Refusal as refusal:
-            channel.send(("refused", str(refusal)))
+        while not engine.busy or channel.poll(0):
+            method, arguments = channel.recv()
+            if method == "close":
+                engine.close()
+                channel.send(("result", None))
+                return
+            answer = _obey(engine, method, arguments)
+            if answer is not None:
+                channel.send(answer)
+        if finished := engine.step():
+            channel.send(("samples", (engine.version, finished)))
+
+
+def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> tuple[str, Any] | None:
+    """The message to answer with. Requests are answered later, by their samples, and none to an abort."""
+    try:
+        if method == "submit":
+            engine.submit(*arguments)
+            return None
+        if method == "abort":
+            engine.abort(*arguments)
+            return None
+        if engine.busy:
+            raise Refusal(f"{method} must wait until the engine has no requests; take or abort them first")
+        return "result", getattr(engine, method)(*arguments)
+    except Refusal as refusal:
+        if method == "submit":
+            _, requests = arguments
+            return "unsampled", ([number for number, *_ in requests], str(refusal))
+        return "refused", str(refusal)
 
 
 def _end_with_owner(owner: int, scratch: Path) -> None:
@@ -80,7 +103,8 @@ def _end(scratch: Path) -> None:
 
 
 class SamplingEngine:
-    """vLLM's engine with what this project asks of it. The owner calls the public methods by name."""
+    """vLLM's engine with what this project asks of it. The owner calls the public methods by name; all but
+    `submit` and `abort` only while it is not busy."""
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import LLMEngine
@@ -88,56 +112,65 @@ class SamplingEngine:
         self._settings = settings
         self._llm = LLMEngine.from_engine_args(_engine_args(settings))
         self._llm.set_weight_version("0")
-        self._sample([((0,), 0, 2, 1.0, 1.0, -1)])  # what is built at first use is built now
+        self.version = 0
+        """Of the weights that the running requests are sampled with."""
+        self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
+        while self.busy:  # what is built at first use is built now
+            self.step()
         gc.collect()
         gc.freeze()
 
-    def generate(self, version: int, requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Sample with the weights of `version`; see `_sample`."""
+    @property
+    def busy(self) -> bool:
+        """There are requests that have not finished."""
+        return self._llm.has_unfinished_requests()
+
+    def submit(self, version: int, requests: list[tuple[Any, ...]]) -> None:
+        """Add requests, to be sampled with the weights of `version`.
+
+        Args:
+            requests: (number, prompt ids, seed, max_tokens, temperature, top_p, top_k) of each.
+        """
         if (held := self._llm.get_weight_version()) != str(version):
             raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
+        self.version = version
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
-        try:
-            return self._sample(requests)
-        finally:
-            gc.enable()
+        for number, prompt, *rest in requests:
+            self._llm.add_request(str(number), {"prompt_token_ids": prompt.tolist()}, self._params(*rest))
 
-    def _sample(self, requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """(prompt ids, seed, max_tokens, temperature, top_p, top_k) of each request to (ids, log-probs,
-        finish reason) of its response."""
-        from vllm import RequestOutput, SamplingParams
-        from vllm.logprobs import FlatLogprobs
+    def _params(self, seed: int, max_tokens: int, temperature: float, top_p: float, top_k: int) -> Any:
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        for index, (prompt, seed, max_tokens, temperature, top_p, top_k) in enumerate(requests):
-            params = SamplingParams(
-                seed=seed,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                stop_token_ids=list(self._settings.eos_token_ids),
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            self._llm.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
-        responses: dict[int, tuple[Any, ...]] = {}
-        while self._llm.has_unfinished_requests():
-            for output in self._llm.step():
-                if output.finished:
-                    assert isinstance(output, RequestOutput)
-                    (completion,) = output.outputs
-                    assert isinstance(completion.logprobs, FlatLogprobs)
-                    if completion.finish_reason not in ("stop", "length"):
-                        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
-                    responses[int(output.request_id)] = (
-                        tuple(completion.token_ids),
-                        tuple(completion.logprobs.logprobs),
-                        completion.finish_reason,
-                    )
-        return [responses[index] for index in range(len(requests))]
+        return SamplingParams(
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_token_ids=list(self._settings.eos_token_ids),
+            ignore_eos=not self._settings.eos_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def abort(self, numbers: list[int]) -> None:
+        """Drop these requests if they have not finished yet."""
+        self._llm.abort_request([str(number) for number in numbers])
+        self._rest_if_idle()
+
+    def step(self) -> list[tuple[Any, ...]]:
+        """One token for every running request: (number, ids int32, log-probs float32, finish reason) of those
+        that end with it."""
+        finished = [_finished(output) for output in self._llm.step() if output.finished]
+        self._rest_if_idle()
+        return finished
+
+    def _rest_if_idle(self) -> None:
+        if not self.busy:
+            gc.enable()
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Meet the trainer at the place that `init_info` names."""
@@ -194,6 +227,21 @@ class SamplingEngine:
         self._llm.engine_core.shutdown()
 
 
+def _finished(output: Any) -> tuple[Any, ...]:
+    from vllm.logprobs import FlatLogprobs
+
+    (completion,) = output.outputs
+    assert isinstance(completion.logprobs, FlatLogprobs)
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+    return (
+        int(output.request_id),
+        np.array(completion.token_ids, dtype=np.int32),
+        np.array(completion.logprobs.logprobs, dtype=np.float32),
+        completion.finish_reason,
+    )
+
+
 def _engine_args(settings: EngineSettings) -> Any:
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
@@ -222,7 +270,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         seed=0,
         weight_transfer_config=WeightTransferConfig(backend=settings.transport),
         worker_extension_cls=PLUGIN,
-        **arguments,
+        **{**arguments, **settings.extra_arguments},
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.records import SampleRequest
+import numpy as np
+
+from megatron_ibpo.records import Floats, SampleRequest, TokenIds, token_ids
 from megatron_ibpo.rollout.engine import Engine
 from megatron_ibpo.weights.transfer.errors import WeightMismatchError
 
@@ -25,8 +26,8 @@ LOGPROB_TOLERANCE = 1e-5
 class Probe:
     """What an engine answered."""
 
-    token_ids: list[Sequence[int]]
-    logprobs: list[Sequence[float]]
+    token_ids: list[TokenIds]
+    logprobs: list[Floats]
     digests: list[dict[str, str]]
     """Of each worker: its weights as far as vLLM keeps them as tensors. On CPUs most are packed out of
     sight and only the greedy output speaks for them."""
@@ -36,17 +37,17 @@ def probe(engine: Engine, version: int) -> Probe:
     """Ask for the greedy responses to fixed prompts, and for digests of the weights."""
     requests = [
         SampleRequest(
-            tuple((7 * number + 13 * position) % VOCABULARY for position in range(PROMPT_LENGTH)),
+            token_ids([(7 * number + 13 * position) % VOCABULARY for position in range(PROMPT_LENGTH)]),
             seed=0,
             max_tokens=MAX_TOKENS,
             temperature=0.0,
         )
         for number in range(NUM_PROMPTS)
     ]
-    responses = engine.generate(requests, version=version, timeout=TIMEOUT_S)
+    samples = engine.generate(requests, version=version, timeout=TIMEOUT_S)
     return Probe(
-        [response.token_ids for response in responses],
-        [response.logprobs for response in responses],
+        [sample.token_ids for sample in samples],
+        [sample.logprobs for sample in samples],
         engine.call("digests", timeout=TIMEOUT_S),
     )
 
@@ -56,17 +57,14 @@ def compare_probes(updated: Probe, fresh: Probe) -> None:
     Raises:
         WeightMismatchError: the engines do not have the same weights.
     """
-    different = sum(a != b for a, b in zip(updated.token_ids, fresh.token_ids, strict=True))
+    pairs = zip(updated.token_ids, fresh.token_ids, strict=True)
+    different = sum(not np.array_equal(ours, theirs) for ours, theirs in pairs)
     if different:
         raise WeightMismatchError(
             f"after weight updates the engine's greedy responses differ from a freshly loaded engine's in "
             f"{different} of {NUM_PROMPTS} prompts"
         )
-    gap = max(
-        abs(a - b)
-        for ours, theirs in zip(updated.logprobs, fresh.logprobs, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    gap = float(np.abs(np.concatenate(updated.logprobs) - np.concatenate(fresh.logprobs)).max())
     if gap > LOGPROB_TOLERANCE:
         raise WeightMismatchError(
             f"after weight updates the engine's log-probs differ from a fresh engine's by up to {gap}"

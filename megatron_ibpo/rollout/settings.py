@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ class EngineSettings:
     model: str
     """Directory in Hugging Face format."""
     eos_token_ids: tuple[int, ...]
-    """Sampling stops after one of these."""
+    """Sampling stops after one of these; with none, at the asked length only."""
     device: Literal["cpu", "cuda"]
     gpus: tuple[int, ...]
     """Numbers among the owner's visible GPUs; empty on CPUs."""
@@ -42,6 +43,8 @@ class EngineSettings:
     sleep_mode: bool
     """Give the GPU's memory back between rollouts."""
     prefix_caching: bool
+    extra_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs, as `vllm_arguments` returns them."""
 
 
 def engine_settings(
@@ -51,8 +54,12 @@ def engine_settings(
     *,
     gpus: tuple[int, ...],
     num_threads: int,
+    extra_arguments: Mapping[str, Any] | None = None,
 ) -> EngineSettings:
     """Settings of one engine of this run.
+
+    Args:
+        extra_arguments: what `vllm_arguments` made of --vllm-arg.
 
     Raises:
         ModelConfigError: there is no usable config.json.
@@ -78,6 +85,7 @@ def engine_settings(
         enforce_eager=on_cpu or rollout.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
         prefix_caching=not (on_cpu and recurrent),
+        extra_arguments=extra_arguments or {},
     )
 
 

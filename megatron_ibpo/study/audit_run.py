@@ -30,8 +30,8 @@ from megatron_ibpo.edit_distance import unmodified_mask
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
 from megatron_ibpo.rewards import open_verifier
-from megatron_ibpo.rollout import EnginePool
 from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.rollout.pool import EnginePool
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.study.credit_audit import AuditedResponse
 from megatron_ibpo.world import World, start_world
