@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from megatron_ibpo.cluster import Engines
+from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import (

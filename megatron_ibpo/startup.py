@@ -13,17 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.cluster import (
-    Engines,
-    Placement,
-    ProcessDiedError,
-    Trainers,
-    WantedEngines,
-    cluster_nodes,
-    open_ray,
-    plan_placement,
-    reserved,
-)
+from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.cluster.host import ProcessDiedError
+from megatron_ibpo.cluster.placement import Engines as WantedEngines
+from megatron_ibpo.cluster.placement import Placement, plan_placement
+from megatron_ibpo.cluster.reservation import cluster_nodes, reserved
+from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.config import Config
 from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.loop import Progress, Run

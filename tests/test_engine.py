@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_ibpo.rollout.placement import EnginePlace, place_engines
 from safetensors.torch import load_file
 from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
@@ -127,33 +126,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 # --- plain functions ---------------------------------------------------------------------------------
-
-
-def test_every_group_of_ranks_has_an_engine_on_its_own_gpus() -> None:
-    assert place_engines(8, 2, local_world_size=4, colocate=True, on_gpu=True) == [
-        EnginePlace(0, 0, (0, 1)),
-        EnginePlace(1, 2, (2, 3)),
-        EnginePlace(2, 4, (0, 1)),
-        EnginePlace(3, 6, (2, 3)),
-    ]
-
-
-def test_separate_engines_take_the_gpus_after_the_trainers() -> None:
-    assert place_engines(4, 4, local_world_size=4, colocate=False, on_gpu=True) == [
-        EnginePlace(0, 0, (4, 5, 6, 7))
-    ]
-
-
-def test_engines_on_cpus_have_no_gpus() -> None:
-    assert [place.gpus for place in place_engines(2, 1, local_world_size=2, colocate=True, on_gpu=False)] == [
-        (),
-        (),
-    ]
-
-
-def test_an_engine_must_lie_within_a_machine() -> None:
-    with pytest.raises(ValueError, match="--rollout-num-gpus-per-engine 8: an engine must lie within one"):
-        place_engines(8, 8, local_world_size=4, colocate=True, on_gpu=True)
 
 
 def test_transport_follows_the_devices() -> None:

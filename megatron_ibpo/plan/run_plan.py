@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.models import ModelConfigError, ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
@@ -30,7 +31,6 @@ from megatron_ibpo.plan.memory import (
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.rollout.placement import EnginePlace, place_engines
 
 __all__ = ["FITS", "REFUSED", "Plan", "make_plan", "plan_run"]
 
@@ -53,7 +53,7 @@ class Plan:
     """None, and so are ranks and engine, when the sizes do not fit together already."""
     ranks: list[RankMemory] | None = None
     engine: EngineMemory | None = None
-    places: list[EnginePlace] = field(default_factory=list)
+    placement: Placement | None = None
 
 
 def plan_run(config: Config, console: Console | None = None) -> int:
@@ -95,7 +95,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     ranks = [rank_memory(shape, config, part, census, max_tokens) for part in census.ranks]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
     engine = engine_memory(shape, config, census, gpu_bytes)
-    plan = Plan(config, shape, world_size, problems, census, ranks, engine, _places(config, world_size))
+    plan = Plan(config, shape, world_size, problems, census, ranks, engine, _placement(config, world_size))
     problems += _memory_problems(plan)
     return plan
 
@@ -108,14 +108,16 @@ def _ranks_per_node(config: Config, world_size: int) -> int:
     return min(config.run.dry_run_gpus_per_node, world_size)
 
 
-def _places(config: Config, world_size: int) -> list[EnginePlace]:
-    return place_engines(
-        world_size,
-        config.rollout.rollout_num_gpus_per_engine,
-        local_world_size=_ranks_per_node(config, world_size),
-        colocate=config.rollout.colocate,
-        on_gpu=True,
-    )
+def _placement(config: Config, world_size: int) -> Placement:
+    """On nodes like those of the dry run, as many as are needed."""
+    rollout, per_node = config.rollout, _ranks_per_node(config, world_size)
+    own = 0 if rollout.colocate else rollout.rollout_num_gpus or world_size
+    nodes = [
+        Node(f"node {index}", f"node {index}", cpus=per_node, gpus=per_node)
+        for index in range(-(-world_size // per_node) + -(-own // per_node))
+    ]
+    engines = Engines(rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus)
+    return plan_placement(nodes, num_trainers=world_size, engines=engines, on_gpu=True)
 
 
 # ----------------------------------------------------------------------------------------- what cannot work
@@ -130,7 +132,7 @@ def _engine_problems(shape: ModelShape, config: Config, world_size: int) -> Iter
         yield f"--dry-run-gpus-per-node={per_node} does not divide the {world_size} ranks"
     else:
         try:
-            _places(config, world_size)
+            _placement(config, world_size)
         except ValueError as error:
             yield str(error)
     counts = {**shape.divided_by_tp(), "an expert's hidden size": shape.expert_hidden_size}
@@ -239,7 +241,12 @@ def _print_plan(plan: Plan, console: Console) -> None:
     say()
     say("Sizes")
     parameters = None if plan.census is None else plan.census.total
-    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=len(plan.places) or None)
+    sizes = run_sizes(
+        config,
+        plan.world_size,
+        parameters=parameters,
+        engines=len(plan.placement.engines) if plan.placement else None,
+    )
     console.print(sizes_table(sizes))
     if plan.census is not None:
         say()
@@ -262,11 +269,12 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 def _places_table(plan: Plan, census: Census) -> Table:
     per_node = _ranks_per_node(plan.config, plan.world_size)
-    engine_gpus = [
-        f"{place.index}, GPU {gpu} as rank {number}"
-        for place in plan.places
-        for number, gpu in enumerate(place.gpus)
-    ]
+    assert plan.placement is not None
+    on_rank = {
+        rank: f"{engine}, as rank {number}"
+        for engine, partners in enumerate(plan.placement.partners)
+        for number, rank in enumerate(partners)
+    }
     table = Table(show_edge=False, pad_edge=False)
     for name in ("node", "GPU", "rank", "TP", "PP", "EP", "DP", "expert DP", "layers", "parameters"):
         table.add_column(name, justify="right")
@@ -284,7 +292,7 @@ def _places_table(plan: Plan, census: Census) -> Table:
             str(part.expert_data) if plan.shape.is_moe else "-",
             f"{first[part.pipeline]}–{first[part.pipeline + 1] - 1}",
             f"{part.parameters:,}",
-            engine_gpus[part.rank],
+            on_rank.get(part.rank, "–"),
         )
     return table
 
@@ -363,11 +371,14 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
             f", on the trainers' GPUs; asleep while those train, their weights in {_gib(per_node)} GiB of "
             "each node's main memory"
         )
+    elif plan.placement is not None:
+        rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
+        where = f", on GPUs of their own ({'; '.join(rows)})"
     state = state_bytes_per_sequence(plan.shape, config)
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
-        f"engines: {len(plan.places)} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",
+        f"engines: {len(plan.placement.engines) if plan.placement else 0} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",
         f"KV cache: {kv_bytes_per_token(plan.shape, config):,} bytes a token and GPU{states}; one engine "
         f"holds {_full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens",
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
