@@ -64,9 +64,8 @@ def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Pa
     """Seconds by stage of each step after the warm-up."""
     is_moe = "num_experts" in json.loads((checkpoint / "config.json").read_text())
     command = [
-        sys.executable, "-m", "megatron_ibpo.launch",
-        "--standalone", "--nproc-per-node", str(arguments.ranks),
-        "-m", "megatron_ibpo.train",
+        sys.executable, "-m", "megatron_ibpo.train",
+        "--num-trainers", str(arguments.ranks),
         "--advantage-estimator", "gspo",
         "--hf-checkpoint", str(checkpoint),
         "--tensor-model-parallel-size", str(arguments.tensor_parallel),

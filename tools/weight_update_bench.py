@@ -82,7 +82,8 @@ def _measure(checkpoint: Path, ranks: int, arguments: Update, scratch: Path) -> 
             "out": str(out),
         }
     )
-    command = [sys.executable, "-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, __file__, "--as-trainer", task], check=True, timeout=1800, env=environment)
     return {"ranks": ranks, **json.loads(out.read_text())}

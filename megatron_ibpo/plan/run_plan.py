@@ -55,6 +55,10 @@ class Plan:
     engine: EngineMemory | None = None
     placement: Placement | None = None
 
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.placement is None else len(self.placement.engines)
+
 
 def plan_run(config: Config, console: Console | None = None) -> int:
     """Print the plan of a run.
@@ -378,7 +382,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
-        f"engines: {len(plan.placement.engines) if plan.placement else 0} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",
+        f"engines: {plan.num_engines} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",
         f"KV cache: {kv_bytes_per_token(plan.shape, config):,} bytes a token and GPU{states}; one engine "
         f"holds {_full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens",
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "

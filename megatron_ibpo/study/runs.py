@@ -78,14 +78,8 @@ def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None
 
 
 def _command(run: PlannedRun, processes: int) -> list[str]:
-    launcher = ["-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", str(processes)]
-    return [
-        sys.executable,
-        *(launcher if processes > 1 else []),
-        "-m",
-        "megatron_ibpo.train",
-        *run.arguments,
-    ]
+    # last, so that the study's number of processes wins over a recipe's
+    return [sys.executable, "-m", "megatron_ibpo.train", *run.arguments, "--num-trainers", str(processes)]
 
 
 def _planned_path(run: PlannedRun) -> Path:
