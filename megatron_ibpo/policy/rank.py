@@ -16,13 +16,13 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ibpo.policy.critic import Critic
-from megatron_ibpo.policy.gradient_meter import measure
+from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
-from megatron_ibpo.shape import read_hf_config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
@@ -109,7 +109,7 @@ class TrainerRank:
 
     def measure_gradient(self, work: RankMeasure) -> dict[str, float]:
         """How noisy the gradient is over prompts, and GSPO's on the same responses."""
-        return measure(self.trainer, work)
+        return compare_with_gspo(self.trainer, work)
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any]) -> None:
         """A Megatron checkpoint under `directory`."""
