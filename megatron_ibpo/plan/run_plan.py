@@ -31,6 +31,7 @@ from megatron_ibpo.plan.memory import (
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.words import counted
 
 __all__ = ["FITS", "REFUSED", "Plan", "make_plan", "plan_run"]
 
@@ -241,7 +242,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
     def say(text: str = "") -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say(f"Plan of {config.model.hf_checkpoint} on {plan.world_size} GPUs or CPU processes; none is started.")
+    devices = f"{counted(plan.world_size, 'GPU')} or CPU process{'' if plan.world_size == 1 else 'es'}"
+    say(f"Plan of {config.model.hf_checkpoint} on {devices}; none is started.")
     say()
     say("Sizes")
     parameters = None if plan.census is None else plan.census.total
@@ -382,7 +384,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
-        f"engines: {plan.num_engines} of {rollout.rollout_num_gpus_per_engine} GPUs each{where}",
+        f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
         f"KV cache: {kv_bytes_per_token(plan.shape, config):,} bytes a token and GPU{states}; one engine "
         f"holds {_full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens",
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ibpo.policy.critic import Critic
@@ -22,7 +23,6 @@ from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
