@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from megatron_ibpo.cluster.engines import Engines
-from megatron_ibpo.config import AlgorithmConfig, Config
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import (
     Credit,
@@ -30,7 +30,7 @@ from megatron_ibpo.report import (
     step_alarms,
 )
 from megatron_ibpo.rollout.probe import compare_probes, probe
-from megatron_ibpo.sampling import Rollouts
+from megatron_ibpo.sampling.rollouts import Rollouts
 from megatron_ibpo.task import Task
 
 __all__ = ["NotFiniteError", "Progress", "Run"]

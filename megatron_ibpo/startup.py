@@ -29,7 +29,8 @@ from megatron_ibpo.report import Report, Stages, checkpoint_bytes, prepare_run_d
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.settings import engine_settings
-from megatron_ibpo.sampling import open_rollouts
+from megatron_ibpo.sampling.recorded import RecordedRollouts
+from megatron_ibpo.sampling.rollouts import Rollouts
 from megatron_ibpo.task import open_task
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
@@ -85,10 +86,10 @@ def open_run(config: Config) -> Iterator[Run]:
                     loss_backend=about.loss_backend,
                 )
             )
-            reporter.placement(placement.rows())
+            reporter.note(_where(placement))
             if engines is not None:
                 engines.wait_ready()
-            rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
+            rollouts = _open_rollouts(config, task, engines, verifier, stack)
         run = Run(
             config=config,
             task=task,
@@ -192,6 +193,13 @@ def _start_engines(
     return engines
 
 
+def _open_rollouts(config, task, engines, verifier, stack) -> Rollouts:
+    recorded = config.run.load_debug_rollout_data
+    if recorded is not None:
+        return RecordedRollouts(recorded)
+    raise NotImplementedError
+
+
 def _with_context(config: Config, shape: ModelShape) -> Config:
     """The configuration with the context that prompt and response may take together."""
     asked = config.rollout.rollout_max_context_len
@@ -221,6 +229,12 @@ def _accelerators(config: Config, placement: Placement) -> int:
     """Accelerators that the run holds: the trainers', and the engines' own where they do not share those."""
     own = 0 if placement.colocated else len(placement.engines) * config.rollout.rollout_num_gpus_per_engine
     return len(placement.trainers) + (own if any(node.gpus for node in placement.nodes) else 0)
+
+
+def _where(placement: Placement) -> str:
+    """What sits where, a line for each node."""
+    rows = [f"{node}: trainers {trainers}, engines {engines}" for node, trainers, engines in placement.rows()]
+    return "\n".join(rows)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.versions import missing
@@ -47,12 +48,11 @@ def train(config: Config) -> int:
     from megatron_ibpo.startup import START_ERRORS, open_run
 
     stop = StopRequest()
-    opening = open_run(config)
-    try:
-        run = opening.__enter__()
-    except START_ERRORS as error:
-        return _refuse(error)
-    with opening:
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(open_run(config))
+        except START_ERRORS as error:
+            return _refuse(error)
         run.evaluate_if_due()
         while not run.done():
             groups = run.sample()

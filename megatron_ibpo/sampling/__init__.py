@@ -1,0 +1,1 @@
+"""From prompts to scored, corrected groups: a stream over engines and verifiers."""
