@@ -23,7 +23,8 @@ from megatron_ibpo.cli import check_config, parse_config
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
-from megatron_ibpo.plan.run_plan import FITS, REFUSED, Plan, make_plan, plan_run
+from megatron_ibpo.plan.feasibility import Plan, make_plan
+from megatron_ibpo.plan.run_plan import FITS, REFUSED, plan_run
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"

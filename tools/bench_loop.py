@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -201,7 +200,7 @@ def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
 
 
 def main(arguments: Arguments) -> None:
-    from megatron_ibpo.versions import installed_versions
+    from megatron_ibpo.versions import machine
 
     results = [compare(checkpoint, arguments) for checkpoint in arguments.checkpoints]
     for result in results:
@@ -213,17 +212,11 @@ def main(arguments: Arguments) -> None:
         record = {
             "workload": asdict(arguments.work),
             "options": options | {"tensor_parallel": arguments.tensor_parallel},
-            "machine": {"cpus": os.cpu_count(), "processor": _processor(), "platform": platform.platform()},
-            "versions": installed_versions(),
+            "machine": machine(),
             "results": results,
         }
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
         arguments.save.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

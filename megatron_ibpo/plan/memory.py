@@ -18,6 +18,7 @@ from megatron_ibpo.plan.census import Census, RankPart
 __all__ = [
     "CONTEXT_BYTES",
     "ENGINE_WORKSPACE_BYTES",
+    "GIB",
     "EngineMemory",
     "RankMemory",
     "engine_memory",

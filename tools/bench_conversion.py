@@ -1,4 +1,6 @@
-"""Conversion of checkpoints measured beside `cp`; `tools/bench_weights.py convert`.
+"""Conversion of checkpoints measured alongside `cp`.
+
+    python tools/bench_conversion.py --save tools/results/bench_convert.json
 
 Synthetic bfloat16 checkpoints, a dense Qwen3 and a Qwen3-Next with thousands of small experts. The tool and
 `cp` of the same bytes take turns, both from a source that the system has cached, both until the disk has
@@ -24,12 +26,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from measured_on import machine
+import tyro
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.versions import machine
 from megatron_ibpo.weights.formats.hugging_face import INDEX, SafetensorsFile, file_names, index_of
 from megatron_ibpo.weights.layout.weight_source import TensorMeta
 
@@ -72,7 +75,7 @@ CONFIGS: dict[Family, dict[str, Any]] = {
 
 @dataclass
 class Convert:
-    """Conversion in both directions beside `cp` of the same bytes in the same run."""
+    """Conversion in both directions alongside `cp` of the same bytes in the same run."""
 
     families: tuple[Family, ...] = ("dense", "moe")
     """dense: a Qwen3. moe: a Qwen3-Next with 128 experts of 1.6 MB a layer."""
@@ -257,3 +260,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{allowed:.2f}",
         )
     Console().print(table)
+
+
+if __name__ == "__main__":
+    convert(tyro.cli(Convert, description=__doc__))

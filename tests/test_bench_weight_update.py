@@ -1,4 +1,4 @@
-"""tools/weight_update_bench.py measures and predicts what it says."""
+"""tools/bench_weight_update.py measures and predicts what it says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "weight_update_bench.py"
+TOOL = Path(__file__).parents[1] / "tools" / "bench_weight_update.py"
 
 
 def run(*arguments: str, timeout: float) -> str:

@@ -1,4 +1,7 @@
-"""Weight updates measured, and predicted for clusters; `tools/bench_weights.py update` and `predict`.
+"""Weight updates measured, and predicted for clusters.
+
+    python tools/bench_weight_update.py update        # live export to an engine, alongside a plain broadcast
+    python tools/bench_weight_update.py predict       # traffic and seconds on clusters, from the plan
 
 `update` starts trainer ranks and one vLLM engine on this machine and gives the engine the weights again and
 again, in turns with a plain gloo broadcast of the same bytes to an idle process. `predict` needs no weights
@@ -19,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
@@ -48,7 +51,7 @@ class Update:
 
 
 def update(arguments: Update) -> None:
-    from megatron_ibpo.versions import installed_versions
+    from megatron_ibpo.versions import machine
 
     results, load = [], [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="weight-update-") as scratch:
@@ -62,8 +65,8 @@ def update(arguments: Update) -> None:
     load.append(os.getloadavg()[0])
     if arguments.save is not None:
         options = {"bucket_mib": arguments.bucket_mib, "rounds": arguments.rounds}
-        machine = {"versions": installed_versions(), "load_average_before_and_after": load}
-        _save(arguments.save, {"options": options, **machine, "results": results})
+        measured_on = machine() | {"load_average_before_and_after": load}
+        _save(arguments.save, {"options": options, "machine": measured_on, "results": results})
 
 
 def _save(path: Path, record: dict[str, Any]) -> None:
@@ -130,14 +133,6 @@ def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-def main(command: Update | Predict) -> None:
-    """Run what the command line asked for."""
-    if isinstance(command, Update):
-        update(command)
-    else:
-        predict(command)
 
 
 # ------------------------------------------------------------------------------------------- prediction
@@ -584,14 +579,15 @@ def _memory(pid: int, kind: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
+def main(command: Update | Predict) -> None:
+    if isinstance(command, Update):
+        update(command)
+    else:
+        predict(command)
+
+
 if __name__ == "__main__":
     if "--as-trainer" in sys.argv:
         _as_trainer(json.loads(sys.argv[-1]))
     else:
-        main(
-            tyro.cli(
-                Annotated[Update, tyro.conf.subcommand("update", prefix_name=False)]
-                | Annotated[Predict, tyro.conf.subcommand("predict", prefix_name=False)],
-                description=__doc__,
-            )
-        )
+        main(tyro.cli(Update | Predict, description=__doc__))
