@@ -60,7 +60,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
     def say(text: str = "") -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say(f"Plan of {config.model.hf_checkpoint} on {plan.world_size} GPUs or CPU processes; none is started.")
+    devices = f"{counted(plan.world_size, 'GPU')} or CPU process{'' if plan.world_size == 1 else 'es'}"
+    say(f"Plan of {config.model.hf_checkpoint} on {devices}; none is started.")
     say()
     say("Sizes")
     parameters = None if plan.census is None else plan.census.total
