@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import planned
 import pytest
 import torch
 from ranks import run_ranks
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
+from test_trainer import close_trainer, config_for, layout, open_trainer, sequences, with_holes
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.policy.checkpoint import CheckpointError
@@ -31,12 +32,12 @@ def checkpoints(tmp_path_factory):
 
 
 def rows_with_returns(count=9, seed=1):
-    rng = np.random.default_rng(seed)
+    rng = random.Random(seed)
     return [
         replace(
             s,
-            returns=rng.uniform(-1, 1, len(s.response_token_ids)),
-            values=rng.uniform(-1, 1, len(s.response_token_ids)).astype(np.float32),
+            returns=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids]),
+            values=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids], np.float32),
         )
         for s in sequences(count)
     ]
@@ -158,14 +159,16 @@ def by_hand(world, hf_dir, rows):
     return values, metrics
 
 
-def test_the_loss_is_the_mean_over_all_response_tokens(checkpoints):
-    """Over three data-parallel ranks with uneven shares."""
-    rows = rows_with_returns(7)
+@pytest.mark.parametrize("holes", [False, True])
+def test_the_loss_is_the_mean_over_all_trained_tokens(checkpoints, holes):
+    """Over three data-parallel ranks with uneven shares; with holes, without what a loss mask leaves out."""
+    rows = with_holes(rows_with_returns(7)) if holes else rows_with_returns(7)
     for values, metrics in run_ranks(by_hand, 3, checkpoints["dense"], rows):
         flat = [
             (v, o, r)
             for own, row in zip(values, rows, strict=True)
-            for v, o, r in zip(own, row.values.tolist(), row.returns.tolist(), strict=True)
+            for v, o, r, kept in zip(own, row.values, row.returns, row.loss_mask, strict=True)
+            if kept
         ]
         v, o, r = torch.tensor(flat, dtype=torch.float64).T
         loss, clipped = value_loss(v, o, r, 0.2)

@@ -6,6 +6,8 @@ import hashlib
 import random
 from dataclasses import replace
 
+import numpy as np
+import planned
 import pytest
 from credit_cases import Loop, algorithm, fix_last, of_preset, some_groups
 from ranks import run_ranks
@@ -13,6 +15,7 @@ from test_trainer import close_trainer, config_for, layout, open_trainer, sequen
 from tiny_models import make_qwen3
 
 from megatron_ibpo.config import AlgorithmConfig
+from megatron_ibpo.records import token_ids
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def fingerprints(world, hf_dir, cases):
     for loss, rows in cases:
         config = config_for(layout(), num_steps_per_rollout=2, lr=1e-2, eps_adam=1e-8, **loss)
         trainer, export, _ = open_trainer(world, hf_dir, config)
-        trainer.update(rows)
+        planned.update(trainer, rows)
         digest = hashlib.blake2b()
         for _, tensor in export:
             digest.update(tensor.numpy().tobytes())
@@ -41,9 +44,9 @@ def moved(model, *cases):
 
 def test_an_all_ones_mask_is_no_mask(model):
     plain = [replace(s, token_weights=None) for s in sequences(8)]
-    ones = [replace(s, token_weights=(1.0,) * len(s.response_token_ids)) for s in plain]
+    ones = [replace(s, token_weights=np.ones(len(s.response_token_ids))) for s in plain]
     mixed = [replace(s, token_weights=None) if n % 2 else s for n, s in enumerate(ones)]
-    halved = [replace(s, token_weights=(0.5,) * len(s.response_token_ids)) for s in plain]
+    halved = [replace(s, token_weights=np.full(len(s.response_token_ids), 0.5)) for s in plain]
     first, second, third, other = moved(model, ({}, plain), ({}, ones), ({}, mixed), ({}, halved))
     assert first == second == third
     assert other != first
@@ -52,8 +55,16 @@ def test_an_all_ones_mask_is_no_mask(model):
 def test_of_one_token_the_token_ratio_is_the_sequences(model):
     """gspo, its token form and grpo, with one clip range and responses of one token."""
     rng = random.Random(0)
-    rows = [replace(s, response_token_ids=(rng.randrange(2, 64),), token_weights=None) for s in sequences(8)]
-    rows = [replace(s, rollout_logprobs=None) for s in rows]
+    rows = [
+        replace(
+            s,
+            response_token_ids=token_ids([rng.randrange(2, 64)]),
+            loss_mask=np.array([True]),
+            token_weights=None,
+            rollout_logprobs=None,
+        )
+        for s in sequences(8)
+    ]
     by_variant = moved(model, *(({"loss_variant": v}, rows) for v in ("gspo", "gspo-token", "grpo")))
     assert len(set(by_variant)) == 1
     longer = moved(model, *(({"loss_variant": v}, sequences(8)) for v in ("gspo", "grpo")))
@@ -62,7 +73,7 @@ def test_of_one_token_the_token_ratio_is_the_sequences(model):
 
 def test_one_advantage_for_all_tokens_is_the_sequences(model):
     rows = sequences(8)
-    spread = [replace(s, token_advantages=(s.advantage,) * len(s.response_token_ids)) for s in rows]
+    spread = [replace(s, token_advantages=np.full(len(s.response_token_ids), s.advantage)) for s in rows]
     some = [s if n % 2 else full for n, (s, full) in enumerate(zip(rows, spread, strict=True))]
     by_shape = moved(model, *(({"loss_variant": "grpo"}, given) for given in (rows, spread, some)))
     assert len(set(by_shape)) == 1
@@ -72,7 +83,8 @@ def test_token_advantages_alone_move_the_weights(model):
     """A sequence whose mean advantage is 0 is trained on where its tokens differ."""
     (row,) = [replace(s, advantage=0.0, token_weights=None) for s in sequences(2)[:1]]
     tokens = len(row.response_token_ids)
-    token_advantages = tuple(1.0 if t == 0 else -1.0 / (tokens - 1) for t in range(tokens))
+    token_advantages = np.full(tokens, -1.0 / (tokens - 1))
+    token_advantages[0] = 1.0
     still, differing = moved(
         model,
         ({"loss_variant": "grpo"}, [row]),

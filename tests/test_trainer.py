@@ -19,7 +19,8 @@ from ranks import run_ranks
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.policy.planning import plan_forward
+from megatron_ibpo.policy.objective import aggregation
+from megatron_ibpo.policy.planning import plan_forward, weighted_mean_length
 from megatron_ibpo.records import TrainSequence, token_ids
 
 EPSILON = 100.0
@@ -219,6 +220,108 @@ def golden_loss(world, hf_dir, rows):
         clipped = min(max(ratio, 0.8), 1.2)
         total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
     return sum(piece.sums["loss"] for piece in pieces), total
+
+
+def with_holes(rows):
+    """Some of the response tokens are not the policy's own: a tool's output in the midst or at the start."""
+    rng = np.random.default_rng(1)
+    masks = [rng.random(len(row.response_token_ids)) < 0.6 for row in rows]
+    return [replace(row, loss_mask=mask) for row, mask in zip(rows, masks, strict=True)]
+
+
+def old_logprobs(row):
+    """Near what the model says, so that some ratios are clipped and some are not; by position alone."""
+    return (-4.2 + 0.05 * np.cos(np.arange(len(row.response_token_ids)))).astype(np.float32)
+
+
+def masked_step(world, hf_dir, rows, variant):
+    """Loss, sum of ratios, tokens and gradient by name, of one step from given old log-probs."""
+    config = config_for(layout(), loss_variant=variant)
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    before = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    shared = [
+        replace(a, old_logprobs_R=np.concatenate([[], *(old_logprobs(rows[i]) for i in a.members_S)]))
+        for a in planned.own_share(plan_forward, rows, config).micro_batches
+    ]
+    objective = trainer.objective(aggregation(config, weighted_mean_length(rows)))
+    pieces = trainer.accumulate_gradients(shared, objective)
+    trainer.scheduler.step(1)
+    trainer.gradient_norm()
+    trainer.optimizer.step()
+    steps = {n: before[n] - tensor for n, tensor in export if tensor is not None}
+    # Adam's first step is LR · g / (|g| + EPSILON)
+    moved = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
+    close_trainer()
+    return [sum(piece.sums[name] for piece in pieces) for name in ("loss", "ratio", "tokens")], moved
+
+
+def masked_by_autograd(hf_dir, rows, variant):
+    """The same from transformers: the whole sequence is read, the masked tokens are in no sum."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    weight = sum(row.weight for row in rows)
+    mean_length = sum(row.weight * int(row.loss_mask.sum()) for row in rows) / weight
+    loss, ratios, tokens = torch.zeros(()), 0.0, 0
+    for row in rows:
+        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
+        logprobs = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        new = logprobs.gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
+        mask = torch.tensor(row.loss_mask.tolist())
+        gap = (new - torch.tensor(old_logprobs(row)))[mask]
+        if not len(gap):
+            ratios += 1.0
+            continue
+        factors = np.ones(len(mask)) if row.token_weights is None else row.token_weights
+        factors = torch.tensor(factors[row.loss_mask], dtype=torch.float32)
+        gap = gap.detach() + factors * (gap - gap.detach())  # weights of tokens scale the gradient alone
+        ratio = gap.mean().exp() if variant == "gspo" else gap.exp()
+        surrogate = -torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage)
+        loss = loss + row.weight * (surrogate if variant == "gspo" else surrogate.sum() / mean_length)
+        ratios += gap.mean().exp().item()
+        tokens += len(gap)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [loss.item(), ratios, tokens], gradients
+
+
+@pytest.mark.parametrize("variant", ["gspo", "dapo"])
+def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints, variant):
+    """By transformers and autograd, over two data-parallel ranks; dapo divides by the mean trained length."""
+    rows = with_holes(sequences(9))
+    assert not all(row.loss_mask.all() for row in rows)
+    expected, gradients = masked_by_autograd(checkpoints["dense"], rows, variant)
+    for found, moved in run_ranks(masked_step, 2, checkpoints["dense"], rows, variant):
+        assert found == pytest.approx(expected, rel=1e-5)
+        scale = max(g.abs().max() for g in gradients.values())
+        for name in moved:
+            assert (moved[name] - gradients[name]).abs().max() <= 2e-4 * scale, name
+
+
+def masked_logprobs(world, hf_dir, rows):
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    found = planned.logprobs(trainer, rows), planned.logprobs(trainer, with_holes(rows))
+    metrics = planned.update(trainer, with_holes(rows))
+    close_trainer()
+    return *found, metrics
+
+
+def test_masked_tokens_have_log_prob_0_and_are_counted_out(checkpoints):
+    rows = sequences(9)
+    whole, holed, metrics = run_ranks(masked_logprobs, 1, checkpoints["dense"], rows)[0]
+    masks = [row.loss_mask.tolist() for row in with_holes(rows)]
+    for values, found, mask in zip(whole, holed, masks, strict=True):
+        assert found == tuple(v if kept else 0.0 for v, kept in zip(values, mask, strict=True))
+    trained = [(r, sum(m)) for r, m in zip(rows, masks, strict=True) if r.advantage and any(m)]
+    assert metrics["tokens_trained"] == sum(len(r.prompt_token_ids) + kept for r, kept in trained)
+    gaps = [
+        v - r.rollout_logprobs[k]
+        for r, own, mask in zip(rows, whole, masks, strict=True)
+        if r.advantage
+        for k, v in enumerate(own)
+        if mask[k]
+    ]
+    assert metrics["logprob_diff_mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
 
 
 def two_minibatches(world, hf_dir, rows):
