@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_calls import loss_of_logits
 
-from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
 from megatron_ibpo.loss import logprobs as logprobs_module
 
 
@@ -32,7 +33,7 @@ def random_batch(seed=0, lengths=(3, 5, 4), prompt=2, vocab=11, dtype=torch.floa
 
 def loss_and_gradient(batch, **options):
     logits = batch["logits_NV"].clone().requires_grad_()
-    loss, stats = packed_sequence_loss(**{**batch, "logits_NV": logits}, **options)
+    loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options)
     loss.backward()
     return loss.detach(), logits.grad, stats
 
@@ -44,13 +45,13 @@ def test_gspo_of_two_sequences_by_hand():
     # two-word vocabulary, equal logits: every log-prob is log ½
     half = math.log(0.5)
     old = torch.tensor([half - 0.2, half + 0.1, half - 0.4])
-    loss, stats = packed_sequence_loss(
-        torch.zeros(3, 2),
-        torch.tensor([0, 1, 0]),
-        old,
-        torch.ones(3),
-        torch.tensor([0, 2, 3], dtype=torch.int32),
-        torch.tensor([1.0, -2.0]),
+    loss, stats = loss_of_logits(
+        logits_NV=torch.zeros(3, 2),
+        targets_N=torch.tensor([0, 1, 0]),
+        old_logprobs_N=old,
+        response_mask_N=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        advantages=torch.tensor([1.0, -2.0]),
         params={"eps_low": 0.1, "eps_high": 0.02},
     )
     # s_1 = exp((.2 - .1)/2) = e^.05, clipped to 1.02 for A = 1; s_2 = e^.4, A = -2 keeps the larger loss
@@ -94,7 +95,7 @@ def test_gradients_equal_finite_differences(variant, kl):
 
     def loss(logits):
         options = options_for(variant) | penalty | {"temperature": temperature}
-        return packed_sequence_loss(**{**batch, "logits_NV": logits}, **options)[0]
+        return loss_of_logits(**{**batch, "logits_NV": logits}, **options)[0]
 
     assert torch.autograd.gradcheck(loss, batch["logits_NV"].clone().requires_grad_())
 
@@ -105,13 +106,13 @@ def two_sequences(ratios, advantages, **options):
     Two words of equal logits: every log-prob is log ½, and its gradient is twice that of its logit."""
     old = math.log(0.5) - torch.tensor(ratios, dtype=torch.float64).log()
     logits = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
-    loss, stats = packed_sequence_loss(
-        logits,
-        torch.tensor([0, 1, 0]),
-        old,
-        torch.ones(3),
-        torch.tensor([0, 2, 3], dtype=torch.int32),
-        torch.tensor(advantages, dtype=torch.float64),
+    loss, stats = loss_of_logits(
+        logits_NV=logits,
+        targets_N=torch.tensor([0, 1, 0]),
+        old_logprobs_N=old,
+        response_mask_N=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
         **options,
     )
     loss.backward()
@@ -132,12 +133,12 @@ GOLDEN = {
     "dapo": (CLIP, None, (-2 * (1.25 + 0.9) + 0.8) / 3, (0, -2 * 0.9 / 3, 0)),
     # a constant of 10 tokens for each sequence
     "dr-grpo": (CLIP, 10, (-2 * (1.25 + 0.9) + 0.8) / 20, (0, -2 * 0.9 / 20, 0)),
-    # at most .7·|A| for A < 0
-    "dual-clip": ({**CLIP, "bound": 0.7}, None, (-2 * (1.25 + 0.9) + 0.7) / 3, (0, -2 * 0.9 / 3, 0)),
+    # at most 1.5·|A| for A < 0, where the third ratio is 3
+    "dual-clip": ({**CLIP, "bound": 1.5}, None, (-2 * (1.25 + 0.9) + 1.5) / 3, (0, -2 * 0.9 / 3, 0)),
     "gspo-dual-clip": (
-        {**CLIP, "bound": 0.7},
+        {**CLIP, "bound": 1.5},
         None,
-        (-2 * 1.35**0.5 + 0.7) / 2,
+        (-2 * 1.35**0.5 + 1.5) / 2,
         (-(1.35**0.5) / 2, -(1.35**0.5) / 2, 0),
     ),
     # every log π is log ½; no gradient is lost
@@ -167,8 +168,9 @@ GOLDEN = {
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_every_variant_by_hand(variant):
     params, aggregation, expected, gradient = GOLDEN[variant]
+    last = 3.0 if "bound" in params else 0.5
     loss, found, _ = two_sequences(
-        (1.5, 0.9, 0.5), (2.0, -1.0), variant=variant, params=params, aggregation=aggregation
+        (1.5, 0.9, last), (2.0, -1.0), variant=variant, params=params, aggregation=aggregation
     )
     assert loss == pytest.approx(expected, abs=1e-6)
     assert found == pytest.approx(gradient, abs=1e-6)
@@ -372,6 +374,14 @@ def test_bf16_logits_get_fp32_statistics():
     [
         ({"variant": "nope"}, "unknown loss variant"),
         ({"params": {"epsilon": 1.0}}, "no parameter epsilon"),
+        (
+            {"params": {"eps_low": 1.5}},
+            "eps_low of loss variant 'gspo' must be above 0 and at most 1, is 1.5",
+        ),
+        ({"params": {"eps_high": math.nan}}, "eps_high of loss variant 'gspo' must be above 0, is nan"),
+        ({"variant": "dual-clip", "params": {"bound": 1.0}}, "bound .* must be above 1, is 1.0"),
+        ({"variant": "nowhere:SPO"}, "'nowhere:SPO' cannot be imported: No module named 'nowhere'"),
+        ({"variant": "math:pi"}, "'math:pi' is a float, wanted a Variant"),
         ({"advantages": torch.ones(2)}, "advantages have shape"),
         ({"advantages": torch.ones(18)}, "advantages have shape"),  # gspo's are of sequences
         ({"cu_seqlens": torch.tensor([0, 5, 12, 17])}, "cu_seqlens must rise"),
@@ -392,17 +402,18 @@ def test_bf16_logits_get_fp32_statistics():
 )
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
-        packed_sequence_loss(**{**random_batch(), **change})
+        loss_of_logits(**{**random_batch(), **change})
 
 
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed
 import torch
-from megatron_ibpo.loss import choose_backend, packed_sequence_loss
+from megatron_ibpo.loss import LossRows, choose_backend, make_objective, packed_sequence_loss
 logits = torch.zeros(3, 2, requires_grad=True)
 cu, ones = torch.tensor([0, 2, 3]), torch.ones(3)
-loss, _ = packed_sequence_loss(logits, torch.tensor([0, 1, 0]), None, ones, cu, torch.ones(2))
+rows = LossRows(torch.tensor([0, 1, 0]), ones, cu, torch.ones(2))
+loss, _ = packed_sequence_loss(logits, rows, make_objective("gspo"))
 loss.backward()
 print(loss.item(), choose_backend("auto", torch.device("cpu"), torch.float32))
 print(choose_backend("auto", torch.device("cuda"), torch.float32))

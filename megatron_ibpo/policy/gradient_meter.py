@@ -12,12 +12,13 @@ over P prompts; v/P is what noise alone adds to |g|², so that pure noise reads 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from megatron_ibpo.policy.objective import Objective, aggregation, gspo_objective
+from megatron_ibpo.loss import Objective
+from megatron_ibpo.policy.objective import aggregation, gspo_objective
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.records import TrainSequence
 
@@ -63,8 +64,8 @@ def compare_with_gspo(
     own = trainer.objective(aggregation(config, sequences))
     gspo = gspo_objective(config, trainer.world.device)
     noise = measure_gradient(trainer, weighted, own, blocks)
-    # of the same sequences and loss it is the same
-    is_gspo = own.variant == "gspo" and own.divisor == gspo.divisor and weighted == list(plain)
+    # of the same sequences and loss it is the same, and on-policy ratios of 1 reach no clip
+    is_gspo = replace(own, params=gspo.params) == gspo and weighted == list(plain)
     reference = noise if is_gspo else measure_gradient(trainer, plain, gspo, blocks)
     return (noise.metrics() if noise else {}) | (reference.metrics("gspo_") if reference else {})
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import (
+    LossRows,
     LossStats,
+    Objective,
     linear_packed_logprobs,
     linear_packed_sequence_loss,
     packed_logprobs,
@@ -32,7 +34,7 @@ from megatron_ibpo.policy.forward_backward import (
     run_batches,
 )
 from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
-from megatron_ibpo.policy.objective import Objective, aggregation, backend_in_use, clip_params
+from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.packing import PackedBatch, split_minibatches
 from megatron_ibpo.records import TrainSequence
 from megatron_ibpo.world import World
@@ -54,7 +56,7 @@ class Trainer:
             ValueError: a loss that is unknown, or that its flags do not fit.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
-        self.clip_params = clip_params(config.loss)
+        check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         trainable = make_trainable(chunks, config, config.optimizer.lr, total_updates)
         self.chunks, self.optimizer, self.scheduler = (
@@ -128,7 +130,7 @@ class Trainer:
         """Truncated importance weights of trainer over rollout (ibpo step 14): on the sequence's weight for
         sequence-level variants, on each token's weight for token-level ones. Returns the weights."""
         cap = self.config.loss.tis_clip
-        variant, _ = resolve_variant(self.config.loss.loss_variant, None)
+        variant, _ = resolve_variant(self.config.loss.loss_variant)
         token_level = variant.sequence_term is None and not variant.sequence_ratio
         weights: list[float] = []
         for s in sequences:
@@ -171,7 +173,7 @@ class Trainer:
 
     def objective(self, divisor: str | float) -> Objective:
         """The run's loss, with the divisor of a mini-batch (`aggregation`)."""
-        return Objective(self.config.loss.loss_variant, self.clip_params, divisor, self.loss_backend.name)
+        return run_objective(self.config, divisor, self.loss_backend)
 
     def accumulate_gradients(
         self, sequences: Sequence[TrainSequence], objective: Objective, *, own_old_logprobs: bool
@@ -226,28 +228,24 @@ class Trainer:
     def _loss_output(
         self, scale: float, objective: Objective, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, _Totals]:
-        if self.config.loss.fuse_lm_head:
-            weight = head_weight(self.chunks[-1].module)
-            policy_loss = partial(linear_packed_sequence_loss, output[0], weight, into_main_grad=True)
-            width = len(weight)
-        else:
-            policy_loss = partial(packed_sequence_loss, output[0], inplace=True)
-            width = output.shape[-1]
-        loss, stats = policy_loss(
+        rows = LossRows(
             targets_N=batch.targets_N,
-            old_logprobs_N=batch.old_logprobs_N,
             response_mask_N=batch.response_mask_N,
             cu_seqlens=batch.cu_seqlens,
             advantages=batch.advantages,
+            old_logprobs_N=batch.old_logprobs_N,
             token_weights_N=batch.token_weights_N,
             sequence_weights_S=batch.weights_S,
-            variant=objective.variant,
-            params=objective.clip_params,
-            aggregation=objective.divisor,
             temperature=batch.temperature_S,
-            backend=objective.backend,
-            **self._vocabulary(width),
         )
+        if self.config.loss.fuse_lm_head:
+            weight = head_weight(self.chunks[-1].module)
+            loss, stats = linear_packed_sequence_loss(
+                output[0], weight, rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
+            )
+        else:
+            vocabulary = self._vocabulary(output.shape[-1])
+            loss, stats = packed_sequence_loss(output[0], rows, objective, inplace=True, **vocabulary)
         return loss * scale, _observed(batch, loss, stats)
 
     def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, dict]:
