@@ -42,8 +42,8 @@ class ModelConfig:
     recompute_num_layers: int = 1
     """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
     ref_load: Path | None = None
-    """Reference policy of the KL estimate: a directory in Hugging Face format. None: --hf-checkpoint, which
-    is the policy's start, where --kl-coef is above 0, and otherwise no reference at all."""
+    """Directory in Hugging Face format of the reference policy of --kl-coef. None: the policy that the run
+    starts from."""
     moe_aux_loss_coeff: float = 0.0
     """Router load-balancing loss. 0: the objective is the policy loss alone."""
 
@@ -116,8 +116,8 @@ class LossConfig:
     """Upper clip range, the variant's parameter eps_high. When None equal to --eps-clip, or where that is
     None too the variant's own: 4e-4 for gspo, .2 for grpo, .28 for dapo."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty against the reference policy, for each response token. 0, as in the paper:
-    there is no penalty, and with --ref-load the divergence is only measured."""
+    """Weight of the KL divergence from the reference policy (--ref-load) in the loss. 0: no reference, as in
+    the paper."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence from the sampled tokens (John Schulman, 2020). k3: it is never below 0,
     and its gradient pulls towards the reference."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
 from loss_calls import loss_of_hidden, loss_of_logits
 from ranks import run_ranks
+
+from megatron_ibpo.loss import LossRows, make_objective
+from megatron_ibpo.loss.coefficients import RowCoefficients, schedule
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
@@ -64,6 +68,36 @@ def test_the_gradient_is_that_of_finite_differences():
         )
         slope = sum((gradient * way).sum() for gradient, way in zip(gradients, ways, strict=True))
         torch.testing.assert_close((ahead - behind) / (2 * step), slope, rtol=1e-6, atol=1e-9)
+
+
+def test_the_worked_example_of_coefficients():
+    """Three rows of A (advantage 2) and two of B (advantage -1), chunks of two: what each chunk may use."""
+    log_ratios = torch.tensor([0.1, 0.2, 0.0, -0.1, 0.3], dtype=torch.float64)
+    s_a, s_b = math.exp(0.1), math.exp(0.1)
+    objective = make_objective("gspo", {"eps_low": 0.5, "eps_high": 0.5})
+    rows = LossRows(
+        targets_N=torch.zeros(5, dtype=torch.int64),
+        response_mask_N=torch.ones(5),
+        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
+        advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
+        old_logprobs_N=-log_ratios,
+    ).checked(5, objective)
+    rows_R = torch.arange(5)
+    known = RowCoefficients(rows, objective, rows_R, torch.float64)
+    seen = []
+    for step in schedule(rows, rows_R, known.ends, 2):
+        known.see(step, torch.zeros(step.stop - step.start, dtype=torch.float64))
+        seen.append(known.of_chunk(step))
+    assert [found.final_C.tolist() for found in seen] == [
+        [],
+        pytest.approx([-2 * s_a / 6]),
+        pytest.approx([s_b / 4]),
+    ]
+    assert [found.open_C.tolist() for found in seen] == [pytest.approx([1 / 6, 1 / 6]), [0.25], []]
+    assert seen[0].closing is None
+    assert [found.closing.item() for found in seen[1:]] == pytest.approx([-2 * s_a, s_b])
+    expected = [-2 * s_a / 6] * 3 + [s_b / 4] * 2
+    assert known.of_all_rows().tolist() == pytest.approx(expected)
 
 
 def test_bf16_sums_its_weight_gradient_in_fp32():

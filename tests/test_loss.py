@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_calls import loss_of_logits
+from linear_cases import FUSED
+from loss_calls import loss_of_hidden, loss_of_logits
 
 from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
 from megatron_ibpo.loss import logprobs as logprobs_module
@@ -342,6 +343,89 @@ def test_empty_and_fully_masked_sequences_lose_nothing():
     assert loss.isfinite()
     assert not gradient[:6].any()
     assert gradient[6:].any()
+
+
+def with_holes(batch, holes, rubbish=math.nan):
+    """The batch with a row inserted after each of `holes`, masked and full of rubbish: what a tool wrote."""
+    rows = len(batch["targets_N"])
+    order = sorted([*range(rows), *holes])
+    inserted = [place > 0 and order[place - 1] == row for place, row in enumerate(order)]
+    spread = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and len(value) == rows:
+            value = value[order]
+            if name not in ("targets_N", "logits_NV"):
+                value[inserted] = 0.0 if name == "response_mask_N" else rubbish
+        spread[name] = value
+    ends = [row + sum(hole < row for hole in holes) for row in batch["cu_seqlens"].tolist()]
+    return {**spread, "cu_seqlens": torch.tensor(ends, dtype=torch.int32)}, torch.tensor(inserted)
+
+
+@pytest.mark.parametrize(
+    ("variant", "head"),
+    [(variant, "apart") for variant in sorted(VARIANTS)] + [(variant, "fused") for variant in FUSED],
+)
+def test_masked_tokens_inside_a_response_are_as_if_they_were_not_there(variant, head):
+    """Ratio, length, loss, KL and gradient: in multi-turn responses stand tokens that tools wrote."""
+    batch = random_batch(lengths=(4, 1, 6), prompt=0) | options_for(variant)
+    now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
+    generator = torch.Generator().manual_seed(1)
+    batch["token_weights_N"] = torch.rand(11, generator=generator, dtype=torch.float64)
+    batch |= {"ref_logprobs_N": now - 0.3, "kl_coef": 0.2, "old_logprobs_N": now - 0.1}
+    if VARIANTS[variant].takes_token_advantages:
+        batch["advantages"] = torch.linspace(-1, 1, 11, dtype=torch.float64)
+    holed, is_hole = with_holes(batch, (1, 3, 7, 8))
+    loss, gradient, stats = hole_result(batch, head)
+    holed_loss, holed_gradient, holed_stats = hole_result(holed, head)
+    torch.testing.assert_close(holed_loss, loss)
+    torch.testing.assert_close(holed_gradient[~is_hole], gradient)
+    assert not holed_gradient[is_hole].any()
+    for name, value in vars(stats).items():
+        found = getattr(holed_stats, name)
+        of_rows = len(found) == len(is_hole)
+        torch.testing.assert_close(found[~is_hole] if of_rows else found, value)
+        assert not of_rows or not found[is_hole].any()
+
+
+def hole_result(batch, head):
+    """(loss, gradient by the logits, or by hidden states whose LM head is the identity, stats)"""
+    if head == "apart":
+        return loss_and_gradient(batch)
+    hidden = batch["logits_NV"].clone().requires_grad_()
+    rest = {name: value for name, value in batch.items() if name != "logits_NV"}
+    identity = torch.eye(11, dtype=torch.float64)
+    loss, stats = loss_of_hidden(hidden_NH=hidden, weight_VH=identity, chunk=3, **rest)
+    loss.backward()
+    return loss.detach(), hidden.grad, stats
+
+
+def test_a_hole_by_hand():
+    """Words of log-prob log ½. Two written tokens of ratios 1.5 and .9, a tool's two tokens between them: the
+    length is 2, s = √1.35, and the tool's log-probs count nowhere."""
+    half = math.log(0.5)
+    old = half - torch.tensor([1.5, 100.0, 1e-3, 0.9], dtype=torch.float64).log()
+    logits = torch.zeros(4, 2, dtype=torch.float64, requires_grad=True)
+    loss, stats = loss_of_logits(
+        logits_NV=logits,
+        targets_N=torch.tensor([0, 1, 1, 0]),
+        old_logprobs_N=old,
+        ref_logprobs_N=torch.tensor([half, 5.0, 5.0, half], dtype=torch.float64) - math.log(2),
+        kl="k1",
+        kl_coef=0.1,
+        response_mask_N=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+        advantages=torch.tensor([2.0], dtype=torch.float64),
+        params=WIDE,
+    )
+    loss.backward()
+    s = 1.35**0.5
+    assert loss.item() == pytest.approx(-2 * s + 0.1 * math.log(2))
+    assert stats.mean_log_ratio_S.item() == pytest.approx(math.log(s))
+    slope = (-2 * s + 0.1) / 2  # of each written token's log-prob; by its own logit half of it
+    assert logits.grad[:, 0].tolist() == pytest.approx([slope / 2, 0, 0, slope / 2])
+    assert stats.logprobs_N.tolist() == pytest.approx([half, 0, 0, half])
+    assert stats.entropy_N.tolist() == pytest.approx([-half, 0, 0, -half])
+    assert stats.kl_N.tolist() == pytest.approx([math.log(2), 0, 0, math.log(2)])
 
 
 @settings(max_examples=30, deadline=None)

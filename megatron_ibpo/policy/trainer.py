@@ -311,6 +311,8 @@ class _Totals:
         out["clip_fraction"] = sums.pop("clipped", 0.0) / terms
         out["ratio_mean"] = sums.pop("ratio", 0.0) / sequences
         out["entropy"] = sums.pop("entropy", 0.0) / tokens
+        if "kl" in sums:
+            out["kl"] = sums.pop("kl") / tokens
         if compared:
             out["logprob_diff_abs_mean"] = sums.pop("logprob_diff_abs") / compared
             out["logprob_diff_mean"] = sums.pop("logprob_diff") / compared
@@ -334,6 +336,8 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     totals.add("ratio", ratio_S.sum().item())
     totals.add("entropy", stats.entropy_N.sum().item())
     totals.maxima["ratio_max"] = ratio_S.max().item()
+    if stats.kl_N is not None:
+        totals.add("kl", stats.kl_N.sum().item())
     if batch.rollout_logprobs_N is not None:
         trainer_N = stats.logprobs_N if batch.old_logprobs_N is None else batch.old_logprobs_N
         gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]
