@@ -4,7 +4,8 @@
 `--no-sequence-parallel`) and a key of a flat YAML recipe (dash or underscore). What wins, weakest first:
 the fields' defaults, `--config` files in the order given, flags. The preset that `advantage-estimator` names
 counts where it is named: it wins over files before that place, and what is given in the same file, in later
-ones or by flags wins over it.
+ones or by flags wins over it. Clips and `loss-param` belong to the loss variant: where a file, a flag or a
+preset names another variant, those given before are forgotten.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Literal
 import tyro
 import yaml
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.credit import PRESETS, check_algorithm
 
 __all__ = ["ConfigError", "check_config", "config_yaml", "parse_config", "read_yaml", "write_config"]
@@ -55,11 +56,12 @@ def parse_config(argv: Sequence[str]) -> Config:
     early.add_argument("--config", type=Path, action="append", default=[])
     early.add_argument("--print-config", "--print_config", action="store_true")
     early.add_argument("--advantage-estimator", "--advantage_estimator")
+    early.add_argument("--loss-variant", "--loss_variant")
     known, flags = early.parse_known_args(list(argv))
 
     layers = [_read_recipe(path) for path in known.config]
-    if known.advantage_estimator is not None:
-        layers.append({"advantage_estimator": known.advantage_estimator})
+    named = {name: getattr(known, name) for name in ("advantage_estimator", "loss_variant")}
+    layers.append({name: value for name, value in named.items() if value is not None})
     defaults = Config()
     for name, value in _resolve(layers, defaults.algorithm.advantage_estimator).items():
         _set(defaults, name, value)
@@ -80,6 +82,10 @@ def parse_config(argv: Sequence[str]) -> Config:
     return config
 
 
+_OF_VARIANT = ("eps_clip", "eps_clip_high", "loss_param")
+"""Fields that mean something for one loss variant only."""
+
+
 def _resolve(layers: Sequence[dict[str, Any]], default_preset: str) -> dict[str, Any]:
     """Fields and values of recipes, a later one winning over an earlier one, and of the preset in force.
 
@@ -88,12 +94,15 @@ def _resolve(layers: Sequence[dict[str, Any]], default_preset: str) -> dict[str,
     """
     preset, given = default_preset, dict[str, Any]()
     for layer in layers:
+        variant_before = (PRESETS[preset] | given)["loss_variant"]
         preset = layer.get("advantage_estimator", preset)
         if preset not in PRESETS:
             raise ConfigError(f"--advantage-estimator: no preset {preset!r}{_nearest(preset, PRESETS)}")
         if "advantage_estimator" in layer:
             given = {name: value for name, value in given.items() if name not in PRESETS[preset]}
         given |= layer
+        if (PRESETS[preset] | given)["loss_variant"] != variant_before:
+            given = {name: value for name, value in given.items() if name not in _OF_VARIANT or name in layer}
     return PRESETS[preset] | given
 
 
@@ -137,7 +146,7 @@ def check_config(config: Config) -> None:
             check_algorithm,
             config.algorithm,
             config.data.reward_threshold,
-            takes_token_advantages=_takes_token_advantages(config.loss.loss_variant),
+            takes_token_advantages=_takes_token_advantages(config.loss),
         ),
     ):
         try:
@@ -151,10 +160,14 @@ def check_config(config: Config) -> None:
         )
 
 
-def _takes_token_advantages(loss_variant: str) -> bool:
-    from megatron_ibpo.loss import VARIANTS
+def _takes_token_advantages(loss: LossConfig) -> bool:
+    """Of an unknown variant too, whose name is another check's to refuse."""
+    from megatron_ibpo.policy.objective import takes_token_advantages
 
-    return loss_variant not in VARIANTS or VARIANTS[loss_variant].takes_token_advantages
+    try:
+        return takes_token_advantages(loss)
+    except ValueError:
+        return True
 
 
 # ---------------------------------------------------------------------------------------------- recipes
@@ -302,8 +315,7 @@ _RANGES: dict[str, _Rule] = {
     "adam_eps": _POSITIVE,
     "weight_decay": _NOT_NEGATIVE,
     "clip_grad": _POSITIVE,
-    "eps_clip": _SHARE,
-    "eps_clip_high": _POSITIVE,
+    "kl_coef": _NOT_NEGATIVE,
     "tis_clip": _POSITIVE,
     "value_clip": _POSITIVE,
     "num_steps_per_rollout": _AT_LEAST_1,

@@ -41,6 +41,9 @@ class ModelConfig:
     """Which layers "full" recomputes; Megatron's --recompute-method."""
     recompute_num_layers: int = 1
     """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
+    ref_load: Path | None = None
+    """Directory in Hugging Face format of the reference policy of --kl-coef. None: the policy that the run
+    starts from."""
     moe_aux_loss_coeff: float = 0.0
     """Router load-balancing loss. 0: the objective is the policy loss alone."""
 
@@ -102,13 +105,22 @@ class LossConfig:
 
     loss_variant: str = "gspo"
     """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
-    dapo, dr-grpo, cispo, sapo, gmpo."""
+    dapo, dr-grpo, cispo, sapo, gmpo; or an import path package.module:VARIANT. It owns its parameters: naming
+    another one forgets the clips and --loss-param that were given for the one before."""
+    loss_param: tuple[str, ...] = ()
+    """Parameters of the loss variant as name=value, such as sapo's tau_pos=1.2; else its own defaults."""
     eps_clip: float | None = None
-    """Lower clip range. The variant's own when None: 3e-4 for gspo, as the field uses with its
-    length-normalised ratio, .2 for grpo."""
+    """Lower clip range, the variant's parameter eps_low. Its own when None: 3e-4 for gspo, as the field uses
+    with its length-normalised ratio, .2 for grpo."""
     eps_clip_high: float | None = None
-    """Upper clip range. When None equal to --eps-clip, or where that is None too the variant's own: 4e-4 for
-    gspo, .2 for grpo, .28 for dapo."""
+    """Upper clip range, the variant's parameter eps_high. When None equal to --eps-clip, or where that is
+    None too the variant's own: 4e-4 for gspo, .2 for grpo, .28 for dapo."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence from the reference policy (--ref-load) in the loss. 0: no reference, as in
+    the paper."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence from the sampled tokens (John Schulman, 2020). k3: it is never below 0,
+    and its gradient pulls towards the reference."""
     loss_aggregation: Literal["variant", "sequence-mean", "token-mean", "constant"] = "variant"
     """What a sequence's sum over tokens is divided by: its own length, the mean length of the mini-batch
     (every token counts the same), or --rollout-max-response-len. "variant" is as it was published."""

@@ -31,6 +31,7 @@ from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
 from megatron_ibpo.data import DataError, PromptSuffixes, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.policy.objective import loss_params
 from megatron_ibpo.records import Group, token_ids
 from megatron_ibpo.rollout.plans import group_requests
 
@@ -127,7 +128,7 @@ def test_long_responses_and_corrections_pay_and_stay_what_they_are():
 
 def test_dapo_is_its_four_parts():
     loss = parse_config(["--advantage-estimator", "dapo"]).loss
-    assert (loss.loss_variant, loss.eps_clip, loss.eps_clip_high) == ("dapo", 0.2, 0.28)
+    assert (loss.loss_variant, loss_params(loss)) == ("dapo", {"eps_low": 0.2, "eps_high": 0.28})
     assert loss.loss_aggregation == "variant", "which is the token mean"
     settings = preset("dapo")
     assert (settings.dynamic_sampling, settings.overlong_buffer_share) == (True, 0.2)

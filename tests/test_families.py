@@ -101,7 +101,8 @@ def exported(world, code, checkpoint):
     FAMILIES["plain"] = "plain_family"
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights import HFExport, load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
 
     config = Config(parallel=ParallelConfig(tensor_model_parallel_size=2))
     parallel.initialize(config.parallel, world, seed=0)

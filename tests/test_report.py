@@ -19,6 +19,7 @@ import pytest
 from credit_cases import response
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_ibpo.shape import read_hf_config
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -45,7 +46,6 @@ from megatron_ibpo.report import (
 from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
-from megatron_ibpo.shape import read_hf_config
 from megatron_ibpo.words import counted
 
 ROOT = Path(__file__).resolve().parents[1]

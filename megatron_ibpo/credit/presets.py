@@ -39,8 +39,6 @@ _PLAIN: dict[str, Any] = {
 _DAPO: dict[str, Any] = {
     **_PLAIN,
     "loss_variant": "dapo",
-    "eps_clip": 0.2,
-    "eps_clip_high": 0.28,
     "dynamic_sampling": True,
     "overlong_buffer_share": 0.2,
 }
@@ -62,28 +60,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     # the policy's own wrong answer is corrected, and the correction trained on; no reference, no shaping
     "cipo": {**_IBPO, "ibpo_lambda": 0.0, "ibpo_k": 1},
     "gspo": _PLAIN,
-    "grpo": {**_PLAIN, "loss_variant": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2},
+    "grpo": {**_PLAIN, "loss_variant": "grpo"},
     # without the std of the group and the length of the response, which favour some prompts and responses
-    "dr-grpo": {
-        **_PLAIN,
-        "advantages": "group-mean",
-        "loss_variant": "dr-grpo",
-        "eps_clip": 0.2,
-        "eps_clip_high": 0.2,
-    },
+    "dr-grpo": {**_PLAIN, "advantages": "group-mean", "loss_variant": "dr-grpo"},
     # clip higher, a token mean, dynamic sampling, soft overlong punishment
     "dapo": _DAPO,
     # tokens weighted by what the answer loses without their step, on DAPO; and its control
     "ciw": {**_DAPO, "ibpo_operator": "span-masking"},
     "ciw-inverted": {**_DAPO, "ibpo_operator": "span-masking", "ciw_inverted": True},
     # a learned critic and generalised advantage estimation
-    "ppo": {
-        **_PLAIN,
-        "advantages": "critic",
-        "loss_variant": "ppo-clip",
-        "eps_clip": 0.2,
-        "eps_clip_high": 0.2,
-    },
+    "ppo": {**_PLAIN, "advantages": "critic", "loss_variant": "ppo-clip"},
 }
 """What --advantage-estimator NAME sets: configuration field → value. It wins over recipes read before the
 place where it is named; what is given there or later wins over it."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ibpo.policy.objective import Objective, aggregation, gspo_objective
+from megatron_ibpo.loss import Objective
+from megatron_ibpo.policy.objective import aggregation, gspo_objective
 from megatron_ibpo.policy.planning import Block, MicroBatch, RankMeasure
 from megatron_ibpo.policy.trainer import Trainer
 
@@ -53,8 +54,8 @@ def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
     gspo = gspo_objective(config, trainer.world.device)
     weighted = (replace(block, micro_batches=trainer.weighted(block.micro_batches)) for block in share.own)
     noise = measure_gradient(trainer, weighted, own)
-    # of the same sequences and loss it is the same
-    same_loss = own.variant == "gspo" and own.divisor == gspo.divisor and not config.loss.use_tis
+    # of the same sequences and loss it is the same, and on-policy ratios of 1 reach no clip
+    same_loss = replace(own, params=gspo.params) == gspo and not config.loss.use_tis
     plain = share.own if share.plain is None else share.plain
     reference = noise if same_loss and share.plain is None else measure_gradient(trainer, plain, gspo)
     return (noise.metrics() if noise else {}) | (reference.metrics("gspo_") if reference else {})

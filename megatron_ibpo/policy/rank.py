@@ -20,6 +20,7 @@ from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
+from megatron_ibpo.policy.reference import load_reference
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
@@ -79,7 +80,10 @@ class TrainerRank:
         load_hf(chunks, shape, config.model.hf_checkpoint)
         self.export = HFExport(chunks, shape)
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
-        self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates)
+        reference = None
+        if config.loss.kl_coef > 0:
+            reference = load_reference(chunks, shape, config.model.ref_load)
+        self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference)
         self.critic = self._build_critic(updates)
         if checkpoint is not None:
             load_checkpoint(self.trainer, checkpoint, self.critic)

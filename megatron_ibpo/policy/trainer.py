@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import (
+    LossRows,
     LossStats,
+    Objective,
     linear_packed_logprobs,
     linear_packed_sequence_loss,
     packed_logprobs,
@@ -30,7 +32,7 @@ from megatron_ibpo.policy.forward_backward import (
     run_batches,
 )
 from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
-from megatron_ibpo.policy.objective import Objective, aggregation, backend_in_use, clip_params
+from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.packing import PackedBatch, response_values, split_sequences
 from megatron_ibpo.policy.planning import MicroBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.truncated_importance import Factor, truncate
@@ -64,7 +66,7 @@ class Trainer:
             ValueError: a loss that is unknown, or that its flags do not fit.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
-        self.clip_params = clip_params(config.loss)
+        check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         trainable = make_trainable(chunks, config, config.optimizer.lr, total_updates)
         self.chunks, self.optimizer, self.scheduler = (
@@ -147,7 +149,7 @@ class Trainer:
         if not parallel_state.is_pipeline_last_stage():
             return list(micro_batches), []
         loss = self.config.loss
-        variant, _ = resolve_variant(loss.loss_variant, None)
+        variant, _ = resolve_variant(loss.loss_variant)
         token_level = variant.sequence_term is None and not variant.sequence_ratio
         pairs = [truncate(arrays, loss.tis_clip, token_level=token_level) for arrays in micro_batches]
         return [arrays for arrays, _ in pairs], [factor for _, own in pairs for factor in own]
@@ -178,7 +180,7 @@ class Trainer:
 
     def objective(self, divisor: str | float) -> Objective:
         """The run's loss, with the divisor of a mini-batch (`aggregation`)."""
-        return Objective(self.config.loss.loss_variant, self.clip_params, divisor, self.loss_backend.name)
+        return run_objective(self.config, divisor, self.loss_backend)
 
     def accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], objective: Objective
@@ -219,29 +221,25 @@ class Trainer:
     def _loss_output(
         self, scale: float, objective: Objective, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, _Totals]:
-        if self.config.loss.fuse_lm_head:
-            weight = head_weight(self.chunks[-1].module)
-            policy_loss = partial(linear_packed_sequence_loss, output[0], weight, into_main_grad=True)
-            width = len(weight)
-        else:
-            policy_loss = partial(packed_sequence_loss, output[0], inplace=True)
-            width = output.shape[-1]
-        loss, stats = policy_loss(
+        rows = LossRows(
             targets_N=batch.targets_N,
-            old_logprobs_N=batch.old_logprobs_N,
             response_mask_N=batch.response_mask_N,
             cu_seqlens=batch.cu_seqlens,
             advantages=batch.advantages,
+            old_logprobs_N=batch.old_logprobs_N,
             token_weights_N=batch.token_weights_N,
             ref_logprobs_N=batch.ref_logprobs_N,
             sequence_weights_S=batch.weights_S,
-            variant=objective.variant,
-            params=objective.clip_params,
-            aggregation=objective.divisor,
             temperature=batch.temperature_S,
-            backend=objective.backend,
-            **self._vocabulary(width),
         )
+        if self.config.loss.fuse_lm_head:
+            weight = head_weight(self.chunks[-1].module)
+            loss, stats = linear_packed_sequence_loss(
+                output[0], weight, rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
+            )
+        else:
+            vocabulary = self._vocabulary(output.shape[-1])
+            loss, stats = packed_sequence_loss(output[0], rows, objective, inplace=True, **vocabulary)
         return loss * scale, _observed(batch, loss, stats)
 
     def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Floats]:
@@ -307,6 +305,8 @@ class _Totals:
         out["clip_fraction"] = sums.pop("clipped", 0.0) / terms
         out["ratio_mean"] = sums.pop("ratio", 0.0) / sequences
         out["entropy"] = sums.pop("entropy", 0.0) / tokens
+        if "kl" in sums:
+            out["kl"] = sums.pop("kl") / tokens
         if compared:
             out["logprob_diff_abs_mean"] = sums.pop("logprob_diff_abs") / compared
             out["logprob_diff_mean"] = sums.pop("logprob_diff") / compared
@@ -330,6 +330,8 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     totals.add("ratio", ratio_S.sum().item())
     totals.add("entropy", stats.entropy_N.sum().item())
     totals.maxima["ratio_max"] = ratio_S.max().item()
+    if stats.kl_N is not None:
+        totals.add("kl", stats.kl_N.sum().item())
     if batch.rollout_logprobs_N is not None:
         trainer_N = stats.logprobs_N if batch.old_logprobs_N is None else batch.old_logprobs_N
         gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]
