@@ -18,7 +18,7 @@ RIGHT = [10, 11, 12, 13]
 
 
 def response(content, reward=None, finish_reason="stop", *, prompt=PROMPT, written=None, temperature=1.0):
-    """`written`: flags of the content's tokens; the policy wrote all of them by default, and the end always."""
+    """`written`: of each token of the content, whether the policy wrote it; by default all, and the end."""
     ended = finish_reason == "stop"
     ids = token_ids([*content, *[EOS] * ended])
     mask = np.ones(len(ids), bool)

@@ -8,20 +8,30 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from credit_cases import RIGHT, Loop, by_kind, fix_last, group, of_preset, prompt, response, some_groups
+from credit_cases import (
+    RIGHT,
+    Loop,
+    by_kind,
+    fix_last,
+    group,
+    ids_of,
+    of_preset,
+    prompt,
+    response,
+    some_groups,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_ibpo.credit.advantage import group_advantages
-from megatron_ibpo.credit.dynamic_sampling import is_informative
 
 from megatron_ibpo.cli import parse_config
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, check_algorithm, fill_batch
+from megatron_ibpo.credit import PRESETS, check_algorithm, fill_batch, is_informative
+from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
 from megatron_ibpo.data import DataError, PromptSuffixes, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Group
+from megatron_ibpo.records import Group, token_ids
 from megatron_ibpo.rollout.plans import group_requests
 
 
@@ -66,6 +76,8 @@ def test_other_prompts_are_sampled_until_the_batch_is_full():
         "sampling_rounds": 3,
         "groups_filled_up": 0,
         "groups_discarded": 6,
+        "groups_refused": 0,
+        "groups_missing": 0,
         "tokens_discarded": 6 * 4,  # one token and the end, of two responses
     }
 
@@ -104,13 +116,13 @@ def test_long_responses_and_corrections_pay_and_stay_what_they_are():
     rollout = RolloutConfig(rollout_max_response_len=8)
     settings = preset("gspo", overlong_buffer_share=0.5)
     credit = Loop(fix_last).credit([made], settings, rollout=rollout)
-    assert [s.advantage for s in credit.sequences] == group_advantages([1.0, 0.5, -1.0])
+    assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.5, -1.0])
     assert credit.metrics["accuracy"] == pytest.approx(2 / 3)
 
     joint = preset("ibpo-joint-only", overlong_buffer_share=0.5)
     made = group(RIGHT, [14], [10, 11, 12, 12, 14])
     credit = Loop(fix_last).credit([made], joint, rollout=rollout)
-    assert [s.advantage for s in by_kind(credit, "correction")] == group_advantages([1.0, 0.5])
+    assert [s.advantage for s in by_kind(credit, "correction")] == group_z_score([1.0, 0.5])
 
 
 def test_dapo_is_its_four_parts():
@@ -155,7 +167,9 @@ def test_at_lambda_1_the_return_is_the_reward():
 
 def critic(value):
     """Values by kind and length of the sequence."""
-    return lambda sequences: [tuple(value(s, t) for t in range(len(s.response_token_ids))) for s in sequences]
+    return lambda sequences: [
+        np.array([value(s, t) for t in range(len(s.response_token_ids))], np.float32) for s in sequences
+    ]
 
 
 def test_ppo_gives_every_token_its_own_advantage():
@@ -170,7 +184,7 @@ def test_ppo_gives_every_token_its_own_advantage():
     assert wrong.token_advantages == pytest.approx([-0.6 / std] * 2)
     assert right.returns == pytest.approx([1.0] * 3)
     assert wrong.returns == pytest.approx([0.0] * 2)
-    assert right.values == (0.5,) * 3
+    assert ids_of(right.values) == (0.5,) * 3
     assert right.advantage == pytest.approx(0.4 / std)
     assert right.has_advantage
     assert credit.metrics["value_mean"] == 0.5
@@ -191,8 +205,8 @@ def test_ppo_shapes_and_trains_on_corrections_as_well():
         replace(config, ibpo_variant="mask"),
         values=critic(lambda s, t: 0.1 * t),
     )
-    assert masked.sequences[1].token_weights == (0, 0, 0, 1, 0)
-    assert masked.sequences[1].token_advantages == credit.sequences[1].token_advantages
+    assert ids_of(masked.sequences[1].token_weights) == (0, 0, 0, 1, 0)
+    assert ids_of(masked.sequences[1].token_advantages) == ids_of(credit.sequences[1].token_advantages)
 
 
 def test_a_critic_that_was_right_all_along_leaves_nothing_to_learn():
@@ -246,9 +260,10 @@ def test_questions_are_asked_in_several_ways():
     )
     plus, minus = tokenizer.encode("+0"), tokenizer.encode("-0")
     head, tail = asked.head_ids, asked.tail_ids
-    assert [r.prompt_token_ids for r in requests] == [
-        asked.token_ids, (*head, *plus, *tail), (*head, *minus, *tail), asked.token_ids,
+    assert [ids_of(r.prompt_token_ids) for r in requests] == [
+        ids_of(asked.token_ids), (*head, *plus, *tail), (*head, *minus, *tail), ids_of(asked.token_ids),
     ]  # fmt: skip
+    assert {r.prompt_token_ids.dtype for r in requests} == {np.dtype(np.int32)}
     assert suffixes.longest == 2
     with pytest.raises(DataError, match="--rollout-prompt-suffixes"):
         PromptSuffixes(tokenizer, ["Denke Schritt für Schritt."])
@@ -256,13 +271,13 @@ def test_questions_are_asked_in_several_ways():
 
 def test_a_response_is_trained_on_with_the_prompt_and_temperature_it_was_sampled_at():
     made = group(RIGHT, [14])
-    made.responses[1].prompt_token_ids = (1, 5, 6, 27)
+    made.responses[1].prompt_token_ids = token_ids([1, 5, 6, 27])
     made.responses[1].temperature = 0.7
     loop = Loop(fix_last)
     credit = loop.credit([made], preset("ibpo"))
-    assert [s.prompt_token_ids for s in by_kind(credit, "response")] == [(1, 5, 27), (1, 5, 6, 27)]
+    assert [ids_of(s.prompt_token_ids) for s in by_kind(credit, "response")] == [(1, 5, 27), (1, 5, 6, 27)]
     assert [s.temperature for s in by_kind(credit, "response")] == [1.0, 0.7]
-    assert loop.requests[0].prompt_token_ids == (1, 5, 90, 14, 90, *RIGHT, 27), "corrections see the question"
+    assert loop.asked == [(1, 5, 90, 14, 90, *RIGHT, 27)], "corrections see the question"
     assert loop.requests[0].temperature == 1.0
 
 

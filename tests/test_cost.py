@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from credit_cases import response
 
 from megatron_ibpo.cost import CostMeter, Spent, forward_flops
-from megatron_ibpo.records import Response, SampleRequest
+from megatron_ibpo.records import SampleRequest, token_ids
 from megatron_ibpo.shape import read_hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,11 +16,11 @@ DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
 
 
 def request(prompt):
-    return SampleRequest(tuple(prompt), seed=0, max_tokens=9)
+    return SampleRequest(token_ids(prompt), seed=0, max_tokens=9)
 
 
-def response(length):
-    return Response([7] * length, [0.0] * length, "stop", 1.0, 0)
+def answer(length):
+    return response([7] * length, finish_reason="length")
 
 
 def test_a_forward_pass_of_the_tiny_dense_model_by_hand():
@@ -42,7 +43,7 @@ def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight
 
 def test_a_shared_prompt_is_read_once_and_every_answer_is_written():
     meter = CostMeter(DENSE, accelerators=2)
-    meter.sampling([request([1, 2, 3])] * 2 + [request([4])], [response(5), response(2), response(1)])
+    meter.sampling([request([1, 2, 3])] * 2 + [request([4])], [answer(5), answer(2), answer(1)])
     assert meter.spent.tokens == 3 + 5 + 2 + 1 + 1
     f = [forward_flops(DENSE, n) for n in range(9)]
     assert meter.spent.flops == f[3] + (f[8] - f[3]) + (f[5] - f[3]) + f[1] + (f[2] - f[1])

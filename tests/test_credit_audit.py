@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from credit_cases import ids_of, response
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.records import Correction, Group, Prompt, Response
+from megatron_ibpo.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import modified_tokens, prefix_requests
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
@@ -137,12 +138,11 @@ def test_responses_without_a_clear_error_or_a_mask_are_counted():
 
 
 def test_the_mask_joins_the_corrections_that_earn_credit():
-    prompt = Prompt(0, (1,), 1, "x", "t", "q")
-    y = Response([5, 6, 7, 8, 2], [0.0] * 5, "stop", 1.0, 0, reward=0.0)
+    prompt = Prompt(0, token_ids([1]), 1, "x", "t", "q")
+    y = response([5, 6, 7, 8], 0.0)
 
     def made(ids, correct, rewritten=False):
-        response = Response([*ids, 2], [0.0] * 5, "stop", 1.0, 0, reward=float(correct), correct=correct)
-        return Correction(0, (), (1,), response, rewritten=rewritten)
+        return Correction(0, (), response(ids, float(correct)), rewritten=rewritten)
 
     corrections = [made([9, 6, 7, 8], True), made([5, 6, 9, 8], True), made([5, 9, 7, 8], False)]
     corrections.append(made([5, 6, 7, 9], True, rewritten=True))
@@ -153,10 +153,10 @@ def test_the_mask_joins_the_corrections_that_earn_credit():
 def test_continuations_start_at_the_boundaries_with_seeds_and_room_of_their_own():
     config = Config()
     config.rollout.rollout_max_response_len = 10
-    prompt = Prompt(3, (1, 4), 1, "x", "t", "q")
-    y = Response([5, 6, 7, 2], [0.0] * 4, "stop", 1.0, 0, reward=0.0)
+    prompt = Prompt(3, token_ids([1, 4]), 1, "x", "t", "q")
+    y = response([5, 6, 7], 0.0, prompt=(1, 4))
     requests = prefix_requests(prompt, y, [0, 2, 3], 2, config, seed=0)
-    assert [request.prompt_token_ids for request in requests] == [(1, 4)] * 2 + [(1, 4, 5, 6)] * 2
+    assert [ids_of(request.prompt_token_ids) for request in requests] == [(1, 4)] * 2 + [(1, 4, 5, 6)] * 2
     assert [request.max_tokens for request in requests] == [10, 10, 8, 8]
     assert len({request.seed for request in requests}) == 4
 
@@ -184,10 +184,10 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
     assert kept["counts"]["responses_sampled"] == 32
     assert kept["counts"]["corrections"] == kept["counts"]["wrong"]
     assert len(kept["responses"]) == kept["found"]["responses"] == 6
-    for response in kept["responses"]:
-        assert len(response["values"]) == len(response["boundaries"]) == len(response["steps"]) + 1
-        assert response["values"][-1] == 0.0
-        assert all(value * 4 == int(value * 4) for value in response["values"])
-        halves = np.array([response["first_half"], response["second_half"]])
-        assert halves.mean(0).tolist() == response["values"]
+    for audited in kept["responses"]:
+        assert len(audited["values"]) == len(audited["boundaries"]) == len(audited["steps"]) + 1
+        assert audited["values"][-1] == 0.0
+        assert all(value * 4 == int(value * 4) for value in audited["values"])
+        halves = np.array([audited["first_half"], audited["second_half"]])
+        assert halves.mean(0).tolist() == audited["values"]
     assert (tmp_path / "audit/audit.png").exists()

@@ -7,36 +7,49 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from credit_cases import plain
 
 from megatron_ibpo.evaluate import Corrector, evaluate
 from megatron_ibpo.evaluate.estimators import best_of, majority, pass_at
-from megatron_ibpo.records import Prompt, Response, SampleRequest
+from megatron_ibpo.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rewards import answer_extractor
 
 
 def prompts(count: int) -> list[Prompt]:
     return [
-        Prompt(index=i, token_ids=(i, 7), head_length=2, label=str(i), task="t", text=f"question {i}")
+        Prompt(i, token_ids([i, 7]), head_length=2, label=str(i), task="t", text=f"question {i}")
         for i in range(count)
     ]
+
+
+def made(request, tokens, finish="stop", logprob=0.0, written=None):
+    """What a policy that says `tokens` gives back; `written` are the flags of those that are its own."""
+    mask = np.ones(len(tokens), bool) if written is None else np.array(written)
+    return Sample(
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=token_ids(tokens),
+        logprobs=np.where(mask, np.float32(logprob), np.float32(0)),
+        finish_reason=finish,
+        temperature=request.temperature,
+        versions=((0, 1),),
+        loss_mask=mask,
+    )
 
 
 def answers(plan):
     """A policy that answers as `plan(prompt number, greedy)` says: tokens, finish reason."""
 
-    def sample(requests: list[SampleRequest]) -> list[Response]:
+    def sample(requests: list[SampleRequest]) -> list[Sample]:
         responses = []
         for request in requests:
             tokens, finish = plan(request.prompt_token_ids[0], request.temperature == 0)
-            responses.append(
-                Response(tokens, [0.0] * len(tokens), finish, request.temperature, policy_version=1)
-            )
+            responses.append(made(request, tokens, finish))
         return responses
 
     return sample
 
 
-def one_is_right(pairs: list[tuple[Prompt, Response]]) -> None:
+def one_is_right(pairs: list[tuple[Prompt, Sample]]) -> None:
     """Token 1 is a correct answer, token 9 makes the verifier fail."""
     for _, response in pairs:
         if response.token_ids[0] == 9:
@@ -117,7 +130,7 @@ def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
             top_p=0.9,
             top_k=3,
         )
-    assert seen[0] == seen[1]
+    assert plain(seen[0]) == plain(seen[1])
     sampled = [request for request in seen[0] if request.temperature > 0]
     assert len(sampled) == 12
     assert len({request.seed for request in sampled}) == 12
@@ -174,15 +187,13 @@ def sampler(plan):
 
     def sample(asked):
         requests.extend(asked)
-        made = []
+        responses = []
         for request in asked:
-            number = request.prompt_token_ids[0]
+            number = int(request.prompt_token_ids[0])
             tokens = plan(number, counts[number], request)
-            made.append(
-                Response(tokens, [-1 / (counts[number] + 1)] * len(tokens), "stop", request.temperature, 1)
-            )
+            responses.append(made(request, tokens, logprob=-1 / (counts[number] + 1)))
             counts[number] += 1
-        return made
+        return responses
 
     return sample, requests
 
@@ -218,11 +229,11 @@ def test_one_sample_is_not_voted_on():
 
 def corrector(num_candidates=2, max_context=100):
     """x̃ is the prompt's number, 50, and the first tokens of the candidates."""
-    return Corrector(
-        lambda prompt, candidates: (prompt.token_ids[0], 50, *(c.token_ids[0] for c in candidates)),
-        num_candidates,
-        max_context,
-    )
+
+    def prompt_ids(prompt, candidates):
+        return token_ids([prompt.token_ids[0], 50, *(c.token_ids[0] for c in candidates)])
+
+    return Corrector(prompt_ids, num_candidates, max_context)
 
 
 def test_correction_at_test_time_sees_no_reward_and_answers_every_problem():
@@ -230,7 +241,7 @@ def test_correction_at_test_time_sees_no_reward_and_answers_every_problem():
     events = []
 
     def plan(number, j, request):
-        if request.prompt_token_ids[1:2] == (50,):
+        if request.prompt_token_ids[1] == 50:
             events.append("correct")
             return [1 if 13 in request.prompt_token_ids[2:] else 0]
         return [10 + j]
@@ -251,9 +262,10 @@ def test_correction_at_test_time_sees_no_reward_and_answers_every_problem():
     )
     assert result.accuracy == 0
     assert events == ["correct"] * 200 + ["score"] * 2, "all is drawn and corrected before anything is scored"
-    asked = [r for r in requests if r.prompt_token_ids[1:2] == (50,)]
-    shown = Counter(token for r in asked for token in r.prompt_token_ids[2:])
-    assert len({r.prompt_token_ids[2:] for r in asked}) == 12, "all ordered pairs of different samples"
+    asked = [r for r in requests if r.prompt_token_ids[1] == 50]
+    shown = Counter(token for r in asked for token in r.prompt_token_ids[2:].tolist())
+    pairs = {tuple(r.prompt_token_ids[2:].tolist()) for r in asked}
+    assert len(pairs) == 12, "all ordered pairs of different samples"
     assert all(75 < shown[10 + j] < 125 for j in range(4)), "uniformly"
     assert result.corrected_accuracy == shown[13] / 200
     assert (asked[0].temperature, asked[0].max_tokens) == (0.7, 5)
@@ -278,7 +290,7 @@ def test_what_is_shown_does_not_depend_on_what_is_right():
             samples_per_prompt=4,
             corrector=corrector(num_candidates=3),
         )
-        return [r.prompt_token_ids for r in requests if r.prompt_token_ids[1:2] == (50,)]
+        return [r.prompt_token_ids.tolist() for r in requests if r.prompt_token_ids[1] == 50]
 
     assert shown(10) == shown(12)
 

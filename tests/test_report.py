@@ -12,7 +12,9 @@ from collections import namedtuple
 from types import SimpleNamespace
 
 import matplotlib.image
+import numpy as np
 import pytest
+from credit_cases import response
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -22,7 +24,7 @@ from megatron_ibpo import report as reporting
 from megatron_ibpo.cli import ConfigError, parse_config
 from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import Evaluation
-from megatron_ibpo.records import Correction, Group, Prompt, Response
+from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.report import (
     Report,
     Size,
@@ -225,7 +227,7 @@ def test_inner_stages_are_not_counted_twice(monkeypatch):
 
 
 floats = st.floats(allow_nan=False)
-ids = st.lists(st.integers(0, 2**31), max_size=5)
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(token_ids)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | floats | st.text(),
     lambda inner: (
@@ -235,37 +237,48 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
-responses = st.builds(
-    Response,
-    token_ids=ids.map(tuple),
-    logprobs=st.lists(floats, max_size=5).map(tuple),
-    finish_reason=st.sampled_from(["stop", "length"]),
-    temperature=floats,
-    policy_version=st.integers(0),
-    reward=st.none() | floats,
-    correct=st.booleans(),
-    reward_error=st.none() | st.text(),
-)
+
+
+@st.composite
+def samples(draw, index=0):
+    token_ids = draw(ids)
+    size = len(token_ids)
+    logprobs = st.lists(st.floats(allow_nan=False, width=32), min_size=size, max_size=size)
+    flags = st.lists(st.booleans(), min_size=size, max_size=size)
+    return Sample(
+        prompt_token_ids=draw(ids),
+        token_ids=token_ids,
+        logprobs=np.array(draw(logprobs), np.float32),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        temperature=draw(floats),
+        versions=draw(st.sampled_from([((0, 0),), ((0, 3), (2, 4))])),
+        loss_mask=np.array(draw(flags), bool),
+        index=index,
+        reward=draw(st.none() | floats),
+        correct=draw(st.booleans()),
+        reward_error=draw(st.none() | st.text()),
+    )
+
+
 groups = st.builds(
     Group,
     prompt=st.builds(
         Prompt,
         index=st.integers(0),
-        token_ids=ids.map(tuple),
+        token_ids=ids,
         head_length=st.integers(0),
         label=st.text(),
         task=st.text(),
         text=st.text(),
         metadata=st.dictionaries(st.text(), values, max_size=3),
     ),
-    responses=st.lists(responses, max_size=3),
+    responses=st.lists(samples(), max_size=3),
     corrections=st.lists(
         st.builds(
             Correction,
             target=st.integers(0),
             references=st.lists(st.integers(0)).map(tuple),
-            prompt_token_ids=ids.map(tuple),
-            response=responses,
+            response=samples(),
             distance=floats,
             reference_distance=st.none() | floats,
             rewritten=st.booleans(),
@@ -277,8 +290,9 @@ groups = st.builds(
 
 
 def exactly(value) -> str:
-    """Tells 0.0 from -0.0 and a tuple from a list, which == does not all do."""
-    return repr(value)
+    """Tells 0.0 from -0.0 and a tuple from a list, which == does not all do; and what arrays hold."""
+    with np.printoptions(floatmode="unique", threshold=sys.maxsize):
+        return repr(value)
 
 
 @settings(max_examples=50, deadline=None)
@@ -288,15 +302,56 @@ def test_recorded_groups_come_back_identical(tmp_path_factory, recorded):
     save_groups(path, 7, recorded, decode=lambda ids: "§" * len(ids))
     step, loaded = load_groups(path)
     assert step == 7
-    assert loaded == recorded
     assert exactly(loaded) == exactly(recorded)
 
 
 def recorded_group() -> Group:
-    prompt = Prompt(3, (5, 6), 1, "42", "sums", "6*7?", {"terms": (6, 7)})
-    wrong = Response([1, 2], [-0.1, -0.30000000000000004], "stop", 1.0, 4, reward=0.0)
-    right = Response([3], [-0.5], "stop", 1.0, 4, reward=1.0, correct=True)
-    return Group(prompt, [wrong, right], [Correction(0, (1,), (5, 1, 2, 6), right, 0.5, 0.0)], 1)
+    prompt = Prompt(3, token_ids([5, 6]), 1, "42", "sums", "6*7?", {"terms": (6, 7)})
+
+    def sample(content, reward, prompt_ids=(5, 6), logprobs=None):
+        return Sample(
+            prompt_token_ids=token_ids(prompt_ids),
+            token_ids=token_ids(content),
+            logprobs=np.array(logprobs or [-0.5] * len(content), np.float32),
+            finish_reason="stop",
+            temperature=1.0,
+            versions=((0, 4),),
+            loss_mask=np.ones(len(content), bool),
+            reward=reward,
+            correct=reward == 1,
+        )
+
+    wrong, right = sample([1, 2], 0.0, logprobs=[-0.125, -0.3]), sample([3], 1.0)
+    right.index = 1
+    corrected = Correction(0, (1,), sample([3], 1.0, prompt_ids=(5, 1, 2, 6)), 0.5, 0.0)
+    return Group(prompt, [wrong, right], [corrected], 1)
+
+
+FORMAT_1 = """{"format": 1, "step": 7, "groups": [{
+"prompt": {"decoded": "", "index": 3, "token_ids": [5, 6], "head_length": 1, "label": "42", "task": "sums",
+ "text": "6*7?", "metadata": {"terms": {"(tuple)": [6, 7]}}},
+"responses": [
+ {"decoded": "", "token_ids": [1, 2], "logprobs": [-0.125, -0.30000001192092896], "finish_reason": "stop",
+  "temperature": 1.0, "policy_version": 4, "reward": 0.0, "correct": false, "reward_error": null,
+  "prompt_token_ids": null},
+ {"decoded": "", "token_ids": [3], "logprobs": [-0.5], "finish_reason": "stop", "temperature": 1.0,
+  "policy_version": 4, "reward": 1.0, "correct": true, "reward_error": null, "prompt_token_ids": null}],
+"corrections": [
+ {"prompt_decoded": "", "target": 0, "references": [1], "prompt_token_ids": [5, 1, 2, 6],
+  "response": {"decoded": "", "token_ids": [3], "logprobs": [-0.5], "finish_reason": "stop",
+   "temperature": 1.0, "policy_version": 4, "reward": 1.0, "correct": true, "reward_error": null,
+   "prompt_token_ids": null},
+  "distance": 0.5, "reference_distance": 0.0, "beyond_threshold": false, "rewritten": false,
+  "unmodified_share": 0.0}],
+"skipped_pairs": 1}]}"""
+
+
+def test_recordings_of_the_first_format_are_read_as_ever(tmp_path):
+    path = tmp_path / "step.json"
+    path.write_text(FORMAT_1)
+    step, groups = load_groups(path)
+    assert step == 7
+    assert exactly(groups) == exactly([recorded_group()])
 
 
 def test_recorded_rollouts_are_readable(tmp_path):
@@ -305,7 +360,7 @@ def test_recorded_rollouts_are_readable(tmp_path):
     lines = [line.strip() for line in path.read_text().splitlines()]
     assert '"decoded": "t1 t2",' in lines, "the text of a response"
     assert '"prompt_decoded": "t5 t1 t2 t6",' in lines, "the text of a correction prompt"
-    assert '"logprobs": [-0.1, -0.30000000000000004],' in lines, "one line a list"
+    assert '"logprobs": [-0.125, -0.30000001192092896],' in lines, "one line for each list"
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path):
@@ -316,7 +371,15 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, "{", "[]", '{"format": 0}', '{"format": 1, "step": 1, "groups": [{}]}']
+    "content",
+    [
+        None,
+        "{",
+        "[]",
+        '{"format": 0}',
+        '{"format": 1, "step": 1, "groups": [{}]}',
+        FORMAT_1.replace("[3]", f"[{2**31}]"),
+    ],
 )
 def test_a_bad_recording_names_its_file(tmp_path, content):
     path = tmp_path / "step.json"
@@ -332,12 +395,9 @@ def test_the_public_names_exist():
 
 def test_outcomes_of_an_evaluation_come_back_problem_by_problem(tmp_path):
     def answered(index, *correct, temperature=1.0):
-        prompt = Prompt(index, (1,), 1, "3", "sum", "1+2=")
+        prompt = Prompt(index, token_ids([1]), 1, "3", "sum", "1+2=")
         rewards = [None if outcome is None else float(outcome) for outcome in correct]
-        return [
-            (prompt, Response([5], [0.0], "stop", temperature, 0, reward=reward, correct=reward == 1))
-            for reward in rewards
-        ]
+        return [(prompt, response([], reward, temperature=temperature)) for reward in rewards]
 
     path = outcomes_path(tmp_path, 60)
     pairs = [

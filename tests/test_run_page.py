@@ -9,14 +9,16 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import find_browser, open_page
+from credit_cases import plain
 
 from megatron_ibpo.data import make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Correction, Group, Prompt, Response, TrainSequence
+from megatron_ibpo.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.report import load_groups, rollout_path, save_groups
-from megatron_ibpo.report.rollout_data import Trained, load_trained
+from megatron_ibpo.report.rollout_data import load_trained
 from megatron_ibpo.report.run_page import build_run_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,19 +30,40 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-def response(text, correct, **fields):
-    ids = [*TOKENIZER.encode(text), TOKENIZER.eos_id]
-    return Response(ids, [-0.5] * len(ids), "stop", 1.0, 0, reward=float(correct), correct=correct, **fields)
+def response(text, correct, prompt=(1, 5)):
+    ids = token_ids([*TOKENIZER.encode(text), TOKENIZER.eos_id])
+    return Sample(
+        prompt_token_ids=token_ids(prompt),
+        token_ids=ids,
+        logprobs=np.full(len(ids), -0.5, np.float32),
+        finish_reason="stop",
+        temperature=1.0,
+        versions=((0, 0),),
+        loss_mask=np.ones(len(ids), bool),
+        reward=float(correct),
+        correct=correct,
+    )
 
 
 def correction(target, references, text, correct, *, rewritten=False):
-    made = Correction(target, tuple(references), (1, 2), response(text, correct))
+    made = Correction(target, tuple(references), response(text, correct, prompt=(1, 2)))
     made.distance, made.reference_distance, made.rewritten, made.unmodified_share = 0.25, 0.5, rewritten, 0.75
     return made
 
 
-def sequence(group, kind, of, advantage, **fields):
-    return TrainSequence((1,), tuple(of.token_ids), advantage, 0.125, group, kind, **fields)
+def sequence(group, kind, index, of, advantage, **fields):
+    return TrainSequence(
+        prompt_token_ids=of.prompt_token_ids,
+        response_token_ids=of.token_ids,
+        loss_mask=of.loss_mask,
+        advantage=advantage,
+        weight=0.125,
+        prompt_index=0,
+        group=group,
+        index=index,
+        kind=kind,
+        **fields,
+    )
 
 
 def hostile_tokenizer():
@@ -68,7 +91,7 @@ def run_dir(tmp_path):
         {"kind": "step", "step": s, "reward": 0.1 * s, "gradient_snr": None, "seconds": {}} for s in (1, 2)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompt = Prompt(0, (1, 5), 2, HOSTILE, "sum", HOSTILE)
+    prompt = Prompt(0, token_ids([1, 5]), 2, HOSTILE, "sum", HOSTILE)
     wrong, right = response("6+7=3", False), response("6+7=13", True)
     kept = response("1+1=2", True)
     groups = [
@@ -84,16 +107,20 @@ def run_dir(tmp_path):
         ),
         Group(prompt, [response("2", False), kept], skipped_pairs=1),
     ]
-    weights = (0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
-    logs = {"old_logprobs": (-0.5,) * 6, "new_logprobs": (-0.4, -0.5, -0.6, -0.5, -0.7, -0.5)}
+    weights = np.array([0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
     trained = [
-        sequence(0, "response", wrong, 0.75, token_weights=weights, **logs),
-        sequence(0, "response", right, 1.5),
-        sequence(0, "correction", groups[0].corrections[3].response, -1.0),
-        sequence(1, "response", kept, 1.0),
+        sequence(0, "response", 0, wrong, 0.75, token_weights=weights),
+        sequence(0, "response", 1, right, 1.5),
+        sequence(0, "correction", 3, groups[0].corrections[3].response, -1.0),
+        sequence(1, "response", 1, kept, 1.0),
     ]
+    old = [np.full(len(s.response_token_ids), -0.5, np.float32) for s in trained]
+    new = [np.array([-0.4, -0.5, -0.6, -0.5, -0.7, -0.5], np.float32), *old[1:]]
     for step in (1, 2):
-        save_groups(rollout_path(run / "rollouts", step), step, groups, TOKENIZER.decode, trained)
+        save_groups(
+            rollout_path(run / "rollouts", step), step, groups, TOKENIZER.decode, trained,
+            old_logprobs=old, new_logprobs=new,
+        )  # fmt: skip
     return run
 
 
@@ -104,10 +131,11 @@ def test_what_was_trained_on_is_kept_beside_what_it_was_made_of(run_dir):
         (0, "response", 0), (0, "response", 1), (0, "correction", 3), (1, "response", 1),
     }  # fmt: skip
     first = trained[0, "response", 0]
-    assert first.token_weights == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert first.new_logprobs == [-0.4, -0.5, -0.6, -0.5, -0.7, -0.5]
-    assert trained[0, "response", 1] == Trained(1.5, 0.125, None, None, None)
-    assert load_groups(path)[1][0].responses[0].token_ids == load_groups(path)[1][0].responses[0].token_ids
+    assert first.token_weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert first.new_logprobs.tolist() == np.float32([-0.4, -0.5, -0.6, -0.5, -0.7, -0.5]).tolist()
+    assert (trained[0, "response", 1].advantage, trained[0, "response", 1].weight) == (1.5, 0.125)
+    assert trained[0, "response", 1].token_weights is None
+    assert plain(load_groups(path)) == plain(load_groups(path))
 
 
 class Elements(HTMLParser):

@@ -84,13 +84,12 @@ def correct_groups(
     that are all there already, as in a replay, an audit or a test. The loop does the same group by group."""
     asked = [operator.follow_ups(group, context) for group in groups]
     requests = [follow_up.request for of_group in asked for follow_up in of_group]
-    if not requests:
-        return
-    samples = sample(requests)
+    samples = sample(requests) if requests else []
     if len(samples) != len(requests):
         raise ValueError(f"asked for {len(requests)} corrections and got {len(samples)}")
     owners = [group.prompt for group, of_group in zip(groups, asked, strict=True) for _ in of_group]
-    score(list(zip(owners, samples, strict=True)))
+    if samples:
+        score(list(zip(owners, samples, strict=True)))
     left = iter(samples)
     for group, of_group in zip(groups, asked, strict=True):
         operator.attach(group, of_group, [next(left) for _ in of_group])

@@ -53,8 +53,8 @@ def fill_batch(
 
     Args:
         draw: scored groups of round 0, 1, …; each round other prompts.
-        max_rounds: after these the batch is filled up with the first groups that are usable and not preferred,
-            and they are counted. If there are not enough of them, the batch is smaller, and that is counted.
+        max_rounds: after these the batch is filled up with the first groups that are usable and not
+            preferred, and they are counted. If there are not enough, the batch is smaller: counted too.
         usable: groups that it refuses are never in the batch (--group-filter).
         preferred: groups that it refuses are replaced while there are rounds left (dynamic sampling).
 
@@ -74,8 +74,8 @@ def fill_batch(
     batch = taken[:wanted] + others[:missing]
     if not batch and refused:
         raise ValueError(
-            f"--group-filter refused all {len(refused)} groups of {rounds} rounds; let it accept more, or raise "
-            "--dynamic-sampling-rounds"
+            f"--group-filter refused all {len(refused)} groups of {rounds} rounds; let it accept more, or "
+            "raise --dynamic-sampling-rounds"
         )
     discarded = taken[wanted:] + others[missing:] + refused
     metrics = {

@@ -152,8 +152,8 @@ class Operator(Protocol):
 
     @abstractmethod
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
-        """Judge all groups of the step, ordered by prompt, corrections attached. What needs the whole step (an
-        adaptive threshold, metrics) is decided here."""
+        """Judge all groups of the step, ordered by prompt, corrections attached. What needs the whole step
+        (an adaptive threshold, metrics) is decided here."""
         ...
 
 

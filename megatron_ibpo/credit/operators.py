@@ -42,7 +42,7 @@ def find_operator(algorithm: AlgorithmConfig) -> Operator:
     lacking = [name for name in _METHODS if name in abstract or not callable(getattr(found, name, None))]
     if lacking:
         raise ValueError(
-            f"--ibpo-operator {name}: it lacks {', '.join(lacking)}; an operator has {', '.join(_METHODS)} "
-            "(docs/extending.md), of which a subclass of megatron_ibpo.credit.Operator must define judge alone"
+            f"--ibpo-operator {name}: it lacks {', '.join(lacking)}; an operator has {', '.join(_METHODS)}, "
+            "of which a subclass of megatron_ibpo.credit.Operator must define judge alone: docs/extending.md"
         )
     return found() if isinstance(found, type) else found

@@ -63,6 +63,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cipo": {**_IBPO, "ibpo_lambda": 0.0, "ibpo_k": 1},
     "gspo": _PLAIN,
     "grpo": {**_PLAIN, "loss_variant": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2},
+    # without the std of the group and the length of the response, which favour some prompts and responses
+    "dr-grpo": {
+        **_PLAIN,
+        "advantages": "group-mean",
+        "loss_variant": "dr-grpo",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.2,
+    },
     # clip higher, a token mean, dynamic sampling, soft overlong punishment
     "dapo": _DAPO,
     # tokens weighted by what the answer loses without their step, on DAPO; and its control
@@ -97,7 +105,7 @@ def check_algorithm(
     rules = [*_ranges(algorithm), *_bonus_rules(algorithm, reward_threshold), *_prerequisites(algorithm)]
     rules.append(
         (
-            algorithm.advantages == "group" or takes_token_advantages,
+            algorithm.advantages != "critic" or takes_token_advantages,
             "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
             "whole sequence; take ppo-clip, grpo or dapo",
         )

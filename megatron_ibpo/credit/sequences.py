@@ -64,5 +64,5 @@ def _sequences(
             token_weights=token_weights,
         )
         for index, (sample, reward, advantage, token_weights) in enumerate(columns)
-        if advantage is not None and sample.loss_mask.any()
+        if advantage is not None and sample.num_trained_tokens
     ]

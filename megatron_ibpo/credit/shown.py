@@ -60,9 +60,9 @@ def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
 
 def compared(response: Sample, marks: ThinkingMarks | None) -> Part:
     """Of what is shown, what the policy wrote: tool output that two solutions share brings them no nearer."""
-    written = response.loss_mask[: response.num_content_tokens]
-    if written.all():
+    if response.num_trained_tokens == len(response.token_ids):
         return shown(response, marks)
+    written = response.loss_mask[: response.num_content_tokens]
     return _part(response, written if marks is None else written & _outside_thinking(response, marks))
 
 

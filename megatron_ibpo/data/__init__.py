@@ -8,7 +8,8 @@ from typing import Literal, Protocol
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.generated import SCHEME, GeneratedSource
-from megatron_ibpo.data.jsonl import JsonlSource
+from megatron_ibpo.data.jsonl import RowSource, read_jsonl
+from megatron_ibpo.data.own_rows import OWN_SCHEME, own_rows
 from megatron_ibpo.data.perturbation import PromptSuffixes
 from megatron_ibpo.data.templates import CorrectionTemplate
 from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer
@@ -52,7 +53,7 @@ def open_source(
     split: Literal["train", "eval"],
     max_prompt_len: int | None = None,
 ) -> PromptSource:
-    """Open `PATH.jsonl` or `reasoning_gym://TASK?parameter=value…`.
+    """Open `PATH.jsonl`, `reasoning_gym://TASK?parameter=value…` or `import://package.module:function`.
 
     Args:
         split: training prompts come in an order drawn by `data.data_seed`; a file's evaluation prompts in
@@ -73,11 +74,19 @@ def open_source(
             max_prompt_len=max_prompt_len,
         )
     path = Path(spec)
-    if path.suffix != ".jsonl":
-        raise DataError(f"prompts {spec!r}: expected PATH.jsonl or {SCHEME}TASK?parameter=value")
-    return JsonlSource(
-        path,
+    if spec.startswith(OWN_SCHEME):
+        rows = own_rows(spec, split)
+    elif path.suffix == ".jsonl":
+        rows = read_jsonl(path)
+    else:
+        raise DataError(
+            f"prompts {spec!r}: expected PATH.jsonl, {SCHEME}TASK?parameter=value or "
+            f"{OWN_SCHEME}package.module:function"
+        )
+    return RowSource(
+        rows,
         tokenizer,
+        spec=spec,
         input_key=data.input_key,
         label_key=data.label_key,
         apply_chat_template=data.apply_chat_template,

@@ -1,10 +1,10 @@
-"""Prompts from a JSONL file: one object a line."""
+"""Prompts from rows: a JSONL file, one object per line, or what a function of the user's own gives."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_ibpo.data.tokenizer import Message, Tokenizer
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["JsonlSource"]
+__all__ = ["RowSource", "read_jsonl"]
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "text": (str,),
@@ -25,18 +25,19 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-class JsonlSource:
-    """The rows of a file, over and over; for training in a new order every epoch.
+class RowSource:
+    """Rows, over and over; for training in a new order every epoch.
 
     A row has a question (text, or chat messages ending with the user's), a label (text or number), and
-    optionally `task` (text) and `metadata` (object). The whole file is read and checked when it is opened.
+    optionally `task` (text) and `metadata` (object). All are read and checked at once.
     """
 
     def __init__(
         self,
-        path: Path,
+        rows: Iterable[tuple[str, dict[str, Any]]],
         tokenizer: Tokenizer,
         *,
+        spec: str,
         input_key: str = "prompt",
         label_key: str = "label",
         apply_chat_template: bool = False,
@@ -45,28 +46,30 @@ class JsonlSource:
     ):
         """
         Args:
-            shuffle_seed: order of the epochs; None keeps the file's.
+            rows: each with where it is from, for messages.
+            spec: of the source; its last part names the task where a row does not say.
+            shuffle_seed: order of the epochs; None keeps that of the rows.
             max_prompt_len: tokens that a prompt may have.
 
         Raises:
-            DataError: file missing or empty, or a row that cannot be used: names file, line and field.
+            DataError: no rows, or one that cannot be used: says where and which field.
         """
         self._prompts: list[Prompt] = []
-        for where, row in _rows(path):
+        for where, row in rows:
             try:
-                prompt = _prompt(row, tokenizer, input_key, label_key, apply_chat_template, path.stem)
+                prompt = _prompt(row, tokenizer, input_key, label_key, apply_chat_template, Path(spec).stem)
                 check_no_unknown(prompt.token_ids, tokenizer)
                 check_length(prompt.token_ids, max_prompt_len)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
             self._prompts.append(prompt)
         if not self._prompts:
-            raise DataError(f"{path}: no prompts in it")
+            raise DataError(f"{spec}: no prompts in it")
         self._shuffle_seed = shuffle_seed
         self._orders: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
-        """Rows of the file."""
+        """Rows."""
         return len(self._prompts)
 
     def batch(self, step: int, n: int) -> list[Prompt]:
@@ -87,8 +90,12 @@ class JsonlSource:
         return self._orders[epoch]
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, row) of every line that is not blank."""
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, row) of every line that is not blank.
+
+    Raises:
+        DataError: file missing, or a line that is not a JSON object.
+    """
     if not path.is_file():
         raise DataError(f"prompt file {path}: no such file")
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):

@@ -31,7 +31,7 @@ __all__ = ["Trained", "load_groups", "load_trained", "rollout_path", "save_group
 
 _FORMAT = 2
 _READABLE_FORMATS = (1, 2)
-"""1: one policy version for a whole response, no loss mask, no indices; a correction kept its prompt itself."""
+"""1: one policy version per response, no loss mask, no index; the prompt of a correction stood next to it."""
 
 
 @dataclasses.dataclass(frozen=True)

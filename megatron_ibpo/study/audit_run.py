@@ -14,8 +14,8 @@ import numpy as np
 
 from megatron_ibpo.cli import parse_config
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit import LoopAccess, ThinkingMarks
-from megatron_ibpo.credit.corrections import compare_and_correct
+from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, correct_groups
+from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.data import (
@@ -27,7 +27,7 @@ from megatron_ibpo.data import (
     token_texts,
 )
 from megatron_ibpo.edit_distance import unmodified_mask
-from megatron_ibpo.records import Group, Prompt, Response, SampleRequest
+from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.rollout.pool import EnginePool
@@ -78,7 +78,7 @@ def audit_responses(
             (group, number, index)
             for number, group in enumerate(groups)
             for index, response in enumerate(group.responses)
-            if is_wrong(response) and response.content_ids
+            if is_wrong(response) and response.num_content_tokens
         ]
         chosen = sorted(random.Random(seed).sample(wrong, min(responses, len(wrong))), key=lambda x: x[1:])
         pieces = [(group.prompt, group.responses[index]) for group, _, index in chosen]
@@ -108,14 +108,14 @@ def audit_responses(
 
 
 def prefix_requests(
-    prompt: Prompt, response: Response, boundaries: Sequence[int], rollouts: int, config: Config, seed: int
+    prompt: Prompt, response: Sample, boundaries: Sequence[int], rollouts: int, config: Config, seed: int
 ) -> list[SampleRequest]:
     """`rollouts` continuations from each boundary but the last, sampled as in training."""
     rollout = config.rollout
     return [
         SampleRequest(
-            (*(response.prompt_token_ids or prompt.token_ids), *response.token_ids[:start]),
-            derive_seed("audit", seed, prompt.index, *response.token_ids, start, number),
+            np.concatenate([response.prompt_token_ids, response.token_ids[:start]]),
+            derive_seed("audit", seed, prompt.index, *response.token_ids.tolist(), start, number),
             rollout.rollout_max_response_len - start,
             rollout.rollout_temperature,
             rollout.rollout_top_p,
@@ -132,10 +132,10 @@ def modified_tokens(group: Group, index: int) -> list[int] | None:
     earning = [c for c in group.corrections if c.target == index and c.response.correct and not c.rewritten]
     if not earning:
         return None
-    y = np.asarray(group.responses[index].content_ids, dtype=np.int64)
+    y = group.responses[index].content_ids
     kept = np.ones(len(y), dtype=bool)
     for correction in earning:
-        mask, _ = unmodified_mask([y], None, [np.asarray(correction.response.content_ids)], None)
+        mask, _ = unmodified_mask([y], None, [correction.response.content_ids], None)
         kept &= mask.astype(bool)
     return [int(changed) for changed in ~kept]
 
@@ -173,44 +173,43 @@ class _Asker:
         algorithm = self.config.algorithm
         if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
             algorithm = replace(algorithm, ibpo_corrections=1)
-        template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
         thinking = ThinkingMarks(*thinking_marks(self.tokenizer)) if algorithm.ibpo_strip_thinking else None
-        loop = LoopAccess(
-            self.pool.generate,
-            self.score,
-            template,
-            self.config.rollout,
-            self.max_context,
-            seed,
+        template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
+        context = CreditContext(
+            algorithm=algorithm,
+            rollout=self.config.rollout,
+            vocabulary=Vocabulary(template, token_texts(self.tokenizer), thinking),
+            max_context=self.max_context,
+            seed=seed,
             step=0,
-            token_texts=token_texts(self.tokenizer),
-            thinking=thinking,
         )
-        return compare_and_correct(groups, algorithm, loop).phi
+        operator = CompareAndCorrect()
+        correct_groups(groups, context, operator, self.pool.generate, self.score)
+        return operator.judge(groups, context).phi
 
     def outcomes(
         self,
-        pieces: Sequence[tuple[Prompt, Response]],
+        pieces: Sequence[tuple[Prompt, Sample]],
         boundaries: Sequence[Sequence[int]],
         rollouts: int,
         seed: int,
     ) -> list[np.ndarray]:
         """For each response [boundaries - 1, rollouts]: 1 where the continuation ended correct."""
         asked = [
-            (prompt, len(response.prompt_token_ids or prompt.token_ids), request)
+            (prompt, len(response.prompt_token_ids), request)
             for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
             for request in prefix_requests(prompt, response, bounds, rollouts, self.config, seed)
         ]
         written = self.pool.generate([request for _, _, request in asked])
         for (_, read, request), rest in zip(asked, written, strict=True):
-            rest.token_ids = [*request.prompt_token_ids[read:], *rest.token_ids]
+            rest.token_ids = np.concatenate([request.prompt_token_ids[read:], rest.token_ids])
         self.score([(prompt, rest) for (prompt, _, _), rest in zip(asked, written, strict=True)])
         ended = iter(float(rest.correct) for rest in written)
         return [
             np.array([[next(ended) for _ in range(rollouts)] for _ in bounds[:-1]]) for bounds in boundaries
         ]
 
-    def score(self, pairs: list[tuple[Prompt, Response]]) -> None:
+    def score(self, pairs: list[tuple[Prompt, Sample]]) -> None:
         texts = [(prompt, self.tokenizer.decode(response.token_ids)) for prompt, response in pairs]
         for (_, response), score in zip(pairs, self.verifier.score(texts), strict=True):
             response.reward, response.correct = score.reward, score.correct
