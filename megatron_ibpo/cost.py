@@ -7,11 +7,11 @@ the gradient meter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from megatron_ibpo.models import ModelShape, forward_flops
-from megatron_ibpo.records import Sample, SampleRequest
+from megatron_ibpo.records import Sample
 
 __all__ = ["FREE_STAGES", "CostMeter", "Spent"]
 
@@ -57,13 +57,14 @@ class CostMeter:
         self._update_passes = 4.0 if recomputes else 3.0
         self.spent = before or Spent()
 
-    def sampling(self, requests: Sequence[SampleRequest], responses: Sequence[Sample]) -> None:
-        """One batch of sampling."""
-        # a prompt that several requests share is read once
-        lengths = {r.prompt_token_ids.tobytes(): len(r.prompt_token_ids) for r in requests}.values()
+    def sampling(self, samples: Iterable[Sample]) -> None:
+        """What engines wrote."""
+        samples = list(samples)
+        # a prompt that several samples share is read once
+        lengths = {s.prompt_token_ids.tobytes(): len(s.prompt_token_ids) for s in samples}.values()
         tokens, flops = sum(lengths), sum(map(self._forward, lengths))
-        for request, response in zip(requests, responses, strict=True):
-            read, written = len(request.prompt_token_ids), len(response.token_ids)
+        for sample in samples:
+            read, written = len(sample.prompt_token_ids), len(sample.token_ids)
             tokens += written
             flops += self._forward(read + written) - self._forward(read)
         self._add(tokens=tokens, flops=flops)

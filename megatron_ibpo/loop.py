@@ -89,7 +89,9 @@ class Run:
         if self.engines is not None:
             self.engines.wake()
         with self.stages("sample"):
-            return self.rollouts.groups(self.progress.step, self._context(self.config.algorithm))
+            groups = self.rollouts.groups(self.progress.step, self._context(self.config.algorithm))
+        self.cost.sampling(self.rollouts.sampled())
+        return groups
 
     def credit(self, groups: list[Group]) -> Credit:
         """Advantages and weights: what the algorithm makes of the groups."""

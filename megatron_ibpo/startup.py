@@ -29,8 +29,7 @@ from megatron_ibpo.report import Report, Stages, checkpoint_bytes, prepare_run_d
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.settings import engine_settings
-from megatron_ibpo.sampling.recorded import RecordedRollouts
-from megatron_ibpo.sampling.rollouts import Rollouts
+from megatron_ibpo.sampling.rollouts import open_rollouts
 from megatron_ibpo.task import open_task
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
@@ -89,7 +88,7 @@ def open_run(config: Config) -> Iterator[Run]:
             reporter.note(_where(placement))
             if engines is not None:
                 engines.wait_ready()
-            rollouts = _open_rollouts(config, task, engines, verifier, stack)
+            rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
         run = Run(
             config=config,
             task=task,
@@ -191,13 +190,6 @@ def _start_engines(
     stack.callback(engines.close)
     engines.start()
     return engines
-
-
-def _open_rollouts(config, task, engines, verifier, stack) -> Rollouts:
-    recorded = config.run.load_debug_rollout_data
-    if recorded is not None:
-        return RecordedRollouts(recorded)
-    raise NotImplementedError
 
 
 def _with_context(config: Config, shape: ModelShape) -> Config:

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.evaluate.estimators import best_of, majority, pass_at
-from megatron_ibpo.evaluate.inference import Corrector, Generate, corrected_answers
+from megatron_ibpo.evaluate.inference import Ask, Corrector, corrected_answers
 from megatron_ibpo.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.words import counted
 
 __all__ = ["Evaluation", "evaluate"]
 
-Score = Callable[[list[tuple[Prompt, Sample]]], None]
-"""Fills in `reward`, `correct` and `reward_error` of each response."""
 Answer = Callable[[Sample], str | None]
 """The answer that a response comes to; None if it has none."""
 
@@ -81,8 +79,7 @@ class Evaluation:
 
 def evaluate(
     prompts: Sequence[Prompt],
-    sample: Generate,
-    score: Score,
+    ask: Ask,
     *,
     samples_per_prompt: int = 1,
     max_tokens: int,
@@ -93,15 +90,15 @@ def evaluate(
     answer: Answer | None = None,
     corrector: Corrector | None = None,
 ) -> Evaluation:
-    """Sample every prompt `samples_per_prompt` times and once greedily, score all, and summarise.
+    """Have every prompt answered `samples_per_prompt` times and once greedily, and summarise.
 
     The seed of each sample depends on `seed`, the prompt's index and the sample's number alone, so that
-    evaluations of two policies on the same prompts are paired. One call of `sample` takes all requests, and
-    one of `score` all responses to the prompts themselves; corrections take another one each.
+    evaluations of two policies on the same prompts are paired. `ask` is called once, with the
+    requests of samples in the order of the prompts and then the greedy ones; corrections take another call.
 
     Args:
         answer: for maj@k; without it there is none.
-        corrector: has some samples of every prompt corrected, before anything is scored.
+        corrector: has some samples of every prompt corrected, without a look at their scores.
 
     Raises:
         ValueError: no prompts, or no response at all could be scored.
@@ -122,16 +119,13 @@ def evaluate(
     ]
     requests += [SampleRequest(prompt.token_ids, seed, max_tokens, temperature=0.0) for prompt in prompts]
     owners = [prompt for prompt in prompts for _ in range(samples_per_prompt)] + list(prompts)
-    responses = sample(requests)
+    responses = ask(list(zip(owners, requests, strict=True)))
     sampled, greedy = responses[: -len(prompts)], responses[-len(prompts) :]
     by_prompt = [sampled[i : i + samples_per_prompt] for i in range(0, len(sampled), samples_per_prompt)]
     answers: list[tuple[Sample, bool]] = []
     if corrector is not None:
-        answers = corrected_answers(prompts, by_prompt, sample, corrector, requests[0], seed)
-    score(list(zip(owners, responses, strict=True)))
-    corrections = [(p, r) for p, (r, made) in zip(prompts, answers, strict=False) if made]
-    if corrections:
-        score(corrections)
+        answers = corrected_answers(prompts, by_prompt, ask, corrector, requests[0], seed)
+    corrections = [response for response, made in answers if made]
 
     correct_PS = _correctness(sampled).reshape(len(prompts), samples_per_prompt)
     greedy_P = _correctness(greedy)
@@ -151,7 +145,7 @@ def evaluate(
         reward=float(np.mean(rewards)),
         mean_length=float(np.mean([response.num_trained_tokens for response in sampled])),
         truncated_share=float(np.mean([response.finish_reason == "length" for response in sampled])),
-        reward_errors=sum(r.reward is None for r in [*responses, *(r for _, r in corrections)]),
+        reward_errors=sum(r.reward is None for r in [*responses, *corrections]),
         corrected_accuracy=_accuracy([response for response, _ in answers]),
         corrections_skipped=len(answers) - len(corrections),
         **(_of_several(correct_PS, by_prompt, answer) if samples_per_prompt > 1 else {}),

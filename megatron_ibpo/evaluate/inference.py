@@ -1,6 +1,6 @@
 """Compare-and-correct at test time, the paper's GSPO+Prompt: some of the samples go in, one answer comes out.
 
-Nothing here can see a reward or a label: what is shown is drawn before anything is scored, uniformly.
+Nothing here looks at a reward or a label: what is shown is drawn uniformly, and handed on without its score.
 Training's rule, which shows a wrong response beside a correct one, would tell the policy what it got wrong.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from megatron_ibpo.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["Corrector", "Generate", "corrected_answers"]
+__all__ = ["Ask", "Corrector", "corrected_answers"]
 
-Generate = Callable[[list[SampleRequest]], list[Sample]]
-"""Samples in the order of the requests."""
+Ask = Callable[[list[tuple[Prompt, SampleRequest]]], list[Sample]]
+"""Scored samples in the order of the requests, each a response to its prompt."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Corrector:
 def corrected_answers(
     prompts: Sequence[Prompt],
     sampled: Sequence[Sequence[Sample]],
-    sample: Generate,
+    ask: Ask,
     corrector: Corrector,
     like: SampleRequest,
     seed: int,
@@ -47,18 +47,24 @@ def corrected_answers(
         like: a request whose length, temperature, top-p and top-k corrections share.
     """
     shown = [_draw(*pair, corrector, seed) for pair in zip(prompts, sampled, strict=True)]
-    asked = [corrector.prompt_ids(*pair) for pair in zip(prompts, shown, strict=True)]
-    fits = [len(prompt_ids) + like.max_tokens <= corrector.max_context for prompt_ids in asked]
-    requests = [
-        replace(
-            like,
-            prompt_token_ids=prompt_ids,
-            seed=derive_seed("test-time correction", seed, prompt.index),
+    written = [
+        corrector.prompt_ids(prompt, [_unscored(candidate) for candidate in candidates])
+        for prompt, candidates in zip(prompts, shown, strict=True)
+    ]
+    fits = [len(prompt_ids) + like.max_tokens <= corrector.max_context for prompt_ids in written]
+    asked = [
+        (
+            prompt,
+            replace(
+                like,
+                prompt_token_ids=prompt_ids,
+                seed=derive_seed("test-time correction", seed, prompt.index),
+            ),
         )
-        for prompt, prompt_ids, fit in zip(prompts, asked, fits, strict=True)
+        for prompt, prompt_ids, fit in zip(prompts, written, fits, strict=True)
         if fit
     ]
-    corrections = iter(sample(requests) if requests else [])
+    corrections = iter(ask(asked) if asked else [])
     return [
         (next(corrections) if fit else candidates[0], fit)
         for candidates, fit in zip(shown, fits, strict=True)
@@ -68,3 +74,7 @@ def corrected_answers(
 def _draw(prompt: Prompt, responses: Sequence[Sample], corrector: Corrector, seed: int) -> list[Sample]:
     rng = random.Random(derive_seed("test-time pair", seed, prompt.index))
     return rng.sample(list(responses), corrector.num_candidates)
+
+
+def _unscored(sample: Sample) -> Sample:
+    return replace(sample, reward=None, correct=False, reward_error=None)

@@ -52,20 +52,27 @@ class Reference(Protocol):
 class Trainer:
     """This rank's part of the policy, its optimizer and schedule."""
 
-    reference: Reference | None = None
-    """Where there is one, its log-probs go with every micro-batch into the loss."""
-
-    def __init__(self, chunks: list[Any], vocab_size: int, config: Config, world: World, total_updates: int):
+    def __init__(
+        self,
+        chunks: list[Any],
+        vocab_size: int,
+        config: Config,
+        world: World,
+        total_updates: int,
+        reference: Reference | None = None,
+    ):
         """
         Args:
             chunks: what `build_model` made for this rank.
             vocab_size: true vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+            reference: its log-probs go with every micro-batch into the loss.
 
         Raises:
             ValueError: a loss that is unknown, or that its flags do not fit.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
+        self.reference = reference
         check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         trainable = make_trainable(chunks, config, config.optimizer.lr, total_updates)

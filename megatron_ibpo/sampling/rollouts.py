@@ -1,22 +1,204 @@
-"""Where a run's samples and rewards come from."""
+"""Where a run's samples and rewards come from: engines and verifiers, or a recording."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from megatron_ibpo.credit import CreditContext
-from megatron_ibpo.records import Group
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import (
+    CreditContext,
+    any_group,
+    find_group_filter,
+    find_operator,
+    is_informative,
+    shown,
+)
+from megatron_ibpo.evaluate import Corrector, Evaluation, evaluate
+from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds
+from megatron_ibpo.report import load_groups, rollout_path
+from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.rollout import AsyncEngine
+from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.sampling.groups import Rules, sample_batch
+from megatron_ibpo.sampling.replay import replay
+from megatron_ibpo.sampling.sampler import Sampler
+from megatron_ibpo.sampling.scoring import scorer
 
-__all__ = ["Rollouts"]
+if TYPE_CHECKING:
+    from megatron_ibpo.task import Task
+
+__all__ = ["Fleet", "LiveRollouts", "RecordedRollouts", "Rollouts", "open_rollouts"]
+
+
+class Fleet(Protocol):
+    """The engines of a run, as whoever started them holds them."""
+
+    @property
+    def version(self) -> int:
+        """Of the policy whose weights they have."""
+        ...
+
+    def clients(self) -> Sequence[AsyncEngine]:
+        """All of them, by index."""
+        ...
+
+    async def revive(self, index: int) -> AsyncEngine:
+        """A new engine in the place of one that died; EngineError where there is none."""
+        ...
 
 
 class Rollouts(Protocol):
-    """Engines and verifiers, or a recording of what they said."""
+    """What the loop takes samples from."""
 
     def groups(self, step: int, context: CreditContext) -> list[Group]:
-        """The groups of step `step` (counted from 0), ordered by prompt: scored, corrections attached."""
+        """The groups of the step after `step` completed ones: scored, and with their corrections."""
+        ...
+
+    def sampled(self) -> list[Sample]:
+        """All that engines wrote for the last groups, in an order that does not depend on who was first."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What was measured of the last step's sampling."""
+        """What was measured over the last groups."""
         ...
+
+    def evaluation(self, task: Task) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
+        """The policy on held-out prompts: (summary, every sampled and greedy response with its prompt)."""
+        ...
+
+
+@contextmanager
+def open_rollouts(
+    config: Config, task: Task, engines: Fleet | None, verifier: Verifier
+) -> Iterator[Rollouts]:
+    """Rollouts by the engines; without engines, those that --load-debug-rollout-data names."""
+    if engines is None:
+        recorded = config.run.load_debug_rollout_data
+        assert recorded is not None  # else there are engines
+        yield RecordedRollouts(recorded)
+        return
+    sampler = Sampler(
+        engines.clients(),
+        scorer(verifier, task.tokenizer.decode),
+        stall_timeout=config.rollout.rollout_timeout,
+        max_context=config.rollout.rollout_max_context_len,
+        revive=engines.revive,
+    )
+    with sampler:
+        yield LiveRollouts(config, task, engines, sampler)
+
+
+@dataclass
+class RecordedRollouts:
+    """The groups that --save-debug-rollout-data kept, one file for each step."""
+
+    directory: Path
+
+    def groups(self, step: int, context: CreditContext) -> list[Group]:
+        """See `Rollouts`. Raises ValueError where the recording lacks something."""
+        _, groups = load_groups(rollout_path(self.directory, step + 1))
+        return replay(groups, find_operator(context.algorithm), context)
+
+    def sampled(self) -> list[Sample]:
+        """None: a replay costs no sampling."""
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def evaluation(self, task: Task) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
+        raise ValueError("recorded rollouts cannot be asked about held-out prompts: there is no engine")
+
+
+@dataclass
+class LiveRollouts:
+    """Rollouts sampled now."""
+
+    config: Config
+    task: Task
+    fleet: Fleet
+    sampler: Sampler
+    _sampled: list[Sample] = field(default_factory=list)
+    _metrics: dict[str, float] = field(default_factory=dict)
+
+    def groups(self, step: int, context: CreditContext) -> list[Group]:
+        """See `Rollouts`. Raises what `sample_batch` raises."""
+        self.sampler.version = self.fleet.version
+        operator, rules = find_operator(context.algorithm), self._rules()
+
+        def draw(number: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
+            return self._prompts(step, step * rules.max_rounds + number)
+
+        batch = self.sampler.run(sample_batch(self.sampler, draw, rules, operator, context))
+        self._sampled = batch.sampled
+        self._metrics = self.sampler.take_metrics() | (batch.metrics if rules.max_rounds > 1 else {})
+        return batch.groups
+
+    def sampled(self) -> list[Sample]:
+        return self._sampled
+
+    def metrics(self) -> dict[str, float]:
+        return self._metrics
+
+    def evaluation(self, task: Task) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
+        """See `Rollouts`. Raises what `evaluate` and `Sampler.answer` raise."""
+        self.sampler.version = self.fleet.version
+        run, rollout = self.config.run, self.config.rollout
+        first: list[tuple[Prompt, Sample]] = []
+
+        def ask(asked: list[tuple[Prompt, SampleRequest]]) -> list[Sample]:
+            samples = self.sampler.run(self.sampler.answers(asked))
+            if not first:  # the plain samples come before corrections
+                first.extend(zip([prompt for prompt, _ in asked], samples, strict=True))
+            return samples
+
+        extract = task.extract_answer
+        evaluation = evaluate(
+            task.eval_prompts,
+            ask,
+            samples_per_prompt=run.n_samples_per_eval_prompt,
+            max_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            seed=run.seed,
+            answer=None if extract is None else lambda s: extract(task.tokenizer.decode(s.token_ids)),
+            corrector=self._corrector() if run.eval_compare_and_correct else None,
+        )
+        self.sampler.take_metrics()  # those of training are shown
+        return evaluation, first
+
+    def _rules(self) -> Rules:
+        algorithm = self.config.algorithm
+        chooses = algorithm.dynamic_sampling or algorithm.group_filter is not None
+        return Rules(
+            wanted=self.config.rollout.rollout_batch_size,
+            max_rounds=algorithm.dynamic_sampling_rounds if chooses else 1,
+            usable=find_group_filter(algorithm),
+            preferred=is_informative if algorithm.dynamic_sampling else any_group,
+        )
+
+    def _prompts(self, step: int, batch: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
+        """One batch of the source, each prompt with its requests."""
+        assert self.task.prompts is not None  # only a replay has none
+        rollout = self.config.rollout
+        prompts = self.task.prompts.batch(batch, rollout.rollout_batch_size)
+        requests = group_requests(
+            prompts, rollout, seed=self.config.run.seed, step=step, prompt_ids=self.task.suffixes
+        )
+        size = rollout.n_samples_per_prompt
+        return [(prompt, requests[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
+
+    def _corrector(self) -> Corrector:
+        vocabulary, limit = self.task.vocabulary, self.config.rollout.rollout_max_context_len
+        assert limit is not None  # start-up resolved it
+
+        def prompt_ids(prompt: Prompt, candidates: Sequence[Sample]) -> TokenIds:
+            first, *others = [shown(candidate, vocabulary.thinking).ids for candidate in candidates]
+            return vocabulary.correction_prompt(prompt, first, others)
+
+        return Corrector(prompt_ids, self.config.algorithm.ibpo_k, limit)

@@ -1,0 +1,29 @@
+"""Recorded samples in the place of engines."""
+
+from __future__ import annotations
+
+from megatron_ibpo.credit import CreditContext, Operator
+from megatron_ibpo.records import Group
+
+__all__ = ["replay"]
+
+
+def replay(groups: list[Group], operator: Operator, context: CreditContext) -> list[Group]:
+    """The recorded groups as if they had been sampled now: what the operator wants of a group is answered by
+    the corrections recorded for it, in order.
+
+    Raises:
+        ValueError: there are fewer of them than it asks for.
+    """
+    for group in groups:
+        recorded = [correction.response for correction in group.corrections]
+        group.corrections, group.skipped_pairs = [], 0
+        follow_ups = operator.follow_ups(group, context)
+        if len(recorded) < len(follow_ups):
+            raise ValueError(
+                f"the recorded rollouts hold fewer corrections than this algorithm asks for ({len(recorded)} "
+                f"of {len(follow_ups)} for prompt {group.prompt.index}): replay with the settings they were "
+                "recorded with"
+            )
+        operator.attach(group, follow_ups, recorded[: len(follow_ups)])
+    return groups

@@ -1,0 +1,31 @@
+"""An engine of this process, asked from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from megatron_ibpo.records import Sample, SampleRequest
+from megatron_ibpo.rollout import Engine
+
+__all__ = ["ThreadedEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadedEngine:
+    """A `rollout.AsyncEngine` whose blocking calls wait in threads."""
+
+    engine: Engine
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        await asyncio.to_thread(self.engine.submit, requests, version)
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        return await asyncio.to_thread(self.engine.take, timeout)
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        await asyncio.to_thread(self.engine.abort, numbers)
+
+    async def kill(self, why: str) -> None:
+        await asyncio.to_thread(self.engine.kill, why)

@@ -1,0 +1,153 @@
+"""Engines whose time is computed instead of spent: hours of a cluster's sampling in a second of a test's."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_ibpo.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.rollout import EngineDiedError
+
+__all__ = ["SimulatedEngine", "StepTime", "in_virtual_time"]
+
+T = TypeVar("T")
+
+
+def in_virtual_time(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
+    """(result, seconds that it would take): where everybody waits, the clock jumps to the next event."""
+    loop = _VirtualLoop()
+    try:
+        return loop.run_until_complete(work), loop.time()
+    finally:
+        loop.close()
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Jump(selectors.SelectSelector):
+    """Does not wait until a timer is due, but says that it has."""
+
+    def __init__(self, loop: _VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        events = super().select(0)
+        if not events:
+            if timeout is None:
+                raise RuntimeError("everybody waits for something that nobody will do")
+            self._loop.now += max(0.0, timeout)
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds in which an engine writes one token of every running sequence."""
+
+    fixed: float
+    """Reading the weights."""
+    per_sequence: float
+    """Reading one sequence's cache, and its share of the arithmetic."""
+
+    def __call__(self, running: int) -> float:
+        return self.fixed + self.per_sequence * running
+
+
+@dataclass(eq=False)
+class SimulatedEngine:
+    """A `rollout.AsyncEngine` in virtual time: all its requests run at once, a token with each step."""
+
+    step_time: StepTime
+    write: Callable[[SampleRequest], Sequence[int]]
+    """The response to a request."""
+    dies_at: float | None = None
+    """Time at which it ends and forgets everything; never when None."""
+    hangs_at: float | None = None
+    """Time from which on it finishes nothing."""
+    asked: list[tuple[float, SampleRequest]] = field(default_factory=list)
+    """When which request came."""
+    aborted: list[int] = field(default_factory=list)
+    end: str | None = None
+    """Why it was killed."""
+
+    def __post_init__(self) -> None:
+        self._steps = 0.0
+        self._at = 0.0
+        """Steps taken until this time."""
+        self._running: dict[int, tuple[float, Sample]] = {}
+        """By number: the step with which it ends."""
+        self._news = asyncio.Event()
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        self._advance()
+        for number, request in requests:
+            self.asked.append((self._at, request))
+            response = token_ids(self.write(request))
+            sample = Sample(
+                prompt_token_ids=request.prompt_token_ids,
+                token_ids=response,
+                logprobs=np.zeros(len(response), np.float32),
+                finish_reason="stop" if len(response) < request.max_tokens else "length",
+                temperature=request.temperature,
+                versions=((0, version),),
+                loss_mask=np.ones(len(response), np.bool_),
+            )
+            self._running[number] = (self._steps + len(response), sample)
+        self._news.set()
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            self._advance()
+            if done := [number for number, (end, _) in self._running.items() if end <= self._steps + 1e-6]:
+                return [(number, self._running.pop(number)[1]) for number in done]
+            if self._at >= deadline:
+                return []
+            self._news.clear()
+            due = min(deadline, self._next_end(), self.dies_at or deadline)
+            try:
+                await asyncio.wait_for(self._news.wait(), due - self._at)
+            except TimeoutError:
+                continue
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        self._advance()
+        self.aborted += numbers
+        for number in numbers:
+            self._running.pop(number, None)
+
+    async def kill(self, why: str) -> None:
+        self.end = why
+
+    def _next_end(self) -> float:
+        if not self._running or self._hangs():
+            return float("inf")
+        steps = min(end for end, _ in self._running.values()) - self._steps
+        return self._at + steps * self.step_time(len(self._running))
+
+    def _hangs(self) -> bool:
+        return self.hangs_at is not None and self._at >= self.hangs_at
+
+    def _advance(self) -> None:
+        """Take the steps that fit into the time since the last event; until the next all sequences run on."""
+        now = asyncio.get_running_loop().time()
+        if self.end is not None:
+            raise EngineDiedError(self.end)
+        if self.dies_at is not None and now >= self.dies_at:
+            self.end = "it has ended"
+            raise EngineDiedError(self.end)
+        if not self._hangs():
+            self._steps += (now - self._at) / self.step_time(len(self._running))
+        self._at = now
