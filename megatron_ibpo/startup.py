@@ -171,7 +171,7 @@ def _start_engines(
     on_gpu = any(node.gpus for node in placement.nodes)
     transport = choose_transport(on_gpu=on_gpu, colocate=rollout.colocate)
     settings = engine_settings(
-        rollout, hf_dir, transport, num_threads=int(os.environ.get("OMP_NUM_THREADS", "1"))
+        rollout, hf_dir, transport, gpus=(), num_threads=int(os.environ.get("OMP_NUM_THREADS", "1"))
     )
     engines = Engines(
         trainers,
