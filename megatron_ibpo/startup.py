@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.checks import check_loss_of_run
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
@@ -53,6 +54,7 @@ def open_run(config: Config) -> Iterator[Run]:
     with ExitStack() as stack:
         with stages("start"):
             wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
+            check_loss_of_run(config)
             shape = read_hf_config(hf_dir)
             config = _with_context(config, shape)
             checkpoint = None if config.run.load is None else find_checkpoint(config.run.load)

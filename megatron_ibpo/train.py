@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.versions import missing
 
@@ -21,18 +22,12 @@ DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Returns the exit status: 0 done, 2 bad input, 130 interrupted; raises when
     training fails."""
-    from megatron_ibpo.checks import check_run
-
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         check_run(config)
     except ConfigError as error:
         return _refuse(error)
-    if config.run.dry_run:
-        from megatron_ibpo.plan.run_plan import plan_run
-
-        return plan_run(config)
-    return train(config)
+    return _plan(config) if config.run.dry_run else train(config)
 
 
 def train(config: Config) -> int:
@@ -69,6 +64,18 @@ def train(config: Config) -> int:
             run.evaluate_if_due()
         run.finish("finished")
     return DONE
+
+
+def _plan(config: Config) -> int:
+    """The plan of a run, printed."""
+    from megatron_ibpo.checks import check_loss_of_run
+    from megatron_ibpo.plan.run_plan import plan_run
+
+    try:
+        check_loss_of_run(config)
+    except ConfigError as error:
+        return _refuse(error)
+    return plan_run(config)
 
 
 def _refuse(error: BaseException) -> int:

@@ -10,7 +10,7 @@ import megatron_ibpo
 PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
-    "train", "startup", "loop", "study", "task", "plan", "cluster", "sampling", "report", "rollout",
+    "train", "startup", "loop", "study", "task", "plan", "cluster", "sampling", "report", "checks", "rollout",
     "evaluate", "rewards", "credit", "data", "policy", "loss", "kernels", "edit_distance", "weights", "cost",
     "models", "world", "config", "records", "seeds", "versions", "quiet", "interrupts", "words",
 ]  # fmt: skip

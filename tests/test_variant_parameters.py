@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ibpo.cli import parse_config
-from megatron_ibpo.config import LossConfig
+from megatron_ibpo.config import LossConfig, parse_config
 from megatron_ibpo.loss import VARIANTS, Parameter, Variant
 from megatron_ibpo.loss.variants import clipped_surrogate
 from megatron_ibpo.policy.objective import check_loss, loss_params

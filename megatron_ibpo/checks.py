@@ -1,0 +1,45 @@
+"""The checks of a configuration that need a room's registry."""
+
+from __future__ import annotations
+
+from megatron_ibpo.config import Config, ConfigError, check_config
+from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
+
+__all__ = ["check_loss_of_run", "check_run"]
+
+
+def check_run(config: Config) -> None:
+    """Refuse a run that cannot work, as far as that shows without a model, data or torch.
+
+    Raises:
+        ConfigError: with all problems at once, each naming its flag.
+    """
+    credit = config.algorithm
+    check_config(
+        config,
+        [
+            lambda _: find_operator(credit),
+            lambda _: find_estimator(credit.advantages),
+            lambda _: find_group_filter(credit),
+        ],
+    )
+
+
+def check_loss_of_run(config: Config) -> None:
+    """Refuse a loss that cannot work; imports torch, for which the answer to other mistakes need not wait.
+
+    Raises:
+        ConfigError: an unknown variant, parameters that it has not or that lie outside its ranges, or a
+            combination that no loss has.
+    """
+    from megatron_ibpo.policy.objective import check_loss, takes_token_advantages
+
+    try:
+        check_loss(config.loss)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if config.algorithm.advantages == CRITIC and not takes_token_advantages(config.loss):
+        raise ConfigError(
+            "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
+            "whole sequence; take ppo-clip, grpo or dapo"
+        )
