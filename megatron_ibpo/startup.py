@@ -53,21 +53,22 @@ def open_run(config: Config) -> Iterator[Run]:
     assert hf_dir is not None  # check_config saw to it
     with ExitStack() as stack:
         with stages("start"):
-            wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
-            check_loss_of_run(config)
             shape = read_hf_config(hf_dir)
             config = _with_context(config, shape)
+            if config.cluster.num_trainers is not None:
+                _check_layout(shape, config, config.cluster.num_trainers)
             checkpoint = None if config.run.load is None else find_checkpoint(config.run.load)
             state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
+            # what takes no time is checked before Ray starts, and the rest while it does
+            wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
+            check_loss_of_run(config)
             task = open_task(config)
             prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config))
             verifier = stack.enter_context(open_verifier(config.data))
             wait_for_ray()
             placement = _placed(config)
             world_size = len(placement.trainers)
-            if problems := check_layout(shape, config.parallel, world_size):
-                raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
-
+            _check_layout(shape, config, world_size)
             group = stack.enter_context(reserved(placement))
             trainers = Trainers(group, placement)
             stack.callback(trainers.close)
@@ -192,6 +193,11 @@ def _start_engines(
     stack.callback(engines.close)
     engines.start()
     return engines
+
+
+def _check_layout(shape: ModelShape, config: Config, world_size: int) -> None:
+    if problems := check_layout(shape, config.parallel, world_size):
+        raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
 
 
 def _with_context(config: Config, shape: ModelShape) -> Config:
