@@ -42,18 +42,18 @@ def mixer_cost(shape, layer):
     "weight_map.py": """
 from dataclasses import replace
 
-from megatron_ibpo.models.weight_rules import attention, dense_mlp
+from megatron_ibpo.models.shared_entries import attention, dense_mlp
 
 
-def layer_rules(shape, layer):
-    rules = [rule for rule in attention(shape) if "q_layernorm" not in rule.name]
-    rules = [rule for rule in rules if "k_layernorm" not in rule.name]
-    return [renamed(rule) for rule in (*rules, *dense_mlp(shape))]
+def layer_entries(shape, layer):
+    entries = [*attention(shape), *dense_mlp(shape)]
+    norms = "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"
+    return [renamed(entry) for entry in entries if entry.name not in norms]
 
 
-def renamed(rule):
-    pieces = (replace(piece, name=piece.name.replace("self_attn", "attn")) for piece in rule.pieces)
-    return replace(rule, pieces=tuple(pieces))
+def renamed(entry):
+    pieces = (replace(piece, name=piece.name.replace("self_attn", "attn")) for piece in entry.pieces)
+    return replace(entry, pieces=tuple(pieces))
 """,
     "spec.py": """
 from megatron.core.transformer.identity_op import IdentityOp
@@ -135,7 +135,7 @@ def test_every_family_has_the_parts_that_the_table_promises(family):
     for part, name in (
         ("shape", "read"),
         ("cost", "mixer_cost"),
-        ("weight_map", "layer_rules"),
+        ("weight_map", "layer_entries"),
         ("spec", "layer_spec"),
         ("spec", "config_fields"),
     ):

@@ -34,6 +34,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.versions import machine
 from megatron_ibpo.weights.formats.hugging_face import INDEX, SafetensorsFile, file_names, index_of
+from megatron_ibpo.weights.layout.regions import plan_buckets
 from megatron_ibpo.weights.layout.weight_source import TensorMeta
 
 Family = Literal["dense", "moe"]
@@ -221,11 +222,7 @@ def make_checkpoint(directory: Path, family: Family, num_bytes: int) -> int:
         ]
         if sum(meta.num_bytes for meta in metas) >= num_bytes:
             break
-    groups: list[list[TensorMeta]] = [[]]
-    for meta in metas:
-        if sum(m.num_bytes for m in groups[-1]) + meta.num_bytes > SHARD_BYTES:
-            groups.append([])
-        groups[-1].append(meta)
+    groups = [metas[run.start : run.stop] for run in plan_buckets(metas, SHARD_BYTES)]
     files = dict(zip(file_names(len(groups)), groups, strict=True))
     largest = max(meta.num_bytes for meta in metas)
     pool = (torch.rand(largest // 2 + 2**20, generator=torch.Generator().manual_seed(0)) * 8 - 4).bfloat16()

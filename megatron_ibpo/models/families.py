@@ -24,7 +24,7 @@ def family_part(family: str, part: Part) -> Any:
     |--------------|----------|---------------------------------------------------------------------------|
     | `shape`      | –        | `read(fields) -> ModelShape`                                              |
     | `cost`       | –        | `mixer_cost(shape, layer) -> MixerCost`                                   |
-    | `weight_map` | torch    | `layer_rules(shape, layer) -> list[Rule]`, and `mtp_rules(shape, layer)`  |
+    | `weight_map` | torch    | `layer_entries(shape, layer) -> list[Entry]`, and `mtp_entries` alike     |
     |              |          | where checkpoints hold multi-token prediction layers                      |
     | `spec`       | Megatron | `layer_spec(shape, layer, backend) -> ModuleSpec`, and                    |
     |              |          | `config_fields(shape)` for Megatron's TransformerConfig                   |

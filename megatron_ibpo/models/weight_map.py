@@ -6,7 +6,8 @@ tensors. Every piece is cut over the tensor-parallel ranks so that joining a ran
 rank's shard of the parameter: joins never see the layout. A Megatron checkpoint holds the parameter in
 `Block`s, which do not depend on the layout either.
 
-A family lists the `Rule`s of its layers; `weight_rules` has those that families share.
+A family gives the entries of its layers, with names relative to the layer; `shared_entries` has those that
+families share.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ __all__ = [
     "Entry",
     "Fused",
     "Piece",
-    "Rule",
     "Span",
     "global_name",
     "is_ignored",
@@ -110,18 +110,23 @@ class Entry:
     name: str
     """Global name."""
     pieces: tuple[Piece, ...]
-    join: Callable[[list[Tensor]], Tensor]
+    join: Callable[[list[Tensor]], Tensor] = lambda cuts: cuts[0]
     """Cuts of the pieces -> shard of the parameter."""
-    part: Callable[[Tensor], list[Tensor]]
+    part: Callable[[Tensor], list[Tensor]] = lambda shard: [shard]
     """The inverse."""
-    layer: int | None = None
-    expert: int | None = None
-    cut: Cut | None = None
-    """How ranks divide the parameter. None: every rank holds all of it."""
+    joined_cut: Cut | None = None
+    """How ranks divide a parameter that is joined from several pieces."""
     stored_apart: tuple[str, ...] = ()
     """Suffixes of the keys under which a Megatron checkpoint holds the cut's sections; one key if none."""
+    layer: int | None = None
+    expert: int | None = None
     num_experts: int = 0
     """An expert's parameter is a slice of a stored tensor of all experts of the layer."""
+
+    @property
+    def cut(self) -> Cut | None:
+        """How ranks divide the parameter. None: every rank holds all of it."""
+        return self.pieces[0].cut if len(self.pieces) == 1 else self.joined_cut
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,6 +137,18 @@ class Entry:
     def spans(self, ranks: int = 1) -> tuple[Span, ...]:
         """What `join` does, as moves of rows, by rows of the shard."""
         return _spans(self.join, tuple(piece.shard_shape(ranks)[0] for piece in self.pieces))
+
+    def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
+        """The entry with its names prefixed, in a layer of the model."""
+        pieces = tuple(
+            replace(
+                piece,
+                name=hf + piece.name,
+                fused=piece.fused and replace(piece.fused, name=hf + piece.fused.name),
+            )
+            for piece in self.pieces
+        )
+        return replace(self, name=megatron + self.name, pieces=pieces, layer=layer)
 
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
         """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along
@@ -185,44 +202,6 @@ def _ranges(shape: tuple[int, ...], cut: Cut, rank: int, ranks: int) -> list[tup
     return ranges
 
 
-@dataclass(frozen=True)
-class Rule:
-    """An entry before it has its layer: names are relative to that."""
-
-    name: str
-    pieces: tuple[Piece, ...]
-    join: Callable[[list[Tensor]], Tensor] = lambda cuts: cuts[0]
-    part: Callable[[Tensor], list[Tensor]] = lambda shard: [shard]
-    cut: Cut | None = None
-    """Of the joined parameter; of the piece if there is only one."""
-    stored_apart: tuple[str, ...] = ()
-    expert: int | None = None
-    num_experts: int = 0
-
-    def within(self, megatron: str, hf: str) -> Rule:
-        """The rule with its names prefixed."""
-        pieces = tuple(_prefixed(piece, hf) for piece in self.pieces)
-        return replace(self, name=megatron + self.name, pieces=pieces)
-
-    def entry(self, layer: int | None = None) -> Entry:
-        return Entry(
-            self.name,
-            self.pieces,
-            self.join,
-            self.part,
-            layer,
-            self.expert,
-            self.pieces[0].cut if len(self.pieces) == 1 else self.cut,
-            self.stored_apart,
-            self.num_experts,
-        )
-
-
-def _prefixed(piece: Piece, prefix: str) -> Piece:
-    fused = piece.fused and replace(piece.fused, name=prefix + piece.fused.name)
-    return Piece(prefix + piece.name, piece.shape, piece.cut, fused)
-
-
 ROWS, COLUMNS = Cut(0), Cut(1)
 
 
@@ -236,15 +215,14 @@ def weight_map(shape: ModelShape, mtp_layers: int = 0) -> dict[str, Entry]:
     hidden, vocab = shape.hidden_size, shape.vocab_size
     embedding = Piece("model.embed_tokens.weight", (vocab, hidden), ROWS)
     head = embedding if shape.tie_word_embeddings else Piece("lm_head.weight", (vocab, hidden), ROWS)
-    entries = [Rule("embedding.word_embeddings.weight", (embedding,)).entry()]
+    entries = [Entry("embedding.word_embeddings.weight", (embedding,))]
     for layer in range(shape.num_layers):
-        rules: list[Rule] = family.layer_rules(shape, layer)
         prefixes = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        entries += [rule.within(*prefixes).entry(layer) for rule in rules]
-    entries.append(Rule("decoder.final_layernorm.weight", (Piece("model.norm.weight", (hidden,)),)).entry())
-    entries.append(Rule("output_layer.weight", (head,)).entry())
+        entries += [entry.within(*prefixes, layer) for entry in family.layer_entries(shape, layer)]
+    entries.append(Entry("decoder.final_layernorm.weight", (Piece("model.norm.weight", (hidden,)),)))
+    entries.append(Entry("output_layer.weight", (head,)))
     for layer in range(mtp_layers):
-        entries += [rule.entry() for rule in family.mtp_rules(shape, layer)]
+        entries += family.mtp_entries(shape, layer)
     return {entry.name: entry for entry in entries}
 
 

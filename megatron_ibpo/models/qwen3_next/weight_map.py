@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.models.qwen3_next.shape import Qwen3NextShape
-from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Piece, Rule
-from megatron_ibpo.models.weight_rules import attention, moe
+from megatron_ibpo.models.shared_entries import attention, moe
+from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Piece
 
-__all__ = ["layer_rules", "mtp_rules"]
+__all__ = ["layer_entries", "mtp_entries"]
 
 
-def layer_rules(shape: Qwen3NextShape, layer: int) -> list[Rule]:
+def layer_entries(shape: Qwen3NextShape, layer: int) -> list[Entry]:
     mixer = attention(shape) if shape.full_attention[layer] else _gated_delta_net(shape)
     return [*mixer, *moe(shape)]
 
 
-def mtp_rules(shape: Qwen3NextShape, layer: int) -> list[Rule]:
+def mtp_entries(shape: Qwen3NextShape, layer: int) -> list[Entry]:
     """Multi-token prediction: embedding and hidden state, each normed, are projected to one vector that
     goes through an attention layer. HF has the projection and norms once, whatever the layers."""
     hidden = shape.hidden_size
     prefix = f"mtp.layers.{layer}."
     around = [
-        Rule("enorm.weight", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
-        Rule("hnorm.weight", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
-        Rule("eh_proj.weight", (Piece("mtp.fc.weight", (hidden, 2 * hidden), ROWS),)),
-        Rule("final_layernorm.weight", (Piece("mtp.norm.weight", (hidden,)),)),
+        Entry("enorm.weight", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        Entry("hnorm.weight", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        Entry("eh_proj.weight", (Piece("mtp.fc.weight", (hidden, 2 * hidden), ROWS),)),
+        Entry("final_layernorm.weight", (Piece("mtp.norm.weight", (hidden,)),)),
     ]
-    inner = [rule.within("transformer_layer.", prefix) for rule in (*attention(shape), *moe(shape))]
-    return [rule.within(prefix, "") for rule in (*around, *inner)]
+    inner = [entry.within("transformer_layer.", prefix) for entry in (*attention(shape), *moe(shape))]
+    return [entry.within(prefix, "") for entry in (*around, *inner)]
 
 
-def _gated_delta_net(shape: Qwen3NextShape) -> list[Rule]:
+def _gated_delta_net(shape: Qwen3NextShape) -> list[Entry]:
     hidden = shape.hidden_size
     keys = shape.gdn_key_heads * shape.gdn_key_dim
     values = shape.gdn_value_heads * shape.gdn_value_dim
@@ -42,8 +42,8 @@ def _gated_delta_net(shape: Qwen3NextShape) -> list[Rule]:
         shape.gdn_key_dim, shape.gdn_value_dim, shape.gdn_value_heads // shape.gdn_key_heads
     )
     return [
-        Rule("self_attention.in_proj.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
-        Rule(
+        Entry("self_attention.in_proj.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
+        Entry(
             "self_attention.in_proj.weight",
             (
                 Piece("linear_attn.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden), ROWS),
@@ -54,7 +54,7 @@ def _gated_delta_net(shape: Qwen3NextShape) -> list[Rule]:
             Cut(0, (keys, keys, values, values, shape.gdn_value_heads, shape.gdn_value_heads)),
             ("query", "key", "value", "z", "beta", "alpha"),
         ),
-        Rule(
+        Entry(
             "self_attention.conv1d.weight",
             (
                 Piece(
@@ -65,10 +65,10 @@ def _gated_delta_net(shape: Qwen3NextShape) -> list[Rule]:
             ),
             stored_apart=("query", "key", "value"),
         ),
-        Rule("self_attention.dt_bias", (Piece("linear_attn.dt_bias", (shape.gdn_value_heads,), ROWS),)),
-        Rule("self_attention.A_log", (Piece("linear_attn.A_log", (shape.gdn_value_heads,), ROWS),)),
-        Rule("self_attention.out_norm.weight", (Piece("linear_attn.norm.weight", (shape.gdn_value_dim,)),)),
-        Rule(
+        Entry("self_attention.dt_bias", (Piece("linear_attn.dt_bias", (shape.gdn_value_heads,), ROWS),)),
+        Entry("self_attention.A_log", (Piece("linear_attn.A_log", (shape.gdn_value_heads,), ROWS),)),
+        Entry("self_attention.out_norm.weight", (Piece("linear_attn.norm.weight", (shape.gdn_value_dim,)),)),
+        Entry(
             "self_attention.out_proj.weight",
             (Piece("linear_attn.out_proj.weight", (hidden, values), COLUMNS),),
         ),

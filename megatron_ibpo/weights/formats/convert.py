@@ -34,7 +34,8 @@ from megatron_ibpo.weights.formats.hugging_face import (
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
 from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
-from megatron_ibpo.weights.layout.holdings import Holding, holdings_of
+from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
+from megatron_ibpo.weights.layout.regions import consecutive_runs
 from megatron_ibpo.weights.layout.weight_source import TensorMeta
 from megatron_ibpo.world import World
 
@@ -81,14 +82,14 @@ def hf_to_megatron(
     """
     world.on_driver(lambda: _check_target(target))
     shape = read_hf_config(hf_dir)
-    ranks = _check_layout(shape, parallel, virtual_stages)
+    holdings = _check_layout(shape, parallel, virtual_stages)
     checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
     entries = model_entries(shape, checkpoint.file_of)
     if ignored := checkpoint.check(shape, entries):
         logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
     dtypes = _stored_dtypes(checkpoint, entries)
     world.on_driver(lambda: _check_tied_head(checkpoint, shape))
-    shares = _shares(entries, shape, parallel, ranks)
+    shares = _shares(entries, holdings)
     jobs = [
         Job(f"__{rank}_{number}.distcp", half, sum(s.numel * dtypes[s.entry.name].itemsize for s in half))
         for rank, mine in shares.items()
@@ -426,36 +427,13 @@ class _Share:
         return math.prod(self.shape)
 
 
-def _shares(
-    entries: list[Entry], shape: ModelShape, parallel: ParallelConfig, places: list[Holding]
-) -> dict[int, list[_Share]]:
+def _shares(entries: list[Entry], holdings: list[Holding]) -> dict[int, list[_Share]]:
     """Each rank's shards: every shard once, with the first rank that holds it."""
-    per_stage = len(places) // parallel.pipeline_model_parallel_size
-    owners: dict[tuple[int, int | None], dict[int, int]] = {}
     shares: dict[int, list[_Share]] = defaultdict(list)
-    for entry in entries:
-        stage = _stage(entry, places[::per_stage])
-        key = stage, entry.expert  # on which alone it depends who holds an entry
-        if key not in owners:
-            owners[key] = {}
-            for rank in range(stage * per_stage, (stage + 1) * per_stage):
-                if places[rank].holds(entry):
-                    owners[key].setdefault(places[rank].shard(entry)[0], rank)
-        for shard, rank in owners[key].items():
-            if entry.cut or shard == 0:
-                shares[rank].append(_Share(entry, *places[rank].shard(entry)))
+    for entry, holders in zip(entries, shard_holders(entries, holdings), strict=True):
+        for shard, ranks in enumerate(holders if entry.cut else holders[:1]):
+            shares[ranks[0]].append(_Share(entry, shard, len(holders)))
     return dict(sorted(shares.items()))
-
-
-def _stage(entry: Entry, first_of_stage: list[Holding]) -> int:
-    """Its pipeline stage."""
-    if entry.layer is None:
-        return 0 if entry.name.startswith("embedding.") else len(first_of_stage) - 1
-    return next(
-        stage
-        for stage, place in enumerate(first_of_stage)
-        if any(entry.layer in layers for layers in place.layers)
-    )
 
 
 def _in_parts(shares: list[_Share], parts: int) -> list[list[_Share]]:
@@ -470,14 +448,9 @@ def _in_parts(shares: list[_Share], parts: int) -> list[list[_Share]]:
 
 
 def _hf_files(entries: list[Entry], metas: dict[str, list[TensorMeta]]) -> list[Job[Entry]]:
-    groups: list[list[Entry]] = [[]]
-    sizes = [0]
-    for entry in entries:
-        num_bytes = sum(meta.num_bytes for meta in metas[entry.name])
-        if sizes[-1] and sizes[-1] + num_bytes > HF_FILE_BYTES:
-            groups.append([])
-            sizes.append(0)
-        groups[-1].append(entry)
-        sizes[-1] += num_bytes
-    names = file_names(len(groups))
-    return [Job(*job) for job in zip(names, groups, sizes, strict=True)]
+    sizes = [sum(meta.num_bytes for meta in metas[entry.name]) for entry in entries]
+    runs = consecutive_runs(sizes, HF_FILE_BYTES)
+    return [
+        Job(name, entries[run.start : run.stop], sum(sizes[run.start : run.stop]))
+        for name, run in zip(file_names(len(runs)), runs, strict=True)
+    ]

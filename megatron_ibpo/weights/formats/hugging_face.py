@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, Piece, is_ignored
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.directories import MANIFEST, HashedFile
+from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.layout.weight_source import TensorMeta
 
 __all__ = ["INDEX", "Checkpoint", "SafetensorsFile", "copy_all_but_weights", "file_names", "index_of"]
@@ -26,8 +26,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
-MAPPED_BYTES = 64 * 1024**2
-"""Read from files before they are unmapped: pages that were read count as this process's memory."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """By safetensors' names: what weights may be."""
 WEIGHTS = (
@@ -49,7 +47,7 @@ class Checkpoint:
             CheckpointError: no weights are there, or files that the index names are missing.
         """
         self.directory = hf_dir
-        self._opened = threading.local()
+        self._files: OpenFiles[Any] = OpenFiles(self._open)
         for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
             present = next((name for name in (index, single) if (hf_dir / name).is_file()), None)
             if present is None:
@@ -77,23 +75,17 @@ class Checkpoint:
         return file_of
 
     def _read_single(self, single: str) -> dict[str, str]:
-        return dict.fromkeys(self._file(single).keys(), single)
+        return dict.fromkeys(self._files.get(single).keys(), single)
 
-    def _file(self, file: str) -> Any:
-        """An open file, mapped by this thread."""
-        handles = self._opened.__dict__.setdefault("handles", {})
-        if file not in handles:
-            path = self.directory / file
-            try:
-                handles[file] = (
-                    _PickledFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
-                )
-            except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be read ({str(error).splitlines()[0]}): truncated or no weights file; "
-                    "download it again"
-                ) from None
-        return handles[file]
+    def _open(self, file: str) -> Any:
+        path = self.directory / file
+        try:
+            return _PickledFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+        except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({str(error).splitlines()[0]}): truncated or no weights file; "
+                "download it again"
+            ) from None
 
     def __contains__(self, piece: Piece) -> bool:
         return self._source(piece) is not None
@@ -105,7 +97,7 @@ class Checkpoint:
 
     def _slice(self, name: str) -> Any:
         try:
-            return self._file(self.file_of[name]).get_slice(name)
+            return self._files.get(self.file_of[name]).get_slice(name)
         except (SafetensorError, KeyError) as error:
             raise CheckpointError(
                 f"{self.directory / self.file_of[name]}: {name} is not in it, though the index says so "
@@ -170,7 +162,7 @@ class Checkpoint:
         spans = piece.ranges(rank, ranks) if piece.cut else [(0, piece.shape[0])]
         dim = piece.cut.dim if piece.cut else 0
         cuts = [self._cut(tensor, piece, fused, dim, start, length) for start, length in spans]
-        self._count(sum(cut.nbytes for cut in cuts))
+        self._files.count(sum(cut.nbytes for cut in cuts))
         return torch.cat(cuts, dim=dim) if len(cuts) > 1 else cuts[0]
 
     @staticmethod
@@ -181,13 +173,6 @@ class Checkpoint:
             index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
             return tensor[(slice(fused.expert, fused.expert + 1), *index)][0]
         return tensor[tuple(index)]
-
-    def _count(self, num_bytes: int) -> None:
-        read = getattr(self._opened, "bytes", 0) + num_bytes
-        if read > MAPPED_BYTES:
-            self._opened.handles.clear()
-            read = 0
-        self._opened.bytes = read
 
 
 class _PickledFile:

@@ -33,13 +33,13 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
     entries = weight_map(shape)
     if ignored := checkpoint.check(shape, entries.values()):
         logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
-    place = my_holding(shape, chunks)
+    holding = my_holding(shape, chunks)
     with torch.no_grad():
-        for name, parameter in parameters_by_global_name(chunks, place):
+        for name, parameter in parameters_by_global_name(chunks, holding):
             if name.startswith("output_layer.") and not head:
                 continue
             entry = entries[name]
-            cuts = [checkpoint.read(piece, *place.shard(entry)) for piece in entry.pieces]
+            cuts = [checkpoint.read(piece, *holding.shard(entry)) for piece in entry.pieces]
             shard = entry.join(cuts)
             assert shard.shape == parameter.shape, f"{name}: {shard.shape} read for {parameter.shape}"
             parameter.copy_(shard)

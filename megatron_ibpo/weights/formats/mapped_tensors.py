@@ -11,18 +11,44 @@ import mmap
 import pickle
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["MappedFiles"]
+__all__ = ["MappedFiles", "OpenFiles"]
 
 MAPPED_BYTES = 64 * 1024**2
-"""Handed out before files are unmapped: pages that were read count as this process's memory."""
+"""Read from files before they are unmapped: pages that were read count as this process's memory."""
 LOCAL_HEADER_BYTES = 30
 STORAGES = {"BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "FloatStorage": torch.float32}
+
+
+File = TypeVar("File")
+
+
+class OpenFiles(Generic[File]):
+    """Files that are opened when they are first read, by every thread for itself."""
+
+    def __init__(self, open_file: Callable[[str], File]):
+        self._open_file = open_file
+        self._own = threading.local()
+
+    def get(self, name: str) -> File:
+        files: dict[str, File] = self._own.__dict__.setdefault("files", {})
+        if name not in files:
+            files[name] = self._open_file(name)
+        return files[name]
+
+    def count(self, num_bytes: int) -> None:
+        """Note what was read of a file; now and then all are closed, and unmapped when the last view goes."""
+        read = getattr(self._own, "bytes", 0) + num_bytes
+        if read > MAPPED_BYTES:
+            self._own.files.clear()
+            read = 0
+        self._own.bytes = read
 
 
 class MappedFiles:
@@ -30,7 +56,7 @@ class MappedFiles:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._own = threading.local()
+        self._files = OpenFiles(self._map)
 
     def tensor(self, file: str, offset: int, length: int) -> Tensor:
         """The tensor that was saved to these bytes, a view of the file.
@@ -38,10 +64,10 @@ class MappedFiles:
         Raises:
             ValueError: the bytes are not there, or are no plainly saved float tensor.
         """
-        mapping = self._map(file)
+        mapping = self._files.get(file)
         if offset + length > len(mapping):
             raise ValueError(f"{length} bytes at {offset} wanted, the file ends at {len(mapping)}")
-        self._count(length)
+        self._files.count(length)
         window = _Window(mapping, offset, length)
         try:
             archive = zipfile.ZipFile(io.BufferedReader(window))
@@ -62,20 +88,9 @@ class MappedFiles:
         return flat.as_strided(described.size, described.stride, described.first)
 
     def _map(self, file: str) -> mmap.mmap:
-        maps = self._own.__dict__.setdefault("maps", {})
-        if file not in maps:
-            with (self.directory / file).open("rb") as opened:
-                # private: torch wants memory that may be written to, the file never is
-                maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        return maps[file]
-
-    def _count(self, num_bytes: int) -> None:
-        read = getattr(self._own, "bytes", 0) + num_bytes
-        if read > MAPPED_BYTES:
-            for file in list(self._own.maps):
-                del self._own.maps[file]  # unmapped when the last view of it goes
-            read = 0
-        self._own.bytes = read
+        with (self.directory / file).open("rb") as opened:
+            # private: torch wants memory that may be written to, the file never is
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 class _Window(io.RawIOBase):

@@ -14,6 +14,7 @@ from megatron_ibpo.weights.formats.hugging_face import (
     index_of,
 )
 from megatron_ibpo.weights.layout.export import HFExport
+from megatron_ibpo.weights.layout.regions import plan_buckets
 from megatron_ibpo.weights.layout.weight_source import TensorMeta
 from megatron_ibpo.world import World
 
@@ -33,7 +34,9 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
         DiskSpaceError: before anything is written, if the disk cannot hold it.
     """
     metadata = export.metadata()
-    files = _shards(metadata)
+    groups = plan_buckets(metadata, SHARD_BYTES)
+    names = file_names(len(groups))
+    files = {name: metadata[group.start : group.stop] for name, group in zip(names, groups, strict=True)}
 
     def finish(directory: Path, digests: list[dict[str, str]]) -> dict[str, str]:
         copy_all_but_weights(origin_hf_dir, directory, export.dtype)
@@ -43,19 +46,6 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
 
     needed = sum(meta.num_bytes for meta in metadata)
     write_directory(out_dir, world, needed, lambda directory: _write(export, files, directory, world), finish)
-
-
-def _shards(metadata: list[TensorMeta]) -> dict[str, list[TensorMeta]]:
-    """File names and the tensors of each, in export order."""
-    groups: list[list[TensorMeta]] = [[]]
-    filled = 0
-    for meta in metadata:
-        if filled and filled + meta.num_bytes > SHARD_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(meta)
-        filled += meta.num_bytes
-    return dict(zip(file_names(len(groups)), groups, strict=True))
 
 
 def _write(

@@ -17,7 +17,12 @@ from torch import Tensor
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, Piece, weight_map
 from megatron_ibpo.weights.layout.gather import Gather
-from megatron_ibpo.weights.layout.holdings import Holding, my_holding, parameters_by_global_name
+from megatron_ibpo.weights.layout.holdings import (
+    Holding,
+    my_holding,
+    parameters_by_global_name,
+    shard_holders,
+)
 from megatron_ibpo.weights.layout.regions import whole
 from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
 
@@ -71,15 +76,15 @@ class HFExport:
             bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
                 tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
-        place = my_holding(shape, chunks)
+        holding = my_holding(shape, chunks)
         self._rank = dist.get_rank()
-        self._parameters = dict(parameters_by_global_name(chunks, place))
+        self._parameters = dict(parameters_by_global_name(chunks, holding))
         first = next(iter(self._parameters.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
-        places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, place)
-        self._tasks = _plan(shape, places)
+        holdings: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(holdings, holding)
+        self._tasks = _plan(shape, holdings)
         self._metadata = metadata_of(shape, self.dtype)
         self._regions = [task.regions(piece) for task in self._tasks for piece in task.entry.pieces]
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
@@ -112,9 +117,9 @@ def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
     return [TensorMeta(piece.name, dtype, piece.shape) for entry in _entries(shape) for piece in entry.pieces]
 
 
-def regions_of(shape: ModelShape, places: list[Holding]) -> list[tuple[Region, ...]]:
-    """Who holds which part of each tensor when rank r stands at `places[r]`, in checkpoint order."""
-    return [task.regions(piece) for task in _plan(shape, places) for piece in task.entry.pieces]
+def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
+    """Who holds which part of each tensor when rank r holds `holdings[r]`, in checkpoint order."""
+    return [task.regions(piece) for task in _plan(shape, holdings) for piece in task.entry.pieces]
 
 
 def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
@@ -126,8 +131,9 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 
 
-def _plan(shape: ModelShape, places: list[Holding]) -> list[_Task]:
-    return [_Task(entry, _holders(entry, places)) for entry in _entries(shape)]
+def _plan(shape: ModelShape, holdings: list[Holding]) -> list[_Task]:
+    entries = _entries(shape)
+    return [_Task(*task) for task in zip(entries, shard_holders(entries, holdings), strict=True)]
 
 
 def _entries(shape: ModelShape) -> list[Entry]:
@@ -139,13 +145,3 @@ def _entries(shape: ModelShape) -> list[Entry]:
             entries.append(entry)
         seen.update(piece.name for piece in entry.pieces)
     return entries
-
-
-def _holders(entry: Entry, places: list[Holding]) -> tuple[tuple[int, ...], ...]:
-    """The ranks that hold each shard, in shard order."""
-    by_shard: dict[int, list[int]] = {}
-    for rank, place in enumerate(places):
-        if place.holds(entry):
-            shard, _size = place.shard(entry)
-            by_shard.setdefault(shard, []).append(rank)
-    return tuple(tuple(by_shard[shard]) for shard in sorted(by_shard))

@@ -1,4 +1,4 @@
-"""Where a rank stands in the layout, as far as weights are concerned."""
+"""What part of the model each rank holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.weight_map import Entry, global_name
 
-__all__ = ["Holding", "holdings_of", "my_holding", "parameters_by_global_name"]
+__all__ = ["Holding", "holdings_of", "my_holding", "parameters_by_global_name", "shard_holders"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Holding:
 
 
 def my_holding(shape: ModelShape, chunks: Sequence[Any] = ()) -> Holding:
-    """This rank's place, from Megatron's groups.
+    """This rank's part, from Megatron's groups.
 
     Args:
         chunks: the rank's models, which say what layers they hold. Without them pipeline stages are taken
@@ -108,17 +108,38 @@ def _layers(chunk: Any) -> range:
     return range(numbers[0], numbers[-1] + 1)
 
 
-def parameters_by_global_name(chunks: list[Any], place: Holding) -> Iterator[tuple[str, Parameter]]:
+def parameters_by_global_name(chunks: list[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
     """This rank's parameters under their names in the whole model.
 
     Raises:
-        ValueError: the chunks hold other layers than `place` says.
+        ValueError: the chunks hold other layers than `holding` says.
     """
     found = tuple(_layers(chunk) for chunk in chunks)
-    if found != place.layers:
+    if found != holding.layers:
         raise ValueError(
-            f"this rank's model holds layers {found}, its place {place.layers}: give my_holding the chunks"
+            f"this rank's model holds layers {found}, not {holding.layers}: give my_holding the chunks"
         )
-    for chunk, layers in zip(chunks, place.layers, strict=True):
+    for chunk, layers in zip(chunks, holding.layers, strict=True):
         for name, parameter in chunk.named_parameters():
-            yield global_name(name, layers.start, place.first_expert), parameter
+            yield global_name(name, layers.start, holding.first_expert), parameter
+
+
+def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
+    """Of each entry, in shard order: the ranks that hold the shard when rank r holds `holdings[r]`."""
+    known: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+    found = []
+    for entry in entries:
+        # on which alone it depends; a large model has tens of thousands of entries
+        key = entry.layer, entry.expert, entry.layer is None and entry.name.startswith("embedding.")
+        if key not in known:
+            known[key] = _holders(entry, holdings)
+        found.append(known[key])
+    return found
+
+
+def _holders(entry: Entry, holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
+    by_shard: dict[int, list[int]] = {}
+    for rank, holding in enumerate(holdings):
+        if holding.holds(entry):
+            by_shard.setdefault(holding.shard(entry)[0], []).append(rank)
+    return tuple(tuple(by_shard[shard]) for shard in sorted(by_shard))

@@ -23,6 +23,7 @@ __all__ = [
     "assemble",
     "box_name",
     "choose_senders",
+    "consecutive_runs",
     "intersect",
     "local_parts",
     "messages",
@@ -103,16 +104,19 @@ def need_all(metas: Sequence[TensorMeta]) -> list[Need | None]:
 
 def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> Buckets:
     """Fill buckets of at most `limit` bytes in order; a larger tensor has a bucket of its own."""
-    buckets: Buckets = []
+    return consecutive_runs([meta.num_bytes for meta in metas], limit)
+
+
+def consecutive_runs(sizes: Sequence[int], limit: int) -> list[range]:
+    """Numbers of consecutive things that together have at most `limit`; a larger one is a run of its own."""
+    runs: list[range] = []
     first, filled = 0, 0
-    for number, meta in enumerate(metas):
-        if number > first and filled + meta.num_bytes > limit:
-            buckets.append(range(first, number))
+    for number, size in enumerate(sizes):
+        if number > first and filled + size > limit:
+            runs.append(range(first, number))
             first, filled = number, 0
-        filled += meta.num_bytes
-    if metas:
-        buckets.append(range(first, len(metas)))
-    return buckets
+        filled += size
+    return [*runs, range(first, len(sizes))] if sizes else runs
 
 
 def choose_senders(

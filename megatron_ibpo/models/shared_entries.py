@@ -1,4 +1,4 @@
-"""The weight rules that families share: attention, a dense MLP, a mixture of experts."""
+"""Entries of the weight map that families share: attention, a dense MLP, a mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.models.shape import ModelShape
-from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Fused, Piece, Rule
+from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Fused, Piece
 
 __all__ = ["attention", "dense_mlp", "moe"]
 
 
-def attention(shape: ModelShape) -> list[Rule]:
+def attention(shape: ModelShape) -> list[Entry]:
     hidden, dim = shape.hidden_size, shape.head_dim
     queries, groups = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
     gated = shape.attention_output_gate
     qkv = _QKV(shape.num_attention_heads // shape.num_key_value_heads, dim, gated)
     return [
-        Rule("self_attention.linear_qkv.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
-        Rule(
+        Entry("self_attention.linear_qkv.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
+        Entry(
             "self_attention.linear_qkv.weight",
             (
                 Piece("self_attn.q_proj.weight", (queries * (2 if gated else 1), hidden), ROWS),
@@ -31,49 +31,49 @@ def attention(shape: ModelShape) -> list[Rule]:
             qkv.part,
             ROWS,
         ),
-        Rule("self_attention.q_layernorm.weight", (Piece("self_attn.q_norm.weight", (dim,)),)),
-        Rule("self_attention.k_layernorm.weight", (Piece("self_attn.k_norm.weight", (dim,)),)),
-        Rule(
+        Entry("self_attention.q_layernorm.weight", (Piece("self_attn.q_norm.weight", (dim,)),)),
+        Entry("self_attention.k_layernorm.weight", (Piece("self_attn.k_norm.weight", (dim,)),)),
+        Entry(
             "self_attention.linear_proj.weight",
             (Piece("self_attn.o_proj.weight", (hidden, queries), COLUMNS),),
         ),
     ]
 
 
-def dense_mlp(shape: ModelShape) -> list[Rule]:
+def dense_mlp(shape: ModelShape) -> list[Entry]:
     norm = Piece("post_attention_layernorm.weight", (shape.hidden_size,))
     return [
-        Rule("mlp.linear_fc1.layer_norm_weight", (norm,)),
+        Entry("mlp.linear_fc1.layer_norm_weight", (norm,)),
         *_gated_mlp("mlp", "mlp", shape.ffn_hidden_size, shape.hidden_size),
     ]
 
 
-def moe(shape: ModelShape) -> list[Rule]:
+def moe(shape: ModelShape) -> list[Entry]:
     """A mixture of experts: the norm before it, router, shared expert where there is one, and experts."""
     hidden = shape.hidden_size
-    rules = [
-        Rule("pre_mlp_layernorm.weight", (Piece("post_attention_layernorm.weight", (hidden,)),)),
-        Rule("mlp.router.weight", (Piece("mlp.gate.weight", (shape.num_experts, hidden)),)),
+    entries = [
+        Entry("pre_mlp_layernorm.weight", (Piece("post_attention_layernorm.weight", (hidden,)),)),
+        Entry("mlp.router.weight", (Piece("mlp.gate.weight", (shape.num_experts, hidden)),)),
     ]
     if shape.shared_expert_hidden_size:
         gate = Piece("mlp.shared_expert_gate.weight", (1, hidden))
-        rules += [
-            Rule("mlp.shared_experts.gate_weight", (gate,)),
+        entries += [
+            Entry("mlp.shared_experts.gate_weight", (gate,)),
             *_gated_mlp("mlp.shared_experts", "mlp.shared_expert", shape.shared_expert_hidden_size, hidden),
         ]
     for expert in range(shape.num_experts):
-        rules += _expert(shape, expert)
-    return rules
+        entries += _expert(shape, expert)
+    return entries
 
 
-def _expert(shape: ModelShape, expert: int) -> list[Rule]:
+def _expert(shape: ModelShape, expert: int) -> list[Entry]:
     """One expert, which lies in tensors of its own or in the layer's fused ones."""
     hidden, size = shape.hidden_size, shape.expert_hidden_size
     hf = f"mlp.experts.{expert}"
     up = "mlp.experts.gate_up_proj", (shape.num_experts, 2 * size, hidden)
     down = "mlp.experts.down_proj", (shape.num_experts, hidden, size)
     return [
-        Rule(
+        Entry(
             f"mlp.experts.linear_fc1.weight{expert}",
             (
                 Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS, Fused(*up, expert, 0)),
@@ -85,7 +85,7 @@ def _expert(shape: ModelShape, expert: int) -> list[Rule]:
             expert=expert,
             num_experts=shape.num_experts,
         ),
-        Rule(
+        Entry(
             f"mlp.experts.linear_fc2.weight{expert}",
             (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS, Fused(*down, expert, 0)),),
             expert=expert,
@@ -94,10 +94,10 @@ def _expert(shape: ModelShape, expert: int) -> list[Rule]:
     ]
 
 
-def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[Rule]:
+def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[Entry]:
     """SwiGLU: fc1 is [gate; up] on each rank."""
     return [
-        Rule(
+        Entry(
             f"{megatron}.linear_fc1.weight",
             (
                 Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS),
@@ -107,7 +107,7 @@ def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[Rule]:
             _halves,
             Cut(0, (size, size)),
         ),
-        Rule(f"{megatron}.linear_fc2.weight", (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS),)),
+        Entry(f"{megatron}.linear_fc2.weight", (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS),)),
     ]
 
 
