@@ -1,14 +1,33 @@
 # shellcheck shell=bash
-# Sourced by the run_*.sh beside this file: what they have in common, from their variables to one launch line.
+# Sourced by run.sh beside this file: from its variables to one launch line.
 #
-#   RECIPE                                        the YAML to start from
+#   IBPO_CWD                                      where the user stands
+#   HF_CHECKPOINT                                 the model, a directory
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as torchrun has them; one node needs none of them
-#   PROCESSES                                     trainer processes on this node, one a GPU
+#   GPUS_PER_NODE                                 empty: those found here
 #   RUN_DIR                                       empty: a new directory under runs/
 
 fail() {
     echo "error: $*" >&2
     exit 2
+}
+
+# choose FLAGS…: set RECIPE, NNODES, PROCESSES (trainers on this node) and LAYOUT_ARGS by model and devices.
+choose() {
+    local python chosen previous flag
+    for flag in "$@"; do # the flag wins over the variable
+        case $flag in --hf-checkpoint=*) HF_CHECKPOINT=${flag#*=} ;; esac
+        case ${previous:-} in --hf-checkpoint) HF_CHECKPOINT=$flag ;; esac
+        previous=$flag
+    done
+    [[ $HF_CHECKPOINT == /* ]] || HF_CHECKPOINT=$IBPO_CWD/$HF_CHECKPOINT
+    python=$(bash tools/bootstrap.sh) || exit $?
+    chosen=$("$python" -m megatron_ibpo.choice --hf-checkpoint "$HF_CHECKPOINT" ${NNODES:+--nodes "$NNODES"} \
+        ${GPUS_PER_NODE:+--gpus-per-node "$GPUS_PER_NODE"} -- "$@") || exit $?
+    mapfile -t chosen <<<"$chosen"
+    RECIPE=${chosen[0]} NNODES=${chosen[1]} PROCESSES=${chosen[2]}
+    # shellcheck disable=SC2034 # read by the script that sources this
+    LAYOUT_ARGS=("${chosen[@]:3}")
 }
 
 # launch FLAGS…: train with the recipe and these flags; with --dry-run among them print the plan, for which no

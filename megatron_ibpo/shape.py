@@ -326,6 +326,10 @@ def _layout_problems(shape: ModelShape, parallel: ParallelConfig, world_size: in
         if world_size % (ep * etp * pp):
             yield f"EP x ETP x PP = {ep * etp * pp} does not divide the world size ({world_size})"
     elif ep > 1 or etp > 1:
-        yield f"{shape.family} has no experts: leave expert parallel sizes at 1"
+        yield (
+            f"{shape.family} has no experts: --expert-model-parallel-size {ep} and "
+            f"--expert-tensor-parallel-size {etp} must be 1; is this the recipe of a mixture of experts? "
+            "examples/run.sh chooses a recipe by the model"
+        )
     if world_size % (tp * pp):
         yield f"TP x PP = {tp * pp} does not divide the world size ({world_size})"
