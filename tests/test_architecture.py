@@ -11,8 +11,8 @@ PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
     "main", "train", "launch", "choice", "study", "assembly", "dry_run", "report", "cli", "rollout",
-    "evaluate", "rewards", "credit", "data", "policy", "loss", "kernels", "edit_distance", "weights", "cost", "shape", "world",
-    "config", "records", "seeds", "versions", "quiet", "interrupts", "words",
+    "evaluate", "rewards", "credit", "data", "policy", "loss", "kernels", "edit_distance", "weights",
+    "cost", "shape", "world", "config", "records", "seeds", "versions", "quiet", "interrupts", "words",
 ]  # fmt: skip
 """From the loop down: a room may import only from rooms after it."""
 
