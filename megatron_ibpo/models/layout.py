@@ -96,7 +96,11 @@ def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: in
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if not shape.is_moe:
         if ep > 1 or etp > 1:
-            yield f"{shape.family} has no experts: leave expert parallel sizes at 1"
+            yield (
+                f"{shape.family} has no experts: --expert-model-parallel-size {ep} and "
+                f"--expert-tensor-parallel-size {etp} must be 1; is this the recipe of a mixture of experts? "
+                "examples/run.sh chooses a recipe by the model"
+            )
         return
     yield from _undivided("--expert-model-parallel-size", ep, {"the experts": shape.num_experts})
     hidden = {"an expert's hidden size": shape.expert_hidden_size}
