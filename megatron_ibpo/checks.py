@@ -14,15 +14,19 @@ def check_run(config: Config) -> None:
     Raises:
         ConfigError: with all problems at once, each naming its flag.
     """
-    credit = config.algorithm
-    check_config(
-        config,
-        [
-            lambda _: find_operator(credit),
-            lambda _: find_estimator(credit.advantages),
-            lambda _: find_group_filter(credit),
-        ],
-    )
+    check_config(config, [_check_operator, _check_estimator, _check_group_filter])
+
+
+def _check_operator(config: Config) -> None:
+    find_operator(config.algorithm)
+
+
+def _check_estimator(config: Config) -> None:
+    find_estimator(config.algorithm.advantages)
+
+
+def _check_group_filter(config: Config) -> None:
+    find_group_filter(config.algorithm)
 
 
 def check_loss_of_run(config: Config) -> None:

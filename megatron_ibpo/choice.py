@@ -114,7 +114,7 @@ def _on_cpus(shape: ModelShape, parameters: float) -> Choice:
         )
     if not shape.is_moe:
         return Choice(RECIPES / "small_dense_cpu.yaml", 1, ())
-    if not shape.is_hybrid:
+    if not shape.is_recurrent:
         raise ValueError(
             f"there is no recipe for {shape.family} on CPUs; write one (examples/recipes/ has the others) "
             "and give it to `bash tools/ibpo.sh train --config FILE`"

@@ -167,7 +167,15 @@ class Run:
         with self.stages("report"):
             if run.save_debug_rollout_data:
                 path = rollout_path(run.run_dir / "rollouts", step)
-                save_groups(path, step, groups, self.task.tokenizer.decode, credit.sequences, self.observed)
+                save_groups(
+                    path,
+                    step,
+                    groups,
+                    self.task.tokenizer.decode,
+                    credit.sequences,
+                    old_logprobs=self.progress.old_logprobs,
+                    new_logprobs=self.progress.new_logprobs,
+                )
             counts = {"engine_restarts": 0 if self.engines is None else self.engines.restarts}
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics() | counts
             responses = [response for group in groups for response in group.responses]

@@ -85,7 +85,7 @@ class Host:
             threads: calls that it runs at the same time. With 1 they run in its main thread.
         """
         self.name = name
-        self._actor = (
+        self._actor: Any = (
             ray.remote(_Process)
             .options(
                 num_cpus=0,

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
 from megatron_ibpo.cluster.session import QUIET, ClusterError, answers, swept
 
