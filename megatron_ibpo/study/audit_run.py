@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_ibpo.cli import parse_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, correct_groups
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import is_wrong
