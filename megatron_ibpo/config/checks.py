@@ -15,7 +15,7 @@ from megatron_ibpo.config.presets import PRESETS, unknown_preset
 __all__ = ["check_algorithm", "check_config"]
 
 
-def check_config(config: Config, rooms: Iterable[Callable[[Config], None]] = ()) -> None:
+def check_config(config: Config, rooms: Iterable[Callable[[Config], object]] = ()) -> None:
     """Refuse what cannot work.
 
     Args:
