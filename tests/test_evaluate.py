@@ -39,24 +39,23 @@ def made(request, tokens, finish="stop", logprob=0.0, written=None):
 def answers(plan):
     """A policy that answers as `plan(prompt number, greedy)` says: tokens, finish reason."""
 
-    def sample(requests: list[SampleRequest]) -> list[Sample]:
-        responses = []
-        for request in requests:
-            tokens, finish = plan(request.prompt_token_ids[0], request.temperature == 0)
-            responses.append(made(request, tokens, finish))
-        return responses
+    def ask(asked: list[tuple[Prompt, SampleRequest]]) -> list[Sample]:
+        return [
+            one_is_right(made(request, *plan(request.prompt_token_ids[0], request.temperature == 0)))
+            for _, request in asked
+        ]
 
-    return sample
+    return ask
 
 
-def one_is_right(pairs: list[tuple[Prompt, Sample]]) -> None:
+def one_is_right(response: Sample) -> Sample:
     """Token 1 is a correct answer, token 9 makes the verifier fail."""
-    for _, response in pairs:
-        if response.token_ids[0] == 9:
-            response.reward_error = "verifier crashed"
-            continue
+    if response.token_ids[0] == 9:
+        response.reward_error = "verifier crashed"
+    else:
         response.reward = float(response.token_ids[0] == 1)
         response.correct = response.reward == 1.0
+    return response
 
 
 def test_accuracies_lengths_and_truncation_are_counted():
@@ -65,7 +64,7 @@ def test_accuracies_lengths_and_truncation_are_counted():
             return [1], "stop"
         return ([1, 2, 3], "stop") if number < 3 else ([0], "length")
 
-    result = evaluate(prompts(4), answers(plan), one_is_right, max_tokens=5)
+    result = evaluate(prompts(4), answers(plan), max_tokens=5)
 
     assert result.accuracy == 0.75
     assert result.greedy_accuracy == 1.0
@@ -83,7 +82,7 @@ def test_a_failed_verifier_is_counted_and_is_no_wrong_answer():
     def plan(number, greedy):
         return ([9], "stop") if number == 0 else ([1], "stop")
 
-    result = evaluate(prompts(4), answers(plan), one_is_right, max_tokens=5)
+    result = evaluate(prompts(4), answers(plan), max_tokens=5)
     assert result.reward_errors == 2, "once sampled, once greedy"
     assert result.accuracy == 1.0
     assert "2 reward errors" in str(result)
@@ -91,12 +90,12 @@ def test_a_failed_verifier_is_counted_and_is_no_wrong_answer():
 
 def test_nothing_scored_is_an_error_with_the_first_cause():
     with pytest.raises(ValueError, match="verifier crashed"):
-        evaluate(prompts(2), answers(lambda number, greedy: ([9], "stop")), one_is_right, max_tokens=5)
+        evaluate(prompts(2), answers(lambda number, greedy: ([9], "stop")), max_tokens=5)
 
 
 def test_no_prompts_is_an_error():
     with pytest.raises(ValueError, match="at least one prompt"):
-        evaluate([], answers(lambda number, greedy: ([1], "stop")), one_is_right, max_tokens=5)
+        evaluate([], answers(lambda number, greedy: ([1], "stop")), max_tokens=5)
 
 
 def test_several_samples_a_prompt_widen_the_interval_by_prompts_not_samples():
@@ -104,8 +103,8 @@ def test_several_samples_a_prompt_widen_the_interval_by_prompts_not_samples():
     def plan(number, greedy):
         return [number % 2], "stop"
 
-    once = evaluate(prompts(64), answers(plan), one_is_right, max_tokens=5)
-    often = evaluate(prompts(64), answers(plan), one_is_right, max_tokens=5, samples_per_prompt=16)
+    once = evaluate(prompts(64), answers(plan), max_tokens=5)
+    often = evaluate(prompts(64), answers(plan), max_tokens=5, samples_per_prompt=16)
     assert often.accuracy == once.accuracy == 0.5
     assert often.samples_per_prompt == 16
     width = often.accuracy_high - often.accuracy_low
@@ -115,15 +114,15 @@ def test_several_samples_a_prompt_widen_the_interval_by_prompts_not_samples():
 def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
     seen: list[list[SampleRequest]] = []
 
-    def sample(requests):
-        seen.append(requests)
-        return answers(lambda number, greedy: ([1], "stop"))(requests)
+    def ask(asked):
+        seen.append([request for _, request in asked])
+        assert all(prompt.token_ids is request.prompt_token_ids for prompt, request in asked)
+        return answers(lambda number, greedy: ([1], "stop"))(asked)
 
     for _ in range(2):
         evaluate(
             prompts(3),
-            sample,
-            one_is_right,
+            ask,
             max_tokens=5,
             samples_per_prompt=4,
             temperature=0.7,
@@ -137,7 +136,7 @@ def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
     assert all((request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 3) for request in sampled)
     assert len(seen[0]) - len(sampled) == 3, "one greedy response a prompt"
     # the seeds of a prompt do not depend on which other prompts are evaluated with it
-    evaluate(prompts(3)[2:], sample, one_is_right, max_tokens=5, samples_per_prompt=4, temperature=0.7)
+    evaluate(prompts(3)[2:], ask, max_tokens=5, samples_per_prompt=4, temperature=0.7)
     assert [r.seed for r in seen[2] if r.temperature > 0] == [
         r.seed for r in sampled if r.prompt_token_ids[0] == 2
     ]
@@ -180,18 +179,18 @@ def test_the_best_of_n_is_chosen_without_the_verifier():
     assert best_of(outcomes, np.array([[-0.1, -0.2], [-0.3, -0.2]])) == 1.0
 
 
-def sampler(plan):
+def sampler(plan, score=one_is_right):
     """A policy whose sample number j of prompt i has the tokens plan(i, j), at log-probs of -1/(j+1)."""
     counts: Counter[int] = Counter()
     requests: list[SampleRequest] = []
 
     def sample(asked):
-        requests.extend(asked)
+        requests.extend(request for _, request in asked)
         responses = []
-        for request in asked:
+        for _, request in asked:
             number = int(request.prompt_token_ids[0])
             tokens = plan(number, counts[number], request)
-            responses.append(made(request, tokens, logprob=-1 / (counts[number] + 1)))
+            responses.append(score(made(request, tokens, logprob=-1 / (counts[number] + 1))))
             counts[number] += 1
         return responses
 
@@ -206,7 +205,6 @@ def test_several_samples_are_evaluated_in_all_ways_at_once():
     result = evaluate(
         prompts(2),
         sample,
-        one_is_right,
         max_tokens=5,
         samples_per_prompt=4,
         answer=lambda r: str(r.token_ids[0]),
@@ -223,7 +221,7 @@ def test_several_samples_are_evaluated_in_all_ways_at_once():
 
 
 def test_one_sample_is_not_voted_on():
-    result = evaluate(prompts(2), answers(lambda number, greedy: ([1], "stop")), one_is_right, max_tokens=5)
+    result = evaluate(prompts(2), answers(lambda number, greedy: ([1], "stop")), max_tokens=5)
     assert (result.pass_at, result.majority_accuracy, result.best_of_accuracy) == ({}, None, None)
 
 
@@ -231,6 +229,7 @@ def corrector(num_candidates=2, max_context=100):
     """x̃ is the prompt's number, 50, and the first tokens of the candidates."""
 
     def prompt_ids(prompt, candidates):
+        assert not any(c.is_scored or c.correct for c in candidates)
         return token_ids([prompt.token_ids[0], 50, *(c.token_ids[0] for c in candidates)])
 
     return Corrector(prompt_ids, num_candidates, max_context)
@@ -238,30 +237,22 @@ def corrector(num_candidates=2, max_context=100):
 
 def test_correction_at_test_time_sees_no_reward_and_answers_every_problem():
     """Sample j of every prompt begins with 10 + j, all wrong; corrections are right where 13 was shown."""
-    events = []
 
     def plan(number, j, request):
         if request.prompt_token_ids[1] == 50:
-            events.append("correct")
             return [1 if 13 in request.prompt_token_ids[2:] else 0]
         return [10 + j]
-
-    def score(pairs):
-        events.append("score")
-        one_is_right(pairs)
 
     sample, requests = sampler(plan)
     result = evaluate(
         prompts(200),
         sample,
-        score,
         max_tokens=5,
         samples_per_prompt=4,
         temperature=0.7,
         corrector=corrector(),
     )
     assert result.accuracy == 0
-    assert events == ["correct"] * 200 + ["score"] * 2, "all is drawn and corrected before anything is scored"
     asked = [r for r in requests if r.prompt_token_ids[1] == 50]
     shown = Counter(token for r in asked for token in r.prompt_token_ids[2:].tolist())
     pairs = {tuple(r.prompt_token_ids[2:].tolist()) for r in asked}
@@ -275,17 +266,15 @@ def test_correction_at_test_time_sees_no_reward_and_answers_every_problem():
 
 def test_what_is_shown_does_not_depend_on_what_is_right():
     def shown(right):
-        sample, requests = sampler(lambda number, j, request: [10 + j])
+        def score(response):
+            response.reward = float(response.token_ids[0] == right)
+            response.correct = response.reward == 1
+            return response
 
-        def score(pairs):
-            for _, response in pairs:
-                response.reward = float(response.token_ids[0] == right)
-                response.correct = response.reward == 1
-
+        sample, requests = sampler(lambda number, j, request: [10 + j], score)
         evaluate(
             prompts(20),
             sample,
-            score,
             max_tokens=5,
             samples_per_prompt=4,
             corrector=corrector(num_candidates=3),
@@ -300,7 +289,6 @@ def test_a_correction_prompt_that_does_not_fit_leaves_the_first_candidate():
     result = evaluate(
         prompts(2),
         sample,
-        one_is_right,
         max_tokens=5,
         samples_per_prompt=2,
         corrector=corrector(max_context=8),

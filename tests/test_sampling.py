@@ -389,8 +389,13 @@ class Restarts:
 def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_path: Path) -> None:
     checkpoint = make_qwen3(tmp_path / "model", 0)
     rollout = replace(
-        ROLLOUT, vllm_dtype="float32", rollout_max_context_len=256, vllm_kv_cache_bytes=128 * 1024**2
+        ROLLOUT,
+        rollout_max_response_len=120,
+        rollout_max_context_len=500,
+        vllm_dtype="float32",
+        vllm_kv_cache_bytes=128 * 1024**2,
     )
+    context = replace(CONTEXT, rollout=rollout, max_context=500)
     chosen = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
 
     def start() -> Engine:
@@ -404,19 +409,21 @@ def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_pa
     async def score(prompt: Prompt, sample: Sample) -> None:
         scored.append(sample)
         judge(prompt, sample)
-        if len(scored) == 30:  # every third request is still open: responses and corrections
+        if len(scored) == 5:
             os.kill(restarts.engines[0].pid, signal.SIGKILL)
 
     def prompts(number: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
-        return [(replace(prompt), requests) for prompt, requests in draw_round(number)]
+        return [
+            (prompt, [replace(r, max_tokens=120) for r in requests]) for prompt, requests in draw_round(0)
+        ]
 
     try:
         with Sampler(
             [ThreadedEngine(restarts.engines[0])], score, stall_timeout=100, revive=restarts
         ) as sampler:
-            mended = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, CONTEXT))
+            mended = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, context))
             metrics = sampler.take_metrics()
-            whole = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, CONTEXT))
+            whole = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, context))
         with pytest.raises(EngineDiedError):
             restarts.engines[0].take(1.0)
     finally:

@@ -83,7 +83,7 @@ def open_rollouts(
         return
     sampler = Sampler(
         engines.clients(),
-        scorer(verifier, task.tokenizer.decode),
+        scorer(verifier, lambda _, sample: task.tokenizer.decode(sample.token_ids)),
         stall_timeout=config.rollout.rollout_timeout,
         max_context=config.rollout.rollout_max_context_len,
         revive=engines.revive,

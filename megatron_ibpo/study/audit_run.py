@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_ibpo.config import Config, parse_config
-from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, correct_groups
+from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import split_spans
@@ -29,11 +29,13 @@ from megatron_ibpo.edit_distance import unmodified_mask
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.rollout.pool import EnginePool
+from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
+from megatron_ibpo.sampling.groups import Rules, sample_batch
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.study.credit_audit import AuditedResponse
-from megatron_ibpo.world import World, start_world
 
 __all__ = ["audit_responses", "modified_tokens", "prefix_requests"]
 
@@ -67,12 +69,9 @@ def audit_responses(
     config, hf_dir = _settings(run_dir, policy)
     config.run.run_dir = scratch
     with ExitStack() as stack:
-        world = start_world(config.parallel.distributed_timeout_minutes)
-        stack.callback(world.close)
         tokenizer = load_tokenizer(hf_dir)
-        asker = _Asker(config, world, hf_dir, tokenizer, stack)
-        groups = asker.groups(prompts, seed)
-        phi = asker.correct(groups, seed)
+        asker = _Asker(config, hf_dir, tokenizer, stack)
+        groups, phi = asker.groups(prompts, seed)
         wrong = [
             (group, number, index)
             for number, group in enumerate(groups)
@@ -142,49 +141,34 @@ def modified_tokens(group: Group, index: int) -> list[int] | None:
 class _Asker:
     """One engine and one verifier, asked as the loop asks them."""
 
-    def __init__(self, config: Config, world: World, hf_dir: Path, tokenizer: Tokenizer, stack: ExitStack):
+    def __init__(self, config: Config, hf_dir: Path, tokenizer: Tokenizer, stack: ExitStack):
         self.config, self.tokenizer = config, tokenizer
         self.max_context = config.rollout.rollout_max_context_len or (
             read_hf_config(hf_dir).max_position_embeddings
         )
         config.rollout.rollout_max_context_len = self.max_context
         self.verifier = stack.enter_context(open_verifier(config.data))
-        self.pool = stack.enter_context(EnginePool(config, world, hf_dir))
-        self.pool.start()
-        self.pool.wait_ready()
+        self.engine = ThreadedEngine(_open_engine(config, hf_dir, stack))
 
-    def groups(self, count: int, seed: int) -> list[Group]:
-        """Responses to held-out prompts, scored."""
+    def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
+        """(groups of held-out prompts, scored and with corrections; φ of every response)."""
         data, rollout = self.config.data, self.config.rollout
         room = self.max_context - rollout.rollout_max_response_len
         spec = data.eval_prompt_data or data.prompt_data
         assert spec is not None  # the run had one
         source = open_source(spec, self.tokenizer, data, split="eval", max_prompt_len=room)
         prompts = source.batch(0, min(count, len(source) or count))
-        responses = iter(self.pool.generate(group_requests(prompts, rollout, seed=seed, step=0)))
+        requests = group_requests(prompts, rollout, seed=seed, step=0)
         size = rollout.n_samples_per_prompt
-        groups = [Group(prompt, [next(responses) for _ in range(size)]) for prompt in prompts]
-        self.score([(group.prompt, response) for group in groups for response in group.responses])
-        return groups
 
-    def correct(self, groups: list[Group], seed: int) -> list[list[float]]:
-        """φ of every response by compare-and-correct; fills in the corrections."""
-        algorithm = self.config.algorithm
-        if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
-            algorithm = replace(algorithm, ibpo_corrections=1)
-        thinking = ThinkingMarks(*thinking_marks(self.tokenizer)) if algorithm.ibpo_strip_thinking else None
-        template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
-        context = CreditContext(
-            algorithm=algorithm,
-            rollout=self.config.rollout,
-            vocabulary=Vocabulary(template, token_texts(self.tokenizer), thinking),
-            max_context=self.max_context,
-            seed=seed,
-            step=0,
-        )
-        operator = CompareAndCorrect()
-        correct_groups(groups, context, operator, self.pool.generate, self.score)
-        return operator.judge(groups, context).phi
+        def draw(_: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
+            return [(prompt, requests[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
+
+        operator, context = CompareAndCorrect(), self._context(seed)
+        rules = Rules(len(prompts), max_rounds=1, usable=any_group, preferred=any_group)
+        with self._sampler(lambda _, sample: self.tokenizer.decode(sample.token_ids)) as sampler:
+            groups = sampler.run(sample_batch(sampler, draw, rules, operator, context)).groups
+        return groups, operator.judge(groups, context).phi
 
     def outcomes(
         self,
@@ -195,24 +179,64 @@ class _Asker:
     ) -> list[np.ndarray]:
         """For each response [boundaries - 1, rollouts]: 1 where the continuation ended correct."""
         asked = [
-            (prompt, len(response.prompt_token_ids), request)
+            (prompt, request)
             for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
             for request in prefix_requests(prompt, response, bounds, rollouts, self.config, seed)
         ]
-        written = self.pool.generate([request for _, _, request in asked])
-        for (_, read, request), rest in zip(asked, written, strict=True):
-            rest.token_ids = np.concatenate([request.prompt_token_ids[read:], rest.token_ids])
-        self.score([(prompt, rest) for (prompt, _, _), rest in zip(asked, written, strict=True)])
+
+        def whole(prompt: Prompt, rest: Sample) -> str:
+            begun = rest.prompt_token_ids[len(prompt.token_ids) :]
+            return self.tokenizer.decode(np.concatenate([begun, rest.token_ids]))
+
+        with self._sampler(whole) as sampler:
+            written = sampler.run(sampler.answers(asked))
         ended = iter(float(rest.correct) for rest in written)
         return [
             np.array([[next(ended) for _ in range(rollouts)] for _ in bounds[:-1]]) for bounds in boundaries
         ]
 
-    def score(self, pairs: list[tuple[Prompt, Sample]]) -> None:
-        texts = [(prompt, self.tokenizer.decode(response.token_ids)) for prompt, response in pairs]
-        for (_, response), score in zip(pairs, self.verifier.score(texts), strict=True):
-            response.reward, response.correct = score.reward, score.correct
-            response.reward_error = score.error
+    def _context(self, seed: int) -> CreditContext:
+        algorithm = self.config.algorithm
+        if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
+            algorithm = replace(algorithm, ibpo_corrections=1)
+        thinking = ThinkingMarks(*thinking_marks(self.tokenizer)) if algorithm.ibpo_strip_thinking else None
+        template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
+        return CreditContext(
+            algorithm=algorithm,
+            rollout=self.config.rollout,
+            vocabulary=Vocabulary(template, token_texts(self.tokenizer), thinking),
+            max_context=self.max_context,
+            seed=seed,
+            step=0,
+        )
+
+    def _sampler(self, text: Callable[[Prompt, Sample], str]) -> Sampler:
+        return Sampler(
+            [self.engine],
+            scorer(self.verifier, text),
+            stall_timeout=self.config.rollout.rollout_timeout,
+            max_context=self.max_context,
+        )
+
+
+def _open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
+    """An engine that keeps the weights it starts with."""
+    import torch
+
+    rollout, on_gpu = config.rollout, torch.cuda.is_available()
+    engine = Engine(
+        engine_settings(
+            rollout,
+            hf_dir,
+            "nccl" if on_gpu else "gloo",
+            gpus=tuple(range(rollout.rollout_num_gpus_per_engine)) if on_gpu else (),
+            num_threads=torch.get_num_threads(),
+        ),
+        config.run.run_dir / "logs" / "engine.log",
+    )
+    stack.callback(engine.close)
+    engine.wait_ready(rollout.vllm_start_timeout)
+    return engine
 
 
 def _audited(
