@@ -25,6 +25,7 @@ TESTED = {
     "vllm": "0.32.0",
     "transformers": "5.19.0",
     "triton": "3.7.1",
+    "ray": "2.60.0",
     "numpy": "2.3.5",
     "tokenizers": "0.23.3",
     "sentencepiece": "0.2.3",
