@@ -232,7 +232,9 @@ class Engines:
 
     def _wait(self, engines: Iterable[int]) -> None:
         hosts = [self.hosts[index] for index in engines]
-        gather([host.call("wait_ready", self.start_timeout) for host in hosts], [host.name for host in hosts])
+        names = [host.name for host in hosts]
+        gather([host.built for host in hosts], names)  # calls run in threads: none may overtake this one
+        gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
 
     def _catch_up(self, engines: Sequence[int]) -> tuple[int, int, Reasons]:
         """Give `engines` the current weights; (bytes sent, bytes that their shards take, those that died)."""

@@ -85,6 +85,7 @@ class Host:
             threads: calls that it runs at the same time. With 1 they run in its main thread.
         """
         self.name = name
+        self.built: Any = None
         self._actor: Any = (
             ray.remote(_Process)
             .options(
@@ -103,8 +104,9 @@ class Host:
         return self._actor.free_port.remote()
 
     def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> Any:
-        """Let it make its object: `factory` is module:name. Returns what to wait for."""
-        return self._actor.build.remote(factory, dict(environment), *arguments)
+        """Let it make its object: `factory` is module:name. Returns what to wait for, which `built` keeps."""
+        self.built = self._actor.build.remote(factory, dict(environment), *arguments)
+        return self.built
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Let its object run a method. Returns what to wait for."""
