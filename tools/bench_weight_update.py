@@ -34,7 +34,7 @@ MIB = 1024**2
 
 @dataclass
 class Update:
-    """Live export to one engine, beside a plain gloo broadcast of the same bytes in the same run."""
+    """Live export to one engine, alongside a plain gloo broadcast of the same bytes in the same run."""
 
     families: tuple[Family, ...] = ("dense", "moe")
     """dense: a Qwen3. moe: a Qwen3-Next with many small experts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,9 +62,12 @@ def moe(shape: ModelShape) -> list[Entry]:
             Entry("mlp.shared_experts.gate_weight", (gate,)),
             *_gated_mlp("mlp.shared_experts", "mlp.shared_expert", shape.shared_expert_hidden_size, hidden),
         ]
-    for expert in range(shape.num_experts):
-        entries += _expert(shape, expert)
-    return entries
+    return [*entries, *_experts(shape)]
+
+
+@lru_cache(maxsize=2)  # the same in every layer, and there may be tens of thousands in a model
+def _experts(shape: ModelShape) -> tuple[Entry, ...]:
+    return tuple(entry for expert in range(shape.num_experts) for entry in _expert(shape, expert))
 
 
 def _expert(shape: ModelShape, expert: int) -> list[Entry]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -69,6 +69,13 @@ class Piece:
     cut: Cut | None = None
     """None: every rank holds all of it."""
     fused: Fused | None = None
+
+    def within(self, prefix: str) -> Piece:
+        """The piece with its names prefixed."""
+        fused = self.fused
+        if fused is not None:
+            fused = Fused(prefix + fused.name, fused.shape, fused.expert, fused.first_row)
+        return Piece(prefix + self.name, self.shape, self.cut, fused)
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """(start, length) along the cut's dimension of what `rank` of `ranks` holds."""
@@ -140,15 +147,18 @@ class Entry:
 
     def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
         """The entry with its names prefixed, in a layer of the model."""
-        pieces = tuple(
-            replace(
-                piece,
-                name=hf + piece.name,
-                fused=piece.fused and replace(piece.fused, name=hf + piece.fused.name),
-            )
-            for piece in self.pieces
+        pieces = tuple(piece.within(hf) for piece in self.pieces)
+        return Entry(
+            megatron + self.name,
+            pieces,
+            self.join,
+            self.part,
+            self.joined_cut,
+            self.stored_apart,
+            layer,
+            self.expert,
+            self.num_experts,
         )
-        return replace(self, name=megatron + self.name, pieces=pieces, layer=layer)
 
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
         """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along
