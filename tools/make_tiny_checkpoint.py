@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
 from transformers import (
@@ -46,7 +47,7 @@ from megatron_ibpo.data.tiny_tokenizer import TINY_VOCAB_SIZE
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.records import Prompt, TrainSequence
+from megatron_ibpo.records import Prompt, TokenIds, TrainSequence, token_ids
 from megatron_ibpo.shape import read_hf_config
 from megatron_ibpo.weights import HFExport, load_hf, save_hf
 from megatron_ibpo.world import start_world
@@ -130,21 +131,29 @@ def supervised_rows(
 ) -> Iterator[TrainSequence]:
     """Worked solutions, the first share of them as compare-and-correct."""
 
-    def solution(prompt: Prompt) -> list[int]:
+    def solution(prompt: Prompt) -> TokenIds:
         expression = prompt.metadata["expression"]
-        return tokenizer.encode(
-            worked_solution(expression, rng, carry_dropped=arguments.carry_dropped, slip=arguments.slip)
-        )
+        text = worked_solution(expression, rng, carry_dropped=arguments.carry_dropped, slip=arguments.slip)
+        return token_ids(tokenizer.encode(text))
 
     rows = []
     for number, prompt in enumerate(prompts):
         asked = prompt.token_ids
         if number < CORRECTION_SHARE * len(prompts):
             asked = template(prompt, solution(prompt), [solution(prompt)])
-        rows.append((asked, (*solution(prompt), tokenizer.eos_id)))
+        rows.append((asked, np.append(solution(prompt), np.int32(tokenizer.eos_id))))
     total = sum(len(target) for _, target in rows)
     for number, (asked, target) in enumerate(rows):
-        yield TrainSequence(asked, target, advantage=1.0, weight=len(target) / total, group=number)
+        yield TrainSequence(
+            prompt_token_ids=asked,
+            response_token_ids=target,
+            loss_mask=np.ones(len(target), bool),
+            advantage=1.0,
+            weight=len(target) / total,
+            prompt_index=prompts[number].index,
+            group=number,
+            index=0,
+        )
 
 
 def main(arguments: Arguments) -> None:
