@@ -10,10 +10,11 @@
 # --load DIR continues a run, or starts from what tools/convert_hf_to_megatron.py made. A run's checkpoints become
 # Hugging Face models by tools/convert_megatron_to_hf.py --load RUN_DIR --save DIR.
 set -euo pipefail
+export IBPO_CWD=$PWD # relative paths that you give count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # ---------------------------------------------------------------------------------- what you may set
-HF_CHECKPOINT=${HF_CHECKPOINT:-examples/models/qwen3_32b}
+HF_CHECKPOINT=${HF_CHECKPOINT:-$PWD/examples/models/qwen3_32b}
 RUN_DIR=${RUN_DIR:-}
 PROMPT_DATA=${PROMPT_DATA:-}           # JSONL
 EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-} # JSONL
@@ -24,7 +25,7 @@ MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 MASTER_PORT=${MASTER_PORT:-}           # empty: any free port on one node, 29500 on several
 # -----------------------------------------------------------------------------------------------------
 
-RECIPE=examples/recipes/qwen3_32b_ibpo.yaml
+RECIPE=$PWD/examples/recipes/qwen3_32b_ibpo.yaml
 PROCESSES=$GPUS_PER_NODE
 CKPT_ARGS=(--hf-checkpoint "$HF_CHECKPOINT")
 DATA_ARGS=(${PROMPT_DATA:+--prompt-data "$PROMPT_DATA"})

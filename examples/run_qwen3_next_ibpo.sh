@@ -13,6 +13,7 @@
 # --load DIR continues a run, or starts from what tools/convert_hf_to_megatron.py made. A run's checkpoints become
 # Hugging Face models by tools/convert_megatron_to_hf.py --load RUN_DIR --save DIR.
 set -euo pipefail
+export IBPO_CWD=$PWD # relative paths that you give count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # ---------------------------------------------------------------------------------- what you may set
@@ -28,11 +29,11 @@ MASTER_PORT=${MASTER_PORT:-}           # empty: any free port on one node, 29500
 # -----------------------------------------------------------------------------------------------------
 
 if [[ -n $HF_CHECKPOINT ]]; then
-    RECIPE=examples/recipes/qwen3_next_80b_a3b_ibpo.yaml
+    RECIPE=$PWD/examples/recipes/qwen3_next_80b_a3b_ibpo.yaml
     PROCESSES=$GPUS_PER_NODE
     CKPT_ARGS=(--hf-checkpoint "$HF_CHECKPOINT")
 else
-    RECIPE=examples/recipes/tiny_qwen3_next_ibpo.yaml
+    RECIPE=$PWD/examples/recipes/tiny_qwen3_next_ibpo.yaml
     NNODES=1 PROCESSES=2
     CKPT_ARGS=()
 fi

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_ibpo.config import Config, LossConfig
+from megatron_ibpo.config import Config, LossConfig, named_values
 from megatron_ibpo.loss import ChosenBackend, Objective, choose_backend, make_objective, resolve_variant
 from megatron_ibpo.records import TrainSequence
 
@@ -17,7 +17,6 @@ __all__ = [
     "gspo_objective",
     "loss_params",
     "run_objective",
-    "takes_token_advantages",
 ]
 
 
@@ -51,8 +50,8 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     """All parameters of the run's loss variant: what the flags give, and the variant's own defaults.
 
     Raises:
-        ValueError: an unknown variant, a parameter that it does not have, is given twice or lies outside its
-            range, or a --loss-param that is not name=value.
+        ValueError: an unknown variant, a parameter that it does not have or that lies outside its range, one
+            that a clip's flag and --loss-param both give, or a --loss-param that is no number.
     """
     named = _named_params(loss.loss_param)
     low, high = loss.eps_clip, loss.eps_clip_high
@@ -65,21 +64,18 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     try:
         return resolve_variant(loss.loss_variant, clips | named)[1]
     except ValueError as error:
-        flags = "--loss-variant, --loss-param" + (", --eps-clip, --eps-clip-high" if clips else "")
-        raise ValueError(f"{flags}: {error}") from error
+        where = f"--loss-variant {loss.loss_variant}: "
+        clipped = " (--eps-clip and --eps-clip-high are eps_low and eps_high)" if clips else ""
+        raise ValueError(f"{where}{str(error).removeprefix(where)}{clipped}") from error
 
 
-def _named_params(given: Sequence[str]) -> dict[str, float]:
-    """name=value texts as numbers by name."""
+def _named_params(given: Iterable[str]) -> dict[str, float]:
     params: dict[str, float] = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        if name in params:
-            raise ValueError(f"--loss-param {name}: given twice")
+    for name, value in named_values(given).items():
         try:
             params[name] = float(value)
         except ValueError as error:
-            raise ValueError(f"--loss-param {text}: must be name=number, such as eps_low=0.2") from error
+            raise ValueError(f"--loss-param {name}={value}: must be a number, such as {name}=0.2") from error
     return params
 
 
@@ -96,15 +92,6 @@ def check_loss(loss: LossConfig) -> None:
             f"--fuse-lm-head with --loss-variant {loss.loss_variant}: its token term needs the mean of its "
             "whole sequence; drop --fuse-lm-head, or take gspo, the same for one advantage a sequence"
         )
-
-
-def takes_token_advantages(loss: LossConfig) -> bool:
-    """Whether advantages may differ inside a sequence.
-
-    Raises:
-        ValueError: an unknown variant.
-    """
-    return resolve_variant(loss.loss_variant)[0].takes_token_advantages
 
 
 def aggregation(config: Config, minibatch: Sequence[TrainSequence]) -> str | float:

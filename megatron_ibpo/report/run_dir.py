@@ -8,8 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from megatron_ibpo.cli import ConfigError, write_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ConfigError, write_config
 from megatron_ibpo.versions import installed_versions, warn_on_differences
 
 __all__ = ["METRICS_FILE", "checkpoint_bytes", "prepare_run_dir"]
