@@ -5,11 +5,21 @@ from __future__ import annotations
 from megatron_ibpo.config import Config, ConfigError, check_config
 from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
 
-__all__ = ["check_loss_of_run", "check_run"]
+__all__ = ["check_loss_of_run", "check_run", "check_settings"]
 
 
 def check_run(config: Config) -> None:
-    """Refuse a run that cannot work, as far as that shows without a model, data or torch.
+    """Refuse a run that cannot work, as far as that shows without a model or data.
+
+    Raises:
+        ConfigError: naming the flags.
+    """
+    check_settings(config)
+    check_loss_of_run(config)
+
+
+def check_settings(config: Config) -> None:
+    """The part of `check_run` that needs no torch.
 
     Raises:
         ConfigError: with all problems at once, each naming its flag.
@@ -30,7 +40,7 @@ def _check_group_filter(config: Config) -> None:
 
 
 def check_loss_of_run(config: Config) -> None:
-    """Refuse a loss that cannot work; imports torch, for which the answer to other mistakes need not wait.
+    """The other part: a loss that cannot work. Importing torch takes a second.
 
     Raises:
         ConfigError: an unknown variant, parameters that it has not or that lie outside its ranges, or a

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from megatron_ibpo.checks import check_run
+from megatron_ibpo.checks import check_loss_of_run, check_settings
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.versions import missing
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     training fails."""
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
-        check_run(config)
+        check_settings(config)
     except ConfigError as error:
         return _refuse(error)
     return _plan(config) if config.run.dry_run else train(config)
@@ -68,7 +68,6 @@ def train(config: Config) -> int:
 
 def _plan(config: Config) -> int:
     """The plan of a run, printed."""
-    from megatron_ibpo.checks import check_loss_of_run
     from megatron_ibpo.plan.run_plan import plan_run
 
     try:

@@ -234,7 +234,7 @@ def breaking(section: str, **fields):
         breaking("run", budget=100.0),  # with the default schedule
         breaking("run", gradient_meter_blocks=1),
         breaking("run", max_reward_error_rate=1.5),
-        breaking("loss", loss_param=("tau_pos",)),
+        breaking("loss", loss_param=("eps_low=wide",)),
         breaking("loss", kl_coef=float("nan")),
         breaking("model", ref_load=Path("/")),  # and no --kl-coef
         breaking("algorithm", ibpo_k=0),
@@ -313,13 +313,13 @@ def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(
     assert clips("--loss-variant", "gspo") == (3e-3, None, ("a=1",)), "the same variant"
     assert clips("--loss-variant", "sapo") == (None, None, ())
     assert clips("--loss-variant=cispo", "--eps-clip", "0.1") == (0.1, None, ()), "given at the same place"
-    assert clips("--advantage-estimator", "grpo") == (0.2, 0.2, ()), "the preset's own"
+    assert clips("--advantage-estimator", "grpo") == (None, None, ()), "the preset's variant has its own"
     assert clips("--advantage-estimator", "grpo", "--loss-variant", "sapo") == (None, None, ())
 
     later = recipe(tmp_path, "loss-variant: sapo\nloss-param: {tau_pos: 2.5}\n", "later.yaml")
     assert clips("--config", later) == (None, None, ("tau_pos=2.5",))
     method = recipe(tmp_path, "advantage-estimator: dapo\neps-clip: 0.1\n", "method.yaml")
-    assert clips("--config", method) == (0.1, 0.28, ())
+    assert clips("--config", method) == (0.1, None, ())
     assert clips("--config", method, "--advantage-estimator", "ibpo") == (None, None, ())
 
 

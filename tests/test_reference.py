@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -25,37 +27,47 @@ def checkpoints(tmp_path_factory):
     }
 
 
-def exchanged(world, policy_dir, reference_dir, parallel):
-    """After an update: log-probs of policy, reference, policy again; and whether each bit is back."""
+def held(trainer):
+    """Copies of the model's weights, and of what the optimizer steps on (float32 masters under bfloat16)."""
+    masters = [tensor for group in trainer.optimizer.param_groups for tensor in group["params"]]
+    return [t.detach().clone() for t in [*chain(*(c.parameters() for c in trainer.chunks)), *masters]]
+
+
+def exchanged(world, policy_dir, reference_dir, parallel, bf16):
+    """After an update: log-probs of policy, reference, policy again; whether each bit is back; the next
+    update's gradient norm."""
     from megatron_ibpo.policy.reference import load_reference
 
     rows = sequences(6)
-    config = config_for(parallel, lr=1e-2, eps_adam=1e-8)
-    trainer, export, shape = open_trainer(world, policy_dir, config)
+    trainer, _, shape = open_trainer(world, policy_dir, config_of(parallel, bf16))
     reference = load_reference(trainer.chunks, shape, reference_dir)
     trainer.update(rows)
-    held = {name: tensor.clone() for name, tensor in export}
-    masters = [t.clone() for t in trainer.optimizer.parameters()]
+    weights = held(trainer)
     before = trainer.logprobs(rows)
     with reference.swapped_in(trainer.chunks):
         inside = trainer.logprobs(rows)
     after = trainer.logprobs(rows)
-    is_back = all(torch.equal(tensor, held[name]) for name, tensor in export)
-    same_masters = all(map(torch.equal, masters, trainer.optimizer.parameters()))
+    is_back = all(map(torch.equal, weights, held(trainer)))
     next_update = trainer.update(rows)["grad_norm"]
     close_trainer()
-    return before, inside, after, is_back and same_masters, next_update
+    return before, inside, after, is_back, next_update
 
 
-def logprobs_of(world, hf_dir, parallel):
-    trainer, _, _ = open_trainer(world, hf_dir, config_for(parallel))
+def config_of(parallel, bf16):
+    config = config_for(parallel, lr=1e-2, eps_adam=1e-8)
+    config.model.bf16 = bf16
+    return config
+
+
+def logprobs_of(world, hf_dir, parallel, bf16):
+    trainer, _, _ = open_trainer(world, hf_dir, config_of(parallel, bf16))
     found = trainer.logprobs(sequences(6))
     close_trainer()
     return found
 
 
-def two_updates(world, hf_dir, parallel):
-    trainer, _, _ = open_trainer(world, hf_dir, config_for(parallel, lr=1e-2, eps_adam=1e-8))
+def two_updates(world, hf_dir, parallel, bf16):
+    trainer, _, _ = open_trainer(world, hf_dir, config_of(parallel, bf16))
     norms = [trainer.update(sequences(6))["grad_norm"] for _ in range(2)]
     close_trainer()
     return norms
@@ -65,6 +77,7 @@ CASES = {
     "dense": layout(tp=2),
     "tied": layout(pp=2),
     "next": layout(tp=2, ep=2),
+    "dense, bfloat16": layout(tp=2),
     "dense, sharded optimizer": layout(distributed_optimizer=True),
 }
 
@@ -72,11 +85,14 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_inside_it_is_the_reference_and_afterwards_the_policy_bit_for_bit(checkpoints, case):
     policy, reference = checkpoints[case.split(",")[0]]
-    before, inside, after, is_back, norm = run_ranks(exchanged, 2, policy, reference, CASES[case])[0]
-    assert inside == run_ranks(logprobs_of, 2, reference, CASES[case])[0]
-    assert inside != before == after
-    assert is_back
-    assert norm == run_ranks(two_updates, 2, policy, CASES[case])[0][1], "training goes on as if nothing were"
+    how = CASES[case], "bfloat16" in case
+    alone = run_ranks(logprobs_of, 2, reference, *how)[0]
+    undisturbed = run_ranks(two_updates, 2, policy, *how)[0][1]
+    for before, inside, after, is_back, norm in run_ranks(exchanged, 2, policy, reference, *how):
+        assert inside == alone
+        assert inside != before == after
+        assert is_back
+        assert norm == undisturbed, "training goes on as if nothing had been"
 
 
 class Tiny(torch.nn.Module):

@@ -7,7 +7,6 @@ is detached here has none. `kernels/variants.py` has the same terms for Triton, 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_ibpo.config import is_import_path, load_hook, nearest
 
 __all__ = ["VARIANTS", "Parameter", "Variant", "resolve_variant"]
 
@@ -111,16 +112,12 @@ def resolve_variant(name: str, params: Mapping[str, float] | None = None) -> tup
 def _find_variant(name: str) -> Variant:
     if name in VARIANTS:
         return VARIANTS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if not is_import_path(name):
         raise ValueError(
-            f"unknown loss variant {name!r}; there are {', '.join(sorted(VARIANTS))}, or give an import path "
-            "package.module:VARIANT"
+            f"unknown loss variant {name!r}{nearest(name, VARIANTS)}; there are "
+            f"{', '.join(sorted(VARIANTS))}, or give an import path package.module:VARIANT"
         )
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"loss variant {name!r} cannot be imported: {error}") from error
+    found = load_hook("--loss-variant", name)
     if not isinstance(found, Variant):
         raise ValueError(f"loss variant {name!r} is a {type(found).__name__}, wanted a Variant")
     return found

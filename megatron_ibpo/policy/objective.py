@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
-from megatron_ibpo.config import Config, LossConfig
+from megatron_ibpo.config import Config, LossConfig, named_values
 from megatron_ibpo.loss import ChosenBackend, Objective, choose_backend, make_objective, resolve_variant
 
 __all__ = [
@@ -50,8 +50,8 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     """All parameters of the run's loss variant: what the flags give, and the variant's own defaults.
 
     Raises:
-        ValueError: an unknown variant, a parameter that it does not have, is given twice or lies outside its
-            range, or a --loss-param that is not name=value.
+        ValueError: an unknown variant, a parameter that it does not have or that lies outside its range, one
+            that a clip's flag and --loss-param both give, or a --loss-param that is no number.
     """
     named = _named_params(loss.loss_param)
     low, high = loss.eps_clip, loss.eps_clip_high
@@ -64,21 +64,18 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     try:
         return resolve_variant(loss.loss_variant, clips | named)[1]
     except ValueError as error:
-        flags = "--loss-variant, --loss-param" + (", --eps-clip, --eps-clip-high" if clips else "")
-        raise ValueError(f"{flags}: {error}") from error
+        where = f"--loss-variant {loss.loss_variant}: "
+        clipped = " (--eps-clip and --eps-clip-high are eps_low and eps_high)" if clips else ""
+        raise ValueError(f"{where}{str(error).removeprefix(where)}{clipped}") from error
 
 
-def _named_params(given: Sequence[str]) -> dict[str, float]:
-    """name=value texts as numbers by name."""
+def _named_params(given: Iterable[str]) -> dict[str, float]:
     params: dict[str, float] = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        if name in params:
-            raise ValueError(f"--loss-param {name}: given twice")
+    for name, value in named_values(given).items():
         try:
             params[name] = float(value)
         except ValueError as error:
-            raise ValueError(f"--loss-param {text}: must be name=number, such as eps_low=0.2") from error
+            raise ValueError(f"--loss-param {name}={value}: must be a number, such as {name}=0.2") from error
     return params
 
 
