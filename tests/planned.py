@@ -41,7 +41,7 @@ def own_share(plan, rows, config, *more):
     from megatron.core import parallel_state
 
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    return plan(rows, *more, config, size).share(rank)
+    return plan(rows, *more, config, size).shares[rank]
 
 
 def merged(model, found, count):

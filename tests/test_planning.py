@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trainer import config_for, layout, sequence, sequences
 
-from megatron_ibpo.policy.packing import lay_out
+from megatron_ibpo.policy.packing import lay_out, pack
 from megatron_ibpo.policy.planning import (
+    MicroBatch,
     data_parallel_rank,
     merge_parts,
-    pack,
     plan_forward,
     plan_measure,
     plan_micro_batches,
@@ -36,6 +36,10 @@ CPU = torch.device("cpu")
 
 def made(prompt=(7, 8, 9), response=(1, 2), **fields):
     return sequence(prompt, response, **{"advantage": 1.0, "weight": 0.5, "group": 0} | fields)
+
+
+def packed(rows):
+    return pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
 
 
 @st.composite
@@ -129,14 +133,11 @@ def packed_before(rows, members, multiple):
 @settings(deadline=None)
 @given(some_sequences(), st.integers(1, 4), st.sampled_from([1, 2, 8]), st.integers(30, 120))
 def test_every_tensor_is_what_it_was_before(rows, ranks, multiple, max_tokens):
-    plan = plan_forward(rows, config_for(layout(), max_tokens=max_tokens), ranks)
-    expected = plan_micro_batches([s.num_tokens for s in rows], ranks, max_tokens)
-    for rank in range(ranks):
-        arrived = pickle.loads(pickle.dumps(plan.share(rank))).micro_batches
-        assert [arrays.members_S.tolist() for arrays in arrived] == (expected[rank] if rows else [])
-        for arrays in arrived:
-            batch = lay_out(arrays, multiple=multiple, device=CPU)
-            for name, wanted in packed_before(rows, arrays.members_S.tolist(), multiple).items():
+    for batches in plan_micro_batches([s.num_tokens for s in rows], ranks, max_tokens):
+        for members in batches:
+            sent = MicroBatch(tuple(members), tuple(rows[i] for i in members))
+            batch = lay_out(pack(pickle.loads(pickle.dumps(sent))), multiple=multiple, device=CPU)
+            for name, wanted in packed_before(rows, members, multiple).items():
                 found = getattr(batch, name)
                 if isinstance(wanted, torch.Tensor):
                     assert found.dtype == wanted.dtype, name
@@ -148,9 +149,7 @@ def test_every_tensor_is_what_it_was_before(rows, ranks, multiple, max_tokens):
 def test_two_sequences_packed_by_hand():
     first = made(rollout_logprobs=[-1.5, -2.5])
     second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
-    arrays = replace(
-        pack([first, second], [1, 0]), old_logprobs_R=np.array([-3.0, -4.0, -1.0, -2.0], np.float32)
-    )
+    arrays = replace(packed([second, first]), old_logprobs_R=np.array([-3.0, -4.0, -1.0, -2.0], np.float32))
     batch = lay_out(arrays, multiple=4, device=CPU)
     assert batch.input_ids_1N.tolist() == [[5, 4, 7, 8, 9, 1, 0, 0]]
     assert batch.position_ids_1N.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
@@ -168,7 +167,7 @@ def test_two_sequences_packed_by_hand():
 def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
     """Two tokens of a tool between two of the policy's own: context, as the prompt is."""
     row = made([7], [1, 60, 61, 2], loss_mask=[True, False, False, True], rollout_logprobs=[-1.0, 0, 0, -2.0])
-    batch = lay_out(pack([row], [0]), multiple=1, device=CPU)
+    batch = lay_out(packed([row]), multiple=1, device=CPU)
     assert batch.input_ids_1N.tolist() == [[7, 1, 60, 61]]
     assert batch.targets_N.tolist() == [1, 60, 61, 2]
     assert batch.response_mask_N.tolist() == [1, 0, 0, 1]
@@ -177,13 +176,13 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
 
 
 def test_token_weights_lie_on_the_response_rows():
-    batch = lay_out(pack([made(token_weights=[0.25, 0.75]), made()], [0, 1]), multiple=1, device=CPU)
+    batch = lay_out(packed([made(token_weights=[0.25, 0.75]), made()]), multiple=1, device=CPU)
     assert batch.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1]
     assert batch.old_logprobs_N is None
 
 
 def test_an_empty_share_is_one_padding_sequence_of_weight_zero():
-    batch = lay_out(pack([made()], []), multiple=2, device=CPU)
+    batch = lay_out(packed([]), multiple=2, device=CPU)
     assert batch.input_ids_1N.shape == (1, 2)
     assert batch.cu_seqlens.tolist() == [0, 2]
     assert batch.weights_S.tolist() == [0]
@@ -228,7 +227,7 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
     rows = [replace(s, rollout_logprobs=np.zeros(len(s.loss_mask), np.float32)) for s in rows]
     config = config_for(layout(), max_tokens=60, num_steps_per_rollout=steps, use_tis=use_tis)
     plan = plan_update(rows, config, ranks)
-    shares = [plan.share(rank).minibatches for rank in range(ranks)]
+    shares = [plan.shares[rank].minibatches for rank in range(ranks)]
     live = [[s for s in p if s.has_advantage and s.loss_mask.any()] for p in split_minibatches(rows, steps)]
     for number, part in enumerate(live):
         own = [share[number] for share in shares]
@@ -236,7 +235,7 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
         assert len({minibatch.mean_length for minibatch in own}) == 1
         assert {m.needs_old_logprobs for m in own} == {use_tis or number > 0}
         assert {m.trained_tokens for m in own} == {sum(s.num_trained_tokens for s in part)}
-        sent = [i for m in own for arrays in m.micro_batches for i in arrays.members_S.tolist()]
+        sent = [i for m in own for micro_batch in m.micro_batches for i in micro_batch.members]
         assert sorted(sent) == list(range(len(part)))
     trained = [s.num_tokens for part in live for s in part]
     assert plan.passes.updates == trained
@@ -252,10 +251,7 @@ def test_the_order_of_arrival_changes_neither_lengths_nor_loads(rows, ranks, rng
     shuffled = rng.sample(rows, len(rows))
     plans = [plan_forward(given, config_for(layout(), max_tokens=60), ranks) for given in (rows, shuffled)]
     first, second = (
-        [
-            [(a.prompt_lengths_S + a.response_lengths_S).tolist() for a in plan.share(r).micro_batches]
-            for r in range(ranks)
-        ]
+        [[[s.num_tokens for s in m.sequences] for m in plan.shares[r].micro_batches] for r in range(ranks)]
         for plan in plans
     )
     assert first == second
@@ -271,17 +267,17 @@ def test_a_token_mean_divides_by_the_weighted_length_of_the_whole_minibatch():
     assert weighted_mean_length(rows) == pytest.approx(2.75)
     assert weighted_mean_length([]) == 1.0
     plan = plan_update(rows, config_for(layout()), 2)
-    assert [plan.share(rank).minibatches[0].mean_length for rank in (0, 1)] == [2.75, 2.75]
+    assert [plan.shares[rank].minibatches[0].mean_length for rank in (0, 1)] == [2.75, 2.75]
 
 
 def test_blocks_of_prompts_count_those_without_advantage():
     rows = [made(group=g, advantage=float(g > 1)) for g in (0, 1, 2, 3)]
     config = config_for(layout())
     config.run.gradient_meter_blocks = 2
-    share = plan_measure(rows, rows[2:], config, 1).share(0)
+    share = plan_measure(rows, rows[2:], config, 1).shares[0]
     assert [(b.prompts, len(b.micro_batches)) for b in share.own] == [(2, 0), (2, 1)]
     assert [(b.prompts, len(b.micro_batches)) for b in share.plain] == [(1, 1), (1, 1)]
-    assert plan_measure(rows, list(rows), config, 1).share(0).plain is None
+    assert plan_measure(rows, list(rows), config, 1).shares[0].plain is None
 
 
 def test_what_ranks_found_comes_back_in_order():
@@ -298,12 +294,31 @@ def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last(tp, pp, world
 
 
 def test_arrays_leave_a_process_without_being_copied_into_the_pickle():
-    share = plan_forward([made(response=list(range(2, 60)) * 100)], config_for(layout()), 1).share(0)
+    (share,) = plan_forward([made(response=list(range(2, 60)) * 100)], config_for(layout()), 1).shares
     buffers = []
     head = pickle.dumps(share, protocol=5, buffer_callback=buffers.append)
     assert len(head) < 5000
-    found = pickle.loads(head, buffers=buffers).micro_batches[0]
-    assert np.array_equal(found.tokens_T, share.micro_batches[0].tokens_T)
+    (found,) = pickle.loads(head, buffers=buffers).micro_batches[0].sequences
+    assert np.array_equal(found.response_token_ids, share.micro_batches[0].sequences[0].response_token_ids)
+
+
+def test_a_rank_is_sent_only_what_it_reads():
+    row = replace(
+        made(token_weights=[1.0, 0.5], rollout_logprobs=[-1.0, -2.0]), returns=np.ones(2), values=np.ones(2)
+    )
+
+    def sent(share):
+        (s,) = share.micro_batches[0].sequences
+        per_token = ("rollout_logprobs", "token_weights", "returns", "values")
+        return [name for name in per_token if getattr(s, name) is not None]
+
+    policy, critic, forward = (
+        plan([row], config_for(layout()), 1).shares[0]
+        for plan in (plan_update, plan_value_update, plan_forward)
+    )
+    assert sent(policy.minibatches[0]) == ["rollout_logprobs", "token_weights"]
+    assert sent(critic.minibatches[0]) == ["returns", "values"]
+    assert sent(forward) == []
 
 
 def test_the_driver_needs_neither_torch_nor_megatron():
@@ -341,7 +356,7 @@ def tis_arrays():
     """Old over rollout log-probs: gaps .1 (masked: 9) .3, and 2 (capped at 1.5)."""
     first = made(response=[1, 2, 3], loss_mask=[True, False, True], rollout_logprobs=[-1.1, -9.0, -1.3])
     second = made(response=[4], weight=0.25, rollout_logprobs=[-3.0])
-    return replace(pack([first, second], [0, 1]), old_logprobs_R=np.array([-1, 0, -1, -1], np.float32))
+    return replace(packed([first, second]), old_logprobs_R=np.array([-1, 0, -1, -1], np.float32))
 
 
 def test_truncated_weights_of_sequences_by_hand():

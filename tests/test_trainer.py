@@ -20,7 +20,8 @@ from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ibpo.policy.objective import aggregation
-from megatron_ibpo.policy.planning import plan_forward, weighted_mean_length
+from megatron_ibpo.policy.packing import pack
+from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
 from megatron_ibpo.records import TrainSequence, token_ids
 
 EPSILON = 100.0
@@ -203,14 +204,21 @@ def test_the_fused_head_trains_as_the_logits_do(checkpoints):
             assert metrics[name] == pytest.approx(wanted_metrics[name], rel=2e-4, abs=1e-6), cases[number]
 
 
+def own_packs(rows, config):
+    """This rank's part of `rows`, which are all trained on, as one mini-batch."""
+    (part,) = planned.own_share(plan_update, rows, config).minibatches
+    return [pack(micro_batch) for micro_batch in part.micro_batches]
+
+
 def golden_loss(world, hf_dir, rows):
     """The loss that the trainer reports, and the same by Σ weight · loss in plain torch."""
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    rows = [row for row in rows if row.advantage]
     now = planned.logprobs(trainer, rows)
     old = [[value - 0.01 * k for k, value in enumerate(logprobs)] for logprobs in now]
     shared = [
         replace(arrays, old_logprobs_R=np.array([v for i in arrays.members_S for v in old[i]], np.float32))
-        for arrays in planned.own_share(plan_forward, rows, trainer.config).micro_batches
+        for arrays in own_packs(rows, trainer.config)
     ]
     pieces = trainer.accumulate_gradients(shared, trainer.objective("sequence-mean"))
     close_trainer()
@@ -229,6 +237,10 @@ def with_holes(rows):
     return [replace(row, loss_mask=mask) for row, mask in zip(rows, masks, strict=True)]
 
 
+def is_trained_on(row):
+    return row.advantage != 0 and row.loss_mask.any()
+
+
 def old_logprobs(row):
     """Near what the model says, so that some ratios are clipped and some are not; by position alone."""
     return (-4.2 + 0.05 * np.cos(np.arange(len(row.response_token_ids)))).astype(np.float32)
@@ -239,9 +251,10 @@ def masked_step(world, hf_dir, rows, variant):
     config = config_for(layout(), loss_variant=variant)
     trainer, export, _ = open_trainer(world, hf_dir, config)
     before = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    live = [row for row in rows if is_trained_on(row)]
     shared = [
-        replace(a, old_logprobs_R=np.concatenate([[], *(old_logprobs(rows[i]) for i in a.members_S)]))
-        for a in planned.own_share(plan_forward, rows, config).micro_batches
+        replace(a, old_logprobs_R=np.concatenate([[], *(old_logprobs(live[i]) for i in a.members_S)]))
+        for a in own_packs(live, config)
     ]
     objective = trainer.objective(aggregation(config, weighted_mean_length(rows)))
     pieces = trainer.accumulate_gradients(shared, objective)
@@ -264,14 +277,13 @@ def masked_by_autograd(hf_dir, rows, variant):
     mean_length = sum(row.weight * int(row.loss_mask.sum()) for row in rows) / weight
     loss, ratios, tokens = torch.zeros(()), 0.0, 0
     for row in rows:
+        if not is_trained_on(row):
+            continue
         ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
         logprobs = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1].log_softmax(-1)
         new = logprobs.gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
         mask = torch.tensor(row.loss_mask.tolist())
         gap = (new - torch.tensor(old_logprobs(row)))[mask]
-        if not len(gap):
-            ratios += 1.0
-            continue
         factors = np.ones(len(mask)) if row.token_weights is None else row.token_weights
         factors = torch.tensor(factors[row.loss_mask], dtype=torch.float32)
         gap = gap.detach() + factors * (gap - gap.detach())  # weights of tokens scale the gradient alone

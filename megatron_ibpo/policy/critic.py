@@ -20,7 +20,7 @@ from megatron_ibpo.policy.forward_backward import (
     make_trainable,
     run_batches,
 )
-from megatron_ibpo.policy.packing import PackedBatch, response_values, split_sequences
+from megatron_ibpo.policy.packing import PackedBatch, pack, response_values, split_sequences
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
@@ -79,12 +79,13 @@ class Critic:
         sequence of this rank; empty on ranks that do not report. Collective."""
         if not share.micro_batches:
             return []
-        batches = lay_out_all(share.micro_batches, self.world.device)
+        packs = [pack(micro_batch) for micro_batch in share.micro_batches]
+        batches = lay_out_all(packs, self.world.device)
         with inference(self.chunks):
             stored = run_batches(self.chunks, batches, _values_output, forward_only=True)
         if not is_reporting_rank():
             return []
-        pairs = zip(share.micro_batches, stored, strict=True)
+        pairs = zip(packs, stored, strict=True)
         return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
 
     def update(self, share: RankUpdate) -> dict[str, float]:
@@ -105,7 +106,8 @@ class Critic:
 
     def _optimizer_step(self, minibatch: MiniBatch) -> dict[str, float]:
         self.scheduler.step(1)
-        batches = lay_out_all(minibatch.micro_batches, self.world.device)
+        packs = [pack(micro_batch) for micro_batch in minibatch.micro_batches]
+        batches = lay_out_all(packs, self.world.device)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

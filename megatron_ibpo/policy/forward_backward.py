@@ -23,8 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.policy.packing import PackedBatch, lay_out
-from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, lay_out
 
 __all__ = [
     "Trainable",
@@ -68,10 +67,10 @@ def make_trainable(chunks: list[Any], config: Config, lr: float, total_updates: 
     return Trainable(wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates))
 
 
-def lay_out_all(micro_batches: Sequence[MicroBatch], device: torch.device) -> list[PackedBatch]:
+def lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[PackedBatch]:
     """This rank's micro-batches as tensors."""
     multiple = parallel_state.get_tensor_model_parallel_world_size()
-    return [lay_out(arrays, multiple=multiple, device=device) for arrays in micro_batches]
+    return [lay_out(arrays, multiple=multiple, device=device) for arrays in packs]
 
 
 @contextmanager

@@ -11,17 +11,21 @@ over P prompts; v/P is what noise alone adds to |g|², so that pure noise reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_ibpo.loss import Objective
 from megatron_ibpo.policy.objective import aggregation, gspo_objective
-from megatron_ibpo.policy.planning import Block, MicroBatch, RankMeasure
+from megatron_ibpo.policy.packing import PackedArrays, pack
+from megatron_ibpo.policy.planning import Block, RankMeasure
 from megatron_ibpo.policy.trainer import Trainer
 
-__all__ = ["GradientNoise", "compare_with_gspo", "estimate_noise", "measure_gradient"]
+__all__ = ["GradientNoise", "compare_with_gspo", "estimate_noise", "measure_gradient", "packed"]
+
+Packed = tuple[int, Sequence[PackedArrays]]
+"""(prompts of a block, this rank's sequences of it that have an advantage)."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,25 @@ def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
     config = trainer.config
     own = trainer.objective(aggregation(config, share.mean_length))
     gspo = gspo_objective(config, trainer.world.device)
-    weighted = (replace(block, micro_batches=trainer.weighted(block.micro_batches)) for block in share.own)
-    noise = measure_gradient(trainer, weighted, own)
+    noise = measure_gradient(
+        trainer, ((size, trainer.weighted(live)) for size, live in packed(share.own)), own
+    )
     # of the same sequences and loss it is the same, and on-policy ratios of 1 reach no clip
     same_loss = replace(own, params=gspo.params) == gspo and not config.loss.use_tis
     plain = share.own if share.plain is None else share.plain
-    reference = noise if same_loss and share.plain is None else measure_gradient(trainer, plain, gspo)
+    reference = noise if same_loss and share.plain is None else measure_gradient(trainer, packed(plain), gspo)
     return (noise.metrics() if noise else {}) | (reference.metrics("gspo_") if reference else {})
 
 
-def measure_gradient(trainer: Trainer, blocks: Iterable[Block], objective: Objective) -> GradientNoise | None:
+def packed(blocks: Iterable[Block]) -> Iterator[Packed]:
+    """One block at a time."""
+    for block in blocks:
+        yield block.prompts, [pack(micro_batch) for micro_batch in block.micro_batches]
+
+
+def measure_gradient(
+    trainer: Trainer, blocks: Iterable[Packed], objective: Objective
+) -> GradientNoise | None:
     """Measure at the trainer's present weights, which stay as they are; only gradient buffers are used.
 
     The gradient of each block of prompts is computed by itself, under any layout: all ranks work on one block
@@ -79,9 +92,8 @@ def measure_gradient(trainer: Trainer, blocks: Iterable[Block], objective: Objec
     """
     sizes, squares = [], []
     total = [torch.zeros_like(buffer) for buffer in trainer.gradient_buffers()]
-    for block in blocks:
-        sizes.append(block.prompts)
-        live = block.micro_batches
+    for prompts, live in blocks:
+        sizes.append(prompts)
         squares.append(_add_gradient(trainer, live, objective, total) if live else 0.0)
     if not sizes:
         return None
@@ -91,7 +103,7 @@ def measure_gradient(trainer: Trainer, blocks: Iterable[Block], objective: Objec
 
 
 def _add_gradient(
-    trainer: Trainer, live: Sequence[MicroBatch], objective: Objective, total: Iterable[torch.Tensor]
+    trainer: Trainer, live: Sequence[PackedArrays], objective: Objective, total: Iterable[torch.Tensor]
 ) -> float:
     """Add the gradient of `live` to `total`; returns its squared norm."""
     trainer.accumulate_gradients(live, objective)

@@ -1,7 +1,12 @@
-"""The trainer's half of packing: a micro-batch's arrays as the tensors that model and loss take."""
+"""The trainer's half of packing: from a micro-batch's records to the tensors that model and loss take.
+
+Arrays and tensors are named by what they run over: S sequences, T tokens (prompts and responses), R response
+tokens, N rows of the model's output.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +16,39 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.policy.planning import MicroBatch
-from megatron_ibpo.records import Floats
+from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
 
-__all__ = ["PackedBatch", "lay_out", "response_values", "split_sequences"]
+__all__ = ["PackedArrays", "PackedBatch", "lay_out", "pack", "response_values", "split_sequences"]
+
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedArrays:
+    """A micro-batch's sequences laid end to end, on the host. May be empty."""
+
+    tokens_T: TokenIds
+    """Prompt and response of each sequence."""
+    prompt_lengths_S: Lengths
+    response_lengths_S: Lengths
+    loss_mask_R: Flags
+    weights_S: Weights
+    advantages_S: Floats
+    temperature_S: Floats
+    rollout_logprobs_R: Floats | None
+    """None where a sequence has none; so with returns and values."""
+    token_weights_R: Weights | None
+    """None where no sequence has any. Not rounded yet: truncated importance weights are multiplied in."""
+    token_advantages_R: Floats | None
+    """Instead of `advantages_S`; None where no sequence has any."""
+    returns_R: Floats | None
+    values_R: Floats | None
+    members_S: Lengths
+    """Index of each sequence in the list that was planned."""
+    old_logprobs_R: Floats | None = None
+    """Filled in by the rank itself, before its first step; None: the forward pass itself gives them."""
+    ref_logprobs_R: Floats | None = None
+    """Of the reference policy; filled in by the rank itself where there is one."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +81,55 @@ class PackedBatch:
     temperature_S: Tensor
     num_sequences: int
     """Without the padding."""
-    rows_R: npt.NDArray[np.int64]
+    rows_R: Lengths
     """Row of each response token."""
 
 
-def lay_out(arrays: MicroBatch, *, multiple: int, device: torch.device) -> PackedBatch:
+def pack(micro_batch: MicroBatch) -> PackedArrays:
+    """Its sequences, laid end to end."""
+    chosen = micro_batch.sequences
+    weighted = any(s.token_weights is not None for s in chosen)
+    differing = any(s.token_advantages is not None for s in chosen)
+    return PackedArrays(
+        tokens_T=_joined(
+            [ids for s in chosen for ids in (s.prompt_token_ids, s.response_token_ids)], np.int32
+        ),
+        prompt_lengths_S=np.array([len(s.prompt_token_ids) for s in chosen], np.int64),
+        response_lengths_S=np.array([len(s.response_token_ids) for s in chosen], np.int64),
+        loss_mask_R=_joined([s.loss_mask for s in chosen], np.bool_),
+        weights_S=np.array([s.weight for s in chosen], np.float64),
+        advantages_S=np.array([s.advantage for s in chosen], np.float32),
+        temperature_S=np.array([s.temperature for s in chosen], np.float32),
+        rollout_logprobs_R=_of_all([s.rollout_logprobs for s in chosen]),
+        token_weights_R=(
+            _joined([_or_all(s.token_weights, 1.0, s) for s in chosen], np.float64) if weighted else None
+        ),
+        token_advantages_R=(
+            _joined([_or_all(s.token_advantages, s.advantage, s) for s in chosen], np.float32)
+            if differing
+            else None
+        ),
+        returns_R=_of_all([s.returns for s in chosen]),
+        values_R=_of_all([s.values for s in chosen]),
+        members_S=np.array(micro_batch.members, np.int64),
+    )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """float64 becomes float32 here, rounded once."""
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
+
+
+def _of_all(parts: Sequence[npt.NDArray[Any] | None]) -> Floats | None:
+    found = [part for part in parts if part is not None]
+    return _joined(found, np.float32) if parts and len(found) == len(parts) else None
+
+
+def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> Weights:
+    return np.full(len(sequence.response_token_ids), value) if values is None else values
+
+
+def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> PackedBatch:
     """The tensors of a micro-batch; the number of rows becomes a multiple of `multiple`."""
     lengths = arrays.prompt_lengths_S + arrays.response_lengths_S - 1
     padding = -int(lengths.sum()) % multiple or (0 if len(lengths) else multiple)
@@ -110,7 +189,7 @@ def response_values(batch: PackedBatch, values_N: Tensor) -> Floats:
     return kept_N.float().cpu().numpy()[batch.rows_R]
 
 
-def split_sequences(arrays: MicroBatch, values_R: Floats) -> list[tuple[int, Floats]]:
+def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, Floats]]:
     """(index in the list that was planned, values of its response tokens) for each sequence."""
     ends = arrays.response_lengths_S.cumsum()
     starts = ends - arrays.response_lengths_S

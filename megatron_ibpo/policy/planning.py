@@ -1,21 +1,19 @@
-"""The driver's half of packing: which rank computes what, as flat arrays that are sent to that rank alone.
+"""The driver's half of packing: which rank computes what. A rank is sent its own share alone.
 
-The driver has neither a GPU nor a model, so nothing here needs torch. Arrays are named by what they run over:
-S sequences, T tokens (prompts and responses), R response tokens.
+The driver has neither a GPU nor a model, so nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
+from megatron_ibpo.records import TrainSequence
 
 __all__ = [
     "Block",
@@ -28,7 +26,6 @@ __all__ = [
     "RankUpdate",
     "data_parallel_rank",
     "merge_parts",
-    "pack",
     "plan_forward",
     "plan_measure",
     "plan_micro_batches",
@@ -39,36 +36,20 @@ __all__ = [
     "weighted_mean_length",
 ]
 
-Lengths = npt.NDArray[np.int64]
 Share = TypeVar("Share")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True)
 class MicroBatch:
-    """Sequences laid end to end, as they travel to the rank that computes them. May be empty."""
+    """Sequences that go through the model together. May be empty.
 
-    tokens_T: TokenIds
-    """Prompt and response of each sequence."""
-    prompt_lengths_S: Lengths
-    response_lengths_S: Lengths
-    loss_mask_R: Flags
-    weights_S: Weights
-    advantages_S: Floats
-    temperature_S: Floats
-    rollout_logprobs_R: Floats | None
-    """None where a sequence has none; so with returns and values."""
-    token_weights_R: Weights | None
-    """None where no sequence has any. Not rounded yet: truncated importance weights are multiplied in."""
-    token_advantages_R: Floats | None
-    """Instead of `advantages_S`; None where no sequence has any."""
-    returns_R: Floats | None
-    values_R: Floats | None
-    members_S: Lengths
-    """Index of each sequence in the list that was planned."""
-    old_logprobs_R: Floats | None = None
-    """Filled in by the rank itself, before its first step; None: the forward pass itself gives them."""
-    ref_logprobs_R: Floats | None = None
-    """Of the reference policy; filled in by the rank itself where there is one."""
+    They travel as records whose arrays are written out once, on the way to their rank, which lays them end
+    to end: so the driver holds no second copy of them.
+    """
+
+    members: tuple[int, ...]
+    """Index of each in the list that was planned."""
+    sequences: tuple[TrainSequence, ...]
 
 
 @dataclass(frozen=True)
@@ -134,14 +115,10 @@ class Passes:
 
 @dataclass(frozen=True)
 class Plan(Generic[Share]):
-    """What every data-parallel rank gets, packed when it is asked for.
+    """What every data-parallel rank gets."""
 
-    So the driver need not hold the packed arrays of all ranks at once: it packs one rank's, sends them off
-    and forgets them.
-    """
-
-    share: Callable[[int], Share]
-    """Of a data-parallel rank."""
+    shares: list[Share]
+    """By data-parallel rank."""
     passes: Passes
 
 
@@ -160,7 +137,7 @@ def plan_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: i
     loss = config.loss
     _check(sequences)
     parts = split_minibatches(sequences, loss.num_steps_per_rollout)
-    live = [[s for s in part if _is_trained_on(s)] for part in parts]
+    live = [[_without(s, "returns", "values") for s in part if _is_trained_on(s)] for part in parts]
     if loss.use_tis:
         _check_rollout_logprobs(s for part in live for s in part)
     # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
@@ -170,10 +147,10 @@ def plan_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: i
         [s.num_tokens for part in live for s in part],
     )
     minibatches = [
-        _planned(of_loss, part, needed, config, num_ranks)
+        _minibatch(of_loss, part, needed, config, num_ranks)
         for part, of_loss, needed in zip(parts, live, needs_old, strict=True)
     ]
-    return Plan(lambda rank: RankUpdate([minibatch(rank) for minibatch in minibatches]), passes)
+    return Plan(_rank_updates(minibatches, num_ranks), passes)
 
 
 def plan_value_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankUpdate]:
@@ -188,10 +165,10 @@ def plan_value_update(sequences: Sequence[TrainSequence], config: Config, num_ra
             raise ValueError(
                 f"the critic needs returns and old values with every sequence; {number} has none"
             )
-    parts = [part for part in split_minibatches(sequences, config.loss.num_steps_per_rollout) if part]
-    minibatches = [_planned(part, part, False, config, num_ranks) for part in parts]
+    parts = split_minibatches([_without(s, *OF_POLICY) for s in sequences], config.loss.num_steps_per_rollout)
+    minibatches = [_minibatch(part, part, False, config, num_ranks) for part in parts if part]
     passes = Passes(updates=[s.num_tokens for part in parts for s in part])
-    return Plan(lambda rank: RankUpdate([minibatch(rank) for minibatch in minibatches]), passes)
+    return Plan(_rank_updates(minibatches, num_ranks), passes)
 
 
 def plan_forward(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankForward]:
@@ -201,8 +178,9 @@ def plan_forward(sequences: Sequence[TrainSequence], config: Config, num_ranks: 
         ValueError: a sequence whose arrays do not fit its response.
     """
     _check(sequences)
-    share = _dealt(sequences, config, num_ranks)
-    return Plan(lambda rank: RankForward(share(rank)), Passes(forward=[s.num_tokens for s in sequences]))
+    bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
+    shares = [RankForward(own) for own in _deal(bare, config, num_ranks)]
+    return Plan(shares, Passes(forward=[s.num_tokens for s in sequences]))
 
 
 def plan_measure(
@@ -217,14 +195,12 @@ def plan_measure(
     _check([*sequences, *plain])
     if config.loss.use_tis:
         _check_rollout_logprobs(s for s in sequences if _is_trained_on(s))
-    own = _blocks(sequences, config, num_ranks)
-    other = None if _train_alike(sequences, plain) else _blocks(plain, config, num_ranks)
     length = weighted_mean_length(sequences)
-
-    def share(rank: int) -> RankMeasure:
-        return RankMeasure(own(rank), length, None if other is None else other(rank))
-
-    return Plan(share, Passes())
+    own = _blocks(sequences, config, num_ranks)
+    if _train_alike(sequences, plain):
+        return Plan([RankMeasure(blocks, length, None) for blocks in own], Passes())
+    pairs = zip(own, _blocks(plain, config, num_ranks), strict=True)
+    return Plan([RankMeasure(blocks, length, other) for blocks, other in pairs], Passes())
 
 
 def update_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -323,93 +299,57 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
     return plan
 
 
-def pack(sequences: Sequence[TrainSequence], members: Sequence[int]) -> MicroBatch:
-    """`sequences[i] for i in members`, laid end to end."""
-    chosen = [sequences[i] for i in members]
-    weighted = any(s.token_weights is not None for s in chosen)
-    differing = any(s.token_advantages is not None for s in chosen)
-    return MicroBatch(
-        tokens_T=_joined(
-            [ids for s in chosen for ids in (s.prompt_token_ids, s.response_token_ids)], np.int32
-        ),
-        prompt_lengths_S=np.array([len(s.prompt_token_ids) for s in chosen], np.int64),
-        response_lengths_S=np.array([len(s.response_token_ids) for s in chosen], np.int64),
-        loss_mask_R=_joined([s.loss_mask for s in chosen], np.bool_),
-        weights_S=np.array([s.weight for s in chosen], np.float64),
-        advantages_S=np.array([s.advantage for s in chosen], np.float32),
-        temperature_S=np.array([s.temperature for s in chosen], np.float32),
-        rollout_logprobs_R=_of_all([s.rollout_logprobs for s in chosen]),
-        token_weights_R=(
-            _joined([_or_all(s.token_weights, 1.0, s) for s in chosen], np.float64) if weighted else None
-        ),
-        token_advantages_R=(
-            _joined([_or_all(s.token_advantages, s.advantage, s) for s in chosen], np.float32)
-            if differing
-            else None
-        ),
-        returns_R=_of_all([s.returns for s in chosen]),
-        values_R=_of_all([s.values for s in chosen]),
-        members_S=np.array(members, np.int64),
-    )
-
-
-def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """float64 becomes float32 here, rounded once."""
-    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
-
-
-def _of_all(parts: Sequence[npt.NDArray[Any] | None]) -> Floats | None:
-    found = [part for part in parts if part is not None]
-    return _joined(found, np.float32) if parts and len(found) == len(parts) else None
-
-
-def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> Weights:
-    return np.full(len(sequence.response_token_ids), value) if values is None else values
-
-
 def _is_trained_on(sequence: TrainSequence) -> bool:
     return sequence.has_advantage and bool(sequence.loss_mask.any())
 
 
-def _dealt(
-    sequences: Sequence[TrainSequence], config: Config, num_ranks: int
-) -> Callable[[int], list[MicroBatch]]:
-    """The packed micro-batches of a rank."""
+OF_POLICY = ("rollout_logprobs", "token_weights", "token_advantages")
+
+
+def _without(sequence: TrainSequence, *names: str) -> TrainSequence:
+    """Less to send: what the receiver does not read."""
+    dropped: dict[str, Any] = dict.fromkeys(names)
+    return replace(sequence, **dropped)
+
+
+def _deal(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank; none where there are no sequences."""
     if not sequences:
-        return lambda rank: []
-    lengths = [s.num_tokens for s in sequences]
-    plan = plan_micro_batches(lengths, num_ranks, config.model.max_tokens_per_gpu)
-    return lambda rank: [pack(sequences, members) for members in plan[rank]]
+        return [[] for _ in range(num_ranks)]
+    plan = plan_micro_batches([s.num_tokens for s in sequences], num_ranks, config.model.max_tokens_per_gpu)
+    return [
+        [MicroBatch(tuple(members), tuple(sequences[i] for i in members)) for members in batches]
+        for batches in plan
+    ]
 
 
-def _planned(
+def _minibatch(
     chosen: Sequence[TrainSequence],
     whole: Sequence[TrainSequence],
     needs_old_logprobs: bool,
     config: Config,
     num_ranks: int,
-) -> Callable[[int], MiniBatch]:
-    """A rank's part of the mini-batch `whole`, of which `chosen` are computed."""
-    share = _dealt(chosen, config, num_ranks)
+) -> list[MiniBatch]:
+    """Each rank's part of the mini-batch `whole`, of which `chosen` are computed."""
     length, tokens = weighted_mean_length(whole), sum(s.num_trained_tokens for s in chosen)
-    return lambda rank: MiniBatch(share(rank), needs_old_logprobs, length, tokens)
+    return [MiniBatch(own, needs_old_logprobs, length, tokens) for own in _deal(chosen, config, num_ranks)]
 
 
-def _blocks(
-    sequences: Sequence[TrainSequence], config: Config, num_ranks: int
-) -> Callable[[int], list[Block]]:
-    """A rank's part of each block of whole prompts."""
+def _rank_updates(minibatches: Sequence[Sequence[MiniBatch]], num_ranks: int) -> list[RankUpdate]:
+    return [RankUpdate([parts[rank] for parts in minibatches]) for rank in range(num_ranks)]
+
+
+def _blocks(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> list[list[Block]]:
+    """Each rank's part of each block of whole prompts."""
     count = min(config.run.gradient_meter_blocks, len({s.group for s in sequences}))
+    blocks: list[list[Block]] = [[] for _ in range(num_ranks)]
     if count < 2:
-        return lambda rank: []
-    parts = [
-        (
-            len(groups),
-            _dealt([s for s in sequences if s.group in groups and _is_trained_on(s)], config, num_ranks),
-        )
-        for groups in _cut_groups(sequences, count)
-    ]
-    return lambda rank: [Block(prompts, share(rank)) for prompts, share in parts]
+        return blocks
+    for groups in _cut_groups(sequences, count):
+        live = [s for s in sequences if s.group in groups and _is_trained_on(s)]
+        for own, micro_batches in zip(blocks, _deal(live, config, num_ranks), strict=True):
+            own.append(Block(len(groups), micro_batches))
+    return blocks
 
 
 def _train_alike(sequences: Sequence[TrainSequence], others: Sequence[TrainSequence]) -> bool:

@@ -33,8 +33,8 @@ from megatron_ibpo.policy.forward_backward import (
 )
 from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
-from megatron_ibpo.policy.packing import PackedBatch, response_values, split_sequences
-from megatron_ibpo.policy.planning import MicroBatch, RankForward, RankUpdate
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, response_values, split_sequences
+from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.truncated_importance import Factor, truncate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
@@ -91,18 +91,15 @@ class Trainer:
         """
         started = time.perf_counter()
         # all before the first step, when the weights are still those that the ratios are to
-        prepared = [
-            self._with_old_logprobs(part.micro_batches) if part.needs_old_logprobs else part.micro_batches
-            for part in share.minibatches
-        ]
+        prepared = [self._prepared(part) for part in share.minibatches]
         seconds_logprobs = time.perf_counter() - started
         factors: list[float] = []
         totals = _Totals()
-        for part, micro_batches in zip(share.minibatches, prepared, strict=True):
+        for part, packs in zip(share.minibatches, prepared, strict=True):
             if self.config.loss.use_tis:
-                micro_batches, own = self._truncated(micro_batches)
+                packs, own = self._truncated(packs)
                 factors += self._in_order(own)
-            totals.merge(self._optimizer_step(micro_batches, part.mean_length))
+            totals.merge(self._optimizer_step(packs, part.mean_length))
         metrics = totals.metrics()
         metrics["loss"] /= len(share.minibatches)
         metrics["seconds_old_logprobs"] = seconds_logprobs
@@ -117,48 +114,53 @@ class Trainer:
             (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
             False) of each sequence of this rank; nothing on ranks that do not report.
         """
-        found = self._logprobs(share.micro_batches)
+        packs = [pack(micro_batch) for micro_batch in share.micro_batches]
+        found = self._logprobs(packs)
         if not is_reporting_rank():
             return []
-        pairs = zip(share.micro_batches, found, strict=True)
+        pairs = zip(packs, found, strict=True)
         return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
 
-    def weighted(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def weighted(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
         """With the weights that an update gives them: truncated importance weights included."""
         if not self.config.loss.use_tis:
-            return list(micro_batches)
-        weighted, _ = self._truncated(self._with_old_logprobs(micro_batches))
+            return list(packs)
+        weighted, _ = self._truncated(self._with_old_logprobs(packs))
         return [replace(arrays, old_logprobs_R=None) for arrays in weighted]
 
-    def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
+    def _prepared(self, part: MiniBatch) -> list[PackedArrays]:
+        packs = [pack(micro_batch) for micro_batch in part.micro_batches]
+        return self._with_old_logprobs(packs) if part.needs_old_logprobs else packs
+
+    def _logprobs(self, packs: Sequence[PackedArrays]) -> list[Any]:
         """[R] float32 of each micro-batch, on ranks of the last stage; None of each elsewhere."""
-        if not micro_batches:
+        if not packs:
             return []
-        batches = lay_out_all(micro_batches, self.world.device)
+        batches = lay_out_all(packs, self.world.device)
         with inference(self.chunks):
             found = self._run(batches, self._logprob_output, forward_only=True)
         return found or [None] * len(batches)
 
-    def _with_old_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        found = self._logprobs(micro_batches)
-        return [replace(a, old_logprobs_R=own) for a, own in zip(micro_batches, found, strict=True)]
+    def _with_old_logprobs(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
+        found = self._logprobs(packs)
+        return [replace(a, old_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
-    def _with_reference(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _with_reference(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
         if self.reference is None:
-            return list(micro_batches)
+            return list(packs)
         with self.reference.swapped_in(self.chunks):
-            found = self._logprobs(micro_batches)
-        return [replace(a, ref_logprobs_R=own) for a, own in zip(micro_batches, found, strict=True)]
+            found = self._logprobs(packs)
+        return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
-    def _truncated(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], list[Factor]]:
+    def _truncated(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Factor]]:
         """Weighted by truncated importance, and the factors; unchanged but on the last stage, which alone
         has log-probs and computes a loss."""
         if not parallel_state.is_pipeline_last_stage():
-            return list(micro_batches), []
+            return list(packs), []
         loss = self.config.loss
         variant, _ = resolve_variant(loss.loss_variant)
         token_level = variant.sequence_term is None and not variant.sequence_ratio
-        pairs = [truncate(arrays, loss.tis_clip, token_level=token_level) for arrays in micro_batches]
+        pairs = [truncate(arrays, loss.tis_clip, token_level=token_level) for arrays in packs]
         return [arrays for arrays, _ in pairs], [factor for _, own in pairs for factor in own]
 
     def _in_order(self, factors: list[Factor]) -> list[float]:
@@ -166,14 +168,14 @@ class Trainer:
         parts = self.world.all_gather(factors if is_reporting_rank() else [])
         return [factor for _, factor in sorted(pair for part in parts for pair in part)]
 
-    def _optimizer_step(self, micro_batches: Sequence[MicroBatch], mean_length: float) -> _Totals:
+    def _optimizer_step(self, packs: Sequence[PackedArrays], mean_length: float) -> _Totals:
         totals = _Totals()
         self.scheduler.step(1)
-        if not micro_batches:
+        if not packs:
             totals.add("updates_empty", 1)
             return totals
         objective = self.objective(aggregation(self.config, mean_length))
-        for piece in self.accumulate_gradients(micro_batches, objective):
+        for piece in self.accumulate_gradients(packs, objective):
             totals.merge(piece)
         norm = self.gradient_norm()
         totals.add("learning_rate", self.scheduler.get_lr(self.optimizer.param_groups[0]), average=True)
@@ -189,13 +191,11 @@ class Trainer:
         """The run's loss, with the divisor of a mini-batch (`aggregation`)."""
         return run_objective(self.config, divisor, self.loss_backend)
 
-    def accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], objective: Objective
-    ) -> list[_Totals]:
+    def accumulate_gradients(self, packs: Sequence[PackedArrays], objective: Objective) -> list[_Totals]:
         """Fill the gradient buffers with the gradient of Σ weight x loss over the micro-batches of all ranks,
         which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
         was observed on the way, the same on every rank."""
-        batches = lay_out_all(self._with_reference(micro_batches), self.world.device)
+        batches = lay_out_all(self._with_reference(packs), self.world.device)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.policy.packing import PackedArrays
 
 __all__ = ["Factor", "truncate"]
 
@@ -19,7 +19,7 @@ MAX_GAP = 50.0
 """exp of more is beyond any cap, and might be infinite."""
 
 
-def truncate(arrays: MicroBatch, cap: float, *, token_level: bool) -> tuple[MicroBatch, list[Factor]]:
+def truncate(arrays: PackedArrays, cap: float, *, token_level: bool) -> tuple[PackedArrays, list[Factor]]:
     """`arrays` with min(exp(log π_old - log π_rollout), cap) multiplied in, and the factors.
 
     Args:
