@@ -32,7 +32,8 @@ from typing import Any, Literal
 
 import numpy as np
 import tyro
-from measured_on import machine
+
+from megatron_ibpo.versions import machine
 
 RANKS = 4
 ENGINES = 2

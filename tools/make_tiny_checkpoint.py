@@ -197,7 +197,7 @@ def main(arguments: Arguments) -> None:
             rows = list(
                 supervised_rows(tokenizer, template, source.batch(step, arguments.rows), rng, arguments)
             )
-            metrics = trainer.update(plan_update(rows, config, ranks).share(share))
+            metrics = trainer.update(plan_update(rows, config, ranks).shares[share])
             if world.is_driver and (step + 1) % 25 == 0:
                 seconds = time.perf_counter() - begin
                 print(f"step {step + 1}: grad norm {metrics['grad_norm']:.2f}, {seconds:.0f} s", flush=True)

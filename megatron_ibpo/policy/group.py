@@ -99,7 +99,7 @@ class Policy:
         return merge_parts(parts, len(sequences))
 
     def _run(self, method: str, plan: Plan[Any]) -> list[Any]:
-        """Every rank gets the share of its data-parallel rank: packed, sent and forgotten one by one."""
-        shared = [self._ranks.share(plan.share(share)) for share in range(self._num_shares)]
+        """Every rank gets the share of its data-parallel rank: sent once however many ranks want it."""
+        shared = [self._ranks.share(plan.shares[share]) for share in range(self._num_shares)]
         self._passes.append(plan.passes)
         return self._ranks.each(method, [(shared[share],) for share in self._shares])
