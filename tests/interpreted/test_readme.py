@@ -1,4 +1,4 @@
-"""The README's worked example of a new loss variant does what it says, as written."""
+"""The worked example of a new loss variant in docs/loss_variants.md does what it says, as written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from megatron_ibpo.kernels.variants import KERNEL_TERMS
 from megatron_ibpo.loss import VARIANTS, packed_logprobs, packed_sequence_loss
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/loss_variants.md"
 
 
 @pytest.fixture
 def spo(tmp_path):
-    section = README.read_text().split("\n## Add a loss variant\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("\n## Add a loss variant\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     file = tmp_path / "spo.py"  # Triton reads the source of its functions
     file.write_text(code)
