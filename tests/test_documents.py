@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -129,6 +130,22 @@ def test_a_command_that_is_wrong_would_be_found(wrong):
 def test_a_flag_that_is_wrong_would_be_found(flags):
     with pytest.raises(SystemExit):
         check(f"bash examples/run_qwen3_next_ibpo.sh {flags}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
+    """In full, from another directory but for its path."""
+    command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("bash examples/"))
+    script = ROOT / command.split()[1]
+    environment = os.environ | {"IBPO_PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        ["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1700
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 60
+    assert summary["accuracy_end"] > summary["accuracy_start"] + 0.1
 
 
 def test_every_command_shows_its_help_from_any_directory(tmp_path):
