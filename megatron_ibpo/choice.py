@@ -78,7 +78,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     parameters = count_parameters(shape)
     if devices.gpus == 0:
         return _on_cpus(shape, parameters)
-    from megatron_ibpo.cli import parse_config  # slow to import, and for GPUs only
+    from megatron_ibpo.config import parse_config  # slow to import, and for GPUs only
     from megatron_ibpo.dry_run.plan import make_plan
 
     small = not shape.is_moe and parameters <= LARGEST_SMALL

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from megatron_ibpo.cli import ConfigError, check_config, parse_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.versions import missing
 
@@ -26,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     training fails."""
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
-        check_config(config)
+        from megatron_ibpo.checks import check_run  # imports torch, which --help does not need
+
+        check_run(config)
     except ConfigError as error:
         return _refuse(error)
     if config.run.dry_run:

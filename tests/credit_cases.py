@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, assign_credit
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit import assign_credit
 from megatron_ibpo.records import Group, Prompt, Response
 
 EOS = 2

@@ -10,7 +10,7 @@ import megatron_ibpo
 PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
-    "main", "train", "launch", "choice", "study", "assembly", "dry_run", "report", "cli", "rollout",
+    "main", "train", "launch", "choice", "study", "assembly", "dry_run", "report", "checks", "rollout",
     "evaluate", "rewards", "credit", "data", "policy", "loss", "kernels", "edit_distance", "weights",
     "cost", "shape", "world", "config", "records", "seeds", "versions", "quiet", "interrupts", "words",
 ]  # fmt: skip

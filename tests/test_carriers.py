@@ -12,9 +12,9 @@ from credit_cases import RIGHT, Loop, by_kind, fix_last, group, of_preset, promp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.cli import parse_config
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, check_algorithm, fill_batch
+from megatron_ibpo.checks import check_run
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, check_algorithm, parse_config
+from megatron_ibpo.credit import fill_batch
 from megatron_ibpo.credit.advantage import group_advantages
 from megatron_ibpo.credit.dynamic_sampling import is_informative
 from megatron_ibpo.credit.gae import generalised_advantages
@@ -204,7 +204,7 @@ def test_ppo_needs_a_critic_and_a_loss_of_tokens():
     with pytest.raises(ValueError, match="needs a critic"):
         Loop(fix_last).credit([group([13], [14])], preset("ppo"))
     with pytest.raises(ValueError, match="--advantages critic gives every token its own"):
-        check_algorithm(preset("ppo"), takes_token_advantages=False)
+        check_run(parse_config(["--advantage-estimator", "ppo", "--loss-variant", "gspo"]))
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "ppo"])

@@ -203,8 +203,8 @@ def _stream(spec, tokenizer, split, seed, n=1000):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("reasoning_gym://chain_summ", "nearest: chain_sum"),
-        ("reasoning_gym://chain_sum?min_term=5", "nearest: min_terms"),
+        ("reasoning_gym://chain_summ", "did you mean 'chain_sum'"),
+        ("reasoning_gym://chain_sum?min_term=5", "did you mean 'min_terms'"),
         ("reasoning_gym://chain_sum?min_terms=five", "min_terms must be of type int"),
         ("reasoning_gym://chain_sum?min_terms=9&max_terms=3", "max_terms must be >= min_terms"),
         ("reasoning_gym://chain_sum?min_terms", "name=value"),

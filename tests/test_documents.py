@@ -17,7 +17,7 @@ import tyro
 import yaml
 
 from megatron_ibpo.choice import Devices, choose
-from megatron_ibpo.cli import parse_config
+from megatron_ibpo.config import parse_config
 from megatron_ibpo.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -116,7 +116,7 @@ def said(tmp_path_factory):
         ("bad row", ["bad.jsonl", "line 2", "label"]),
         ("long prompt", ["long.jsonl", "line 1", "tokens"]),
         ("unknown flag", ["--num-rolout", "--num-rollout"]),
-        ("unknown key", ["bad.yaml", "num-rolout", "num_rollout"]),
+        ("unknown key", ["bad.yaml", "num-rolout", "num-rollout"]),
         ("bonus too large", ["λΔ must stay below 1"]),
         ("context parallel", ["--context-parallel-size"]),
         ("context too long", ["--rollout-max-context-len 4096", "512"]),

@@ -9,8 +9,7 @@ from credit_cases import EOS, Loop, by_kind, fix_last, group, of_preset, respons
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.config import AlgorithmConfig
-from megatron_ibpo.credit import check_algorithm
+from megatron_ibpo.config import AlgorithmConfig, check_algorithm
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
 

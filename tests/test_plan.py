@@ -19,8 +19,8 @@ from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_qwen3_next
 
-from megatron_ibpo.cli import check_config, parse_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.checks import check_run
+from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.dry_run.memory import _layer_elements
 from megatron_ibpo.dry_run.plan import FITS, REFUSED, Plan, make_plan, plan_run
 from megatron_ibpo.shape import read_hf_config
@@ -50,7 +50,7 @@ def plan_80b(planner) -> Plan:
 def configured(model: Path, *flags: str) -> Config:
     recipe = RECIPES.get(model, REPOSITORY / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
     config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run", *flags])
-    check_config(config)
+    check_run(config)
     return config
 
 

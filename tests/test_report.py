@@ -21,8 +21,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ibpo import report as reporting
-from megatron_ibpo.cli import ConfigError, parse_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import Evaluation
 from megatron_ibpo.records import Correction, Group, Prompt, Response

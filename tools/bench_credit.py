@@ -22,8 +22,8 @@ from pathlib import Path
 import tyro
 from measured_on import machine
 
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, assign_credit
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit import assign_credit
 from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.records import Group, Prompt, Response, SampleRequest

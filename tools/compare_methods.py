@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import tyro
 
-from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study import conduct, read_study
 

@@ -3,11 +3,9 @@
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.dynamic_sampling import fill_batch
 from megatron_ibpo.credit.operator import Judgement, LogProbQuery, LoopAccess, Operator
-from megatron_ibpo.credit.presets import PRESETS, check_algorithm
 from megatron_ibpo.credit.shown import ThinkingMarks, shown_parts
 
 __all__ = [
-    "PRESETS",
     "Credit",
     "Judgement",
     "LogProbQuery",
@@ -15,7 +13,6 @@ __all__ = [
     "Operator",
     "ThinkingMarks",
     "assign_credit",
-    "check_algorithm",
     "fill_batch",
     "shown_parts",
 ]

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.cli import ConfigError, read_yaml, write_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ConfigError, read_yaml, write_config
 from megatron_ibpo.data import Tokenizer, load_tokenizer
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.versions import installed_versions, warn_on_differences

@@ -7,7 +7,6 @@ Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION`. It
 from __future__ import annotations
 
 import ctypes
-import importlib
 import math
 import os
 import signal
@@ -16,6 +15,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
+
+from megatron_ibpo.config import ConfigError, load_hook
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ERROR = 500
@@ -28,9 +29,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it may finish its step
     connection = Connection(fd)
     try:
-        function = load_function(target)
+        function = load_hook("--rm-type", target)
+        if not callable(function):
+            raise ConfigError(f"--rm-type {target}: is not a function")
+    except ConfigError as error:
+        connection.send(("failed", str(error)))
+        return
     except BaseException as error:
-        connection.send(("failed", _in_words(error)))
+        connection.send(("failed", f"--rm-type {target}: {_in_words(error)}"))
         return
     connection.send(("ready", None))
     while True:
@@ -39,15 +45,6 @@ def main() -> None:
         except (EOFError, OSError):
             return
         connection.send(_answer(function, arguments))
-
-
-def load_function(target: str) -> Callable[..., Any]:
-    """The function at `package.module:function`."""
-    module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{target} is not a function")
-    return function
 
 
 def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:

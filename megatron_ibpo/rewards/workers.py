@@ -150,7 +150,7 @@ class _Worker:
                 f"{self.process.wait(_CLOSE_TIMEOUT)}); the reason is in the lines above"
             ) from None
         if status != "ready":
-            raise WorkerError(f"reward function {self._target}: cannot be loaded: {why}")
+            raise WorkerError(f"the reward function cannot be loaded: {why}")
 
     def ask(self, arguments: tuple[Any, ...]) -> None:
         # a process that has died meanwhile says so in its answer

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_ibpo.cli import parse_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.credit import LoopAccess, ThinkingMarks
 from megatron_ibpo.credit.corrections import compare_and_correct
 from megatron_ibpo.credit.pairing import is_wrong

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.study.curves import plot_comparison
 from megatron_ibpo.study.plan import PlannedRun, Settings, Study, plan_main, plan_tuning
 from megatron_ibpo.study.results import RunResult, best_setting, compare, read_run, write_results

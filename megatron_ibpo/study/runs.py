@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.study.plan import PlannedRun, Study
