@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by run.sh beside this file: from its variables to one launch line.
+# Sourced by run.sh next to this file: from its variables to one launch line.
 #
 #   IBPO_CWD                                      where the user stands
 #   HF_CHECKPOINT                                 the model, a directory

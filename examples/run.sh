@@ -9,7 +9,7 @@
 # Flags are passed through (--help lists them) and win over what is chosen. --dry-run prints the plan and starts
 # nothing; it needs no more of a model than its config.json.
 set -euo pipefail
-IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
+export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # ---------------------------------------------------------------------------------- what you may set

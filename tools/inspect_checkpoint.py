@@ -1,7 +1,7 @@
 """What a checkpoint holds, for what layout it was written, and what is missing. Reads headers, not weights.
 
-    python tools/inspect_checkpoint.py Qwen3-30B-A3B                    # Hugging Face format
-    python tools/inspect_checkpoint.py runs/a --checksums               # Megatron's, a run's newest step
+    bash tools/ibpo.sh inspect Qwen3-30B-A3B                    # Hugging Face format
+    bash tools/ibpo.sh inspect runs/a --checksums               # Megatron's, a run's newest step
 
 The exit status is 0 for a whole checkpoint, 1 where something is missing, superfluous or changed, 2 where
 there is no checkpoint.

@@ -1,8 +1,8 @@
 """The run page: one HTML file that shows a run and every wrong response of it, without a network.
 
-The page is three files beside this one (HTML, CSS, JavaScript) and the run's data, put into one. Data goes in
-as JSON that cannot end its element, and reaches the page as text nodes only; a content security policy with
-the hashes of the page's own script and style lets nothing else run.
+The page is three files next to this one (HTML, CSS, JavaScript) and the run's data, put into one. Data goes
+in as JSON that cannot end its element, and reaches the page as text nodes only; a content security policy
+with the hashes of the page's own script and style lets nothing else run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's worked example of a new loss variant does what it says, as written."""
+"""The worked example of a new loss variant in docs/loss_variants.md does what it says, as written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from loss_calls import loss_of_logits
 from megatron_ibpo.kernels.variants import KERNEL_TERMS
 from megatron_ibpo.loss import packed_logprobs, resolve_variant
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/loss_variants.md"
 
 
 @pytest.fixture
 def spo(tmp_path, monkeypatch):
-    section = README.read_text().split("\n## Add a loss variant\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("\n## Add a loss variant\n")[1].split("\n## ")[0]
     torch_part, kernel_part = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (tmp_path / "spo.py").write_text(torch_part + kernel_part)  # Triton reads the source of its functions
     monkeypatch.syspath_prepend(tmp_path)
