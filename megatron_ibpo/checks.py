@@ -12,19 +12,31 @@ def check_run(config: Config) -> None:
     """Refuse a run that cannot work, as far as that shows without a model or data.
 
     Raises:
-        ConfigError: naming the flags.
+        ConfigError: with all problems at once, each naming its flag.
     """
-    check_settings(config)
-    check_loss_of_run(config)
+    check_config(config, [*_WITHOUT_TORCH, _check_loss])
 
 
 def check_settings(config: Config) -> None:
     """The part of `check_run` that needs no torch.
 
     Raises:
-        ConfigError: with all problems at once, each naming its flag.
+        ConfigError: as there.
     """
-    check_config(config, [_check_operator, _check_estimator, _check_group_filter])
+    check_config(config, _WITHOUT_TORCH)
+
+
+def check_loss_of_run(config: Config) -> None:
+    """The other part: a loss that cannot work. Importing torch takes a second.
+
+    Raises:
+        ConfigError: an unknown variant, parameters that it has not or that lie outside its ranges, or a
+            combination that no loss has.
+    """
+    try:
+        _check_loss(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_operator(config: Config) -> None:
@@ -39,21 +51,15 @@ def _check_group_filter(config: Config) -> None:
     find_group_filter(config.algorithm)
 
 
-def check_loss_of_run(config: Config) -> None:
-    """The other part: a loss that cannot work. Importing torch takes a second.
+_WITHOUT_TORCH = (_check_operator, _check_estimator, _check_group_filter)
 
-    Raises:
-        ConfigError: an unknown variant, parameters that it has not or that lie outside its ranges, or a
-            combination that no loss has.
-    """
+
+def _check_loss(config: Config) -> None:
     from megatron_ibpo.policy.objective import check_loss, takes_token_advantages
 
-    try:
-        check_loss(config.loss)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    check_loss(config.loss)
     if config.algorithm.advantages == CRITIC and not takes_token_advantages(config.loss):
-        raise ConfigError(
+        raise ValueError(
             "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
             "whole sequence; take ppo-clip, grpo or dapo"
         )

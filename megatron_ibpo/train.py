@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from megatron_ibpo.checks import check_loss_of_run, check_settings
+from megatron_ibpo.checks import check_run, check_settings
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.versions import missing
 
@@ -71,7 +71,7 @@ def _plan(config: Config) -> int:
     from megatron_ibpo.plan.run_plan import plan_run
 
     try:
-        check_loss_of_run(config)
+        check_run(config)
     except ConfigError as error:
         return _refuse(error)
     return plan_run(config)

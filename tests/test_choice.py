@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_ibpo.shape import read_hf_config
 
 from megatron_ibpo.choice import Devices, choose, count_parameters
+from megatron_ibpo.models import read_hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "examples/models"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import (
@@ -27,9 +27,7 @@ from megatron_ibpo.sampling.groups import Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer
-
-if TYPE_CHECKING:
-    from megatron_ibpo.task import Task
+from megatron_ibpo.task import Task
 
 __all__ = ["Fleet", "LiveRollouts", "RecordedRollouts", "Rollouts", "open_rollouts"]
 
