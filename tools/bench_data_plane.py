@@ -334,13 +334,14 @@ def main(arguments: Arguments) -> None:
         made = run_arrays(arguments) if arguments.only == "arrays" else run_lists(arguments)
         print(json.dumps(asdict(made)))
         return
+    load = os.getloadavg()[0]  # of what else the machine was doing
     quarter = arguments.samples // 4
     rows = [in_own_process("lists", arguments, quarter), in_own_process("arrays", arguments, quarter)]
     rows += [in_own_process("arrays", arguments, arguments.samples) for _ in range(arguments.repeats)]
     print(f"wanted of arrays: {WANTED_SECONDS:g} s, {WANTED_OVER_RAW:g} x raw")
     if arguments.save:
         kept = {
-            "machine": machine("ray", "torch", "numpy"),
+            "machine": machine("ray", "torch", "numpy") | {"load": load},
             "wanted": {"seconds": WANTED_SECONDS, "driver_peak_over_raw": WANTED_OVER_RAW},
             "rows": [asdict(made) for made in rows],
         }
