@@ -4,8 +4,8 @@
     python tools/compare_commits.py main my-branch --algorithms ibpo --layouts dense
 
 Both train on the same recorded rollouts, those of the working tree's `tests/golden`, each by its own code and
-its own way of starting trainers. Loss and gradient norm are compared exactly after every step, and all weights
-by their SHA-256. The exit status is 0 when all are equal, 1 when some differ, 2 when a commit cannot be run.
+its own way of starting trainers. After every step loss and gradient norm are compared exactly, all weights by
+their SHA-256. The exit status is 0 when all are equal, 1 when some differ, 2 when a commit cannot be run.
 """
 
 from __future__ import annotations
