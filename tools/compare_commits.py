@@ -69,16 +69,21 @@ class Step:
 def checked_out(commit: str | None) -> Iterator[Path]:
     """A directory with the commit and its C++ extension built; the working tree for None."""
     if commit is None:
+        _build(ROOT)
         yield ROOT
         return
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory) / "tree"
         _call(["git", "worktree", "add", "--detach", str(tree), commit], ROOT)
         try:
-            _call(["bash", "tools/bootstrap.sh"], tree, IBPO_PYTHON=sys.executable)
+            _build(tree)
             yield tree
         finally:
             _call(["git", "worktree", "remove", "--force", str(tree)], ROOT)
+
+
+def _build(tree: Path) -> None:
+    _call(["bash", "tools/bootstrap.sh"], tree, IBPO_PYTHON=sys.executable)
 
 
 def _call(command: list[str], directory: Path, **environment: str) -> None:
