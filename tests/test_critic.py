@@ -17,8 +17,12 @@ from tiny_models import make_qwen3, make_qwen3_next
 from megatron_ibpo.policy.checkpoint import CheckpointError
 from megatron_ibpo.policy.critic import value_loss
 
-STEP_SIZE = 100.0
-"""Adam's epsilon, at a learning rate of as much: a step moves every weight by its gradient, so to say."""
+EPSILON = 100.0
+"""Of Adam: far above every gradient, so that a step goes along the gradient, and a weight whose gradient is
+rounding error moves no farther than that."""
+LR = {"dense": 0.01, "tied": 0.01, "next": 0.0007}
+"""For a step of ordinary size: values, of up to 10, move by up to 1. A step of more than they are would blow
+rounding up, on every processor differently."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def rows_with_returns(count=9, seed=1):
     ]
 
 
-def critic_config(parallel, *, lr=1.0, eps_adam=STEP_SIZE, **loss):
+def critic_config(parallel, *, lr, eps_adam=EPSILON, **loss):
     config = config_for(parallel, eps_adam=eps_adam, **loss)
     config.optimizer.critic_lr = lr
     return config
@@ -100,7 +104,7 @@ def valued(world, cases, rows):
     """For each (checkpoint, layout): values before, metrics of an update, values after."""
     found = []
     for hf_dir, parallel in cases:
-        critic = open_critic(world, hf_dir, critic_config(parallel))
+        critic = open_critic(world, hf_dir, critic_config(parallel, lr=LR[hf_dir.name]))
         before, metrics, after = (
             planned.values(critic, rows),
             planned.update_values(critic, rows),
@@ -109,6 +113,11 @@ def valued(world, cases, rows):
         found.append((before, metrics, after))
         close_trainer()
     return found
+
+
+def flat(values):
+    """Values of all tokens, as float64: their differences round no further."""
+    return torch.tensor([v for own in values for v in own], dtype=torch.float64)
 
 
 LAYOUTS = {
@@ -120,8 +129,8 @@ EXPERT_LAYOUTS = {1: [layout()], 2: [layout(tp=2, ep=2), layout(pp=2)], 4: [layo
 
 
 def test_values_and_updates_are_the_same_under_every_layout(checkpoints):
-    """One process against TP2, PP2, DP2, EP2 and products: values, loss, gradient norm, and the values after
-    a step along the gradient. Tied embeddings are untied in the critic."""
+    """One process against TP2, PP2, DP2, EP2 and products: values, loss, gradient norm, and how far a step
+    along the gradient moves the values. Tied embeddings are untied in the critic."""
     rows = rows_with_returns()
     found = {}
     for size in (1, 2, 4):
@@ -136,24 +145,19 @@ def test_values_and_updates_are_the_same_under_every_layout(checkpoints):
         expected_before, expected_metrics, expected_after = found[(family, 1, repr(layout(tp=1)))]
         where = (family, size, chosen)
         assert [len(own) for own in before] == [len(row.response_token_ids) for row in rows]
-        flat = {
-            name: torch.tensor([v for own in values for v in own])
-            for name, values in {
-                "before": before,
-                "after": after,
-                "wanted": expected_before,
-                "then": expected_after,
-            }.items()
-        }
-        torch.testing.assert_close(flat["before"], flat["wanted"], rtol=2e-4, atol=2e-4, msg=str(where))
-        torch.testing.assert_close(flat["after"], flat["then"], rtol=2e-4, atol=2e-4, msg=str(where))
-        assert (flat["after"] - flat["before"]).abs().max() > 1e-3, "the step moved something"
+        at_first, wanted = flat(before), flat(expected_before)
+        largest = wanted.abs().max().item()
+        torch.testing.assert_close(at_first, wanted, rtol=0, atol=1e-5 * largest, msg=str(where))
+        moved, wanted_move = flat(after) - at_first, flat(expected_after) - wanted
+        farthest = wanted_move.abs().max().item()
+        assert 0.2 < farthest < 2, "a step of ordinary size"
+        torch.testing.assert_close(moved, wanted_move, rtol=0, atol=2e-4 * farthest, msg=str(where))
         for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):
-            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4), (where, name)
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5), (where, name)
 
 
 def by_hand(world, hf_dir, rows):
-    critic = open_critic(world, hf_dir, critic_config(layout(), value_clip=0.2))
+    critic = open_critic(world, hf_dir, critic_config(layout(), lr=LR[hf_dir.name], value_clip=0.2))
     values, metrics = planned.values(critic, rows), planned.update_values(critic, rows)
     close_trainer()
     return values, metrics

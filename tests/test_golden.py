@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 from golden_credit import CASES, credited, recorded_steps
 from golden_runs import ALGORITHMS, GOLDEN, LAYOUTS, ROOT, train_recorded, watched_weights
 
 LEARNING_RATE = 3e-4
+EPSILON = "_EPSILON = 1e-8"
 QUICK = {("dense", "ibpo-mask"), ("dense-dp2", "ppo"), ("next-tp2-ep2", "ibpo")}
 """Every layout once; the others are slow together."""
 
@@ -50,6 +53,45 @@ def test_training_on_recorded_rollouts(golden, tmp_path, layout, algorithm):
                 step,
                 name,
             )
+
+
+def compared(repository, *arguments):
+    """(exit status, output) of tools/compare_commits.py."""
+    done = subprocess.run(
+        [sys.executable, repository / "tools/compare_commits.py", *arguments],
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=800,
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_commit_that_is_not_there_cannot_be_compared():
+    status, output = compared(ROOT, "no-such-commit")
+    assert status == 2
+    assert "no-such-commit" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_changed_number_is_found_in_the_weights(tmp_path):
+    """In a clone: the commit against itself, then against a working tree with another epsilon."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    case = ("--layouts", "dense", "--algorithms", "ibpo")
+    status, output = compared(clone, "HEAD", "HEAD", *case)
+    assert status == 0, output
+    assert output.count(" equal") == 6
+    (changed,) = [p for p in (clone / "megatron_ibpo/credit").glob("*.py") if EPSILON in p.read_text()]
+    changed.write_text(changed.read_text().replace(EPSILON, "_EPSILON = 1e-3"))
+    status, output = compared(clone, "HEAD", *case)
+    assert status == 1, output
+    assert output.count(" old") == output.count(" new") == 6
+    assert "NOT equal" in output
+    worktrees = subprocess.run(["git", "worktree", "list"], cwd=clone, capture_output=True, text=True)
+    assert len(worktrees.stdout.splitlines()) == 1
 
 
 @pytest.fixture(scope="module")

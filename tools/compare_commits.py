@@ -4,9 +4,8 @@
     python tools/compare_commits.py main my-branch --algorithms ibpo --layouts dense
 
 Both train on the same recorded rollouts, those of the working tree's `tests/golden`, each by its own code and
-its own way of starting trainers. Loss and gradient norm are compared exactly after every step, and all
-weights by their SHA-256. The exit status is 0 when all are equal, 1 when some differ, 2 when a commit cannot
-be run.
+its own way of starting trainers. After every step loss and gradient norm are compared exactly, all weights by
+their SHA-256. The exit status is 0 when all are equal, 1 when some differ, 2 when a commit cannot be run.
 """
 
 from __future__ import annotations
@@ -70,16 +69,21 @@ class Step:
 def checked_out(commit: str | None) -> Iterator[Path]:
     """A directory with the commit and its C++ extension built; the working tree for None."""
     if commit is None:
+        _build(ROOT)
         yield ROOT
         return
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory) / "tree"
         _call(["git", "worktree", "add", "--detach", str(tree), commit], ROOT)
         try:
-            _call(["bash", "tools/bootstrap.sh"], tree, IBPO_PYTHON=sys.executable)
+            _build(tree)
             yield tree
         finally:
             _call(["git", "worktree", "remove", "--force", str(tree)], ROOT)
+
+
+def _build(tree: Path) -> None:
+    _call(["bash", "tools/bootstrap.sh"], tree, IBPO_PYTHON=sys.executable)
 
 
 def _call(command: list[str], directory: Path, **environment: str) -> None:
