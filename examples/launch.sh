@@ -1,9 +1,10 @@
 # shellcheck shell=bash
-# Sourced by the run_*.sh beside this file: what they have in common, from their variables to one launch line.
+# Sourced by run.sh next to this file: from its variables to one launch line.
 #
-#   RECIPE                                        the YAML to start from
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as torchrun has them; one node needs none of them
-#   PROCESSES                                     trainer processes on this node, one a GPU
+#   IBPO_CWD                                      where the user stands
+#   HF_CHECKPOINT                                 the model, a directory
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   where several nodes meet; one node needs none of them
+#   GPUS_PER_NODE                                 empty: those found here
 #   RUN_DIR                                       empty: a new directory under runs/
 
 fail() {
@@ -11,10 +12,28 @@ fail() {
     exit 2
 }
 
+# choose FLAGS…: set RECIPE, NNODES, PROCESSES (trainers on this node) and LAYOUT_ARGS by model and devices.
+choose() {
+    local python chosen previous flag
+    for flag in "$@"; do # the flag wins over the variable
+        case $flag in --hf-checkpoint=*) HF_CHECKPOINT=${flag#*=} ;; esac
+        case ${previous:-} in --hf-checkpoint) HF_CHECKPOINT=$flag ;; esac
+        previous=$flag
+    done
+    [[ $HF_CHECKPOINT == /* ]] || HF_CHECKPOINT=$IBPO_CWD/$HF_CHECKPOINT
+    python=$(bash tools/bootstrap.sh) || exit $?
+    chosen=$("$python" -m megatron_ibpo.choice --hf-checkpoint "$HF_CHECKPOINT" ${NNODES:+--nodes "$NNODES"} \
+        ${GPUS_PER_NODE:+--gpus-per-node "$GPUS_PER_NODE"} -- "$@") || exit $?
+    mapfile -t chosen <<<"$chosen"
+    RECIPE=${chosen[0]} NNODES=${chosen[1]} PROCESSES=${chosen[2]}
+    # shellcheck disable=SC2034 # read by the script that sources this
+    LAYOUT_ARGS=("${chosen[@]:3}")
+}
+
 # launch FLAGS…: train with the recipe and these flags; with --dry-run among them print the plan, for which no
-# process is launched.
+# process is launched. One process drives the run, and starts the trainers and engines through Ray.
 launch() {
-    local flag python rendezvous=(--standalone)
+    local flag python command
     python=$(bash tools/bootstrap.sh) || exit $?
     for flag in "$@"; do
         if [[ $flag == --dry-run ]]; then
@@ -23,31 +42,16 @@ launch() {
         fi
     done
 
-    if ((NNODES > 1)) || [[ -n $MASTER_PORT ]]; then
-        MASTER_PORT=${MASTER_PORT:-29500}
-        if ((NODE_RANK == 0)) && ! port_is_free "$python" "$MASTER_PORT"; then
-            fail "port $MASTER_PORT is in use on this node: set MASTER_PORT to a free one, the same on all nodes"
-        fi
-        rendezvous=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
-    fi
     if [[ -z $RUN_DIR ]]; then
         ((NNODES == 1)) || fail "set RUN_DIR to a directory that all $NNODES nodes share"
-        RUN_DIR=runs/$(basename "$RECIPE" .yaml)_$(date +%Y%m%d_%H%M%S)
+        RUN_DIR=$PWD/runs/$(basename "$RECIPE" .yaml)_$(date +%Y%m%d_%H%M%S)
     fi
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron's overlap under TP asks for it
-    exec "$python" -m megatron_ibpo.launch --nnodes "$NNODES" --nproc-per-node "$PROCESSES" "${rendezvous[@]}" \
-        -m megatron_ibpo.train --config "$RECIPE" --run-dir "$RUN_DIR" "$@"
-}
-
-port_is_free() {
-    "$1" - "$2" <<'PYTHON'
-import socket, sys
-with socket.socket() as probe:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind(("", int(sys.argv[1])))
-    except OSError:
-        sys.exit(1)
-PYTHON
+    command=("$python" -m megatron_ibpo.train --config "$RECIPE" --num-trainers $((NNODES * PROCESSES))
+        --run-dir "$RUN_DIR" "$@")
+    if ((NNODES > 1)); then
+        exec "$python" -m megatron_ibpo.cluster.nodes --num-nodes "$NNODES" --node-rank "$NODE_RANK" \
+            --address "$MASTER_ADDR:${MASTER_PORT:-6379}" -- "${command[@]}"
+    fi
+    exec "${command[@]}"
 }

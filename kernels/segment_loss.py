@@ -7,6 +7,7 @@ programs. All of it is [N] and [S] floats; beside a pass over the logits it take
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,22 +165,7 @@ def token_coefficients_kernel(
 
 
 def triton_segment_loss(
-    logprobs_N: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    mask_N: Tensor,
-    old_logprobs_N: Tensor | None,
-    ref_logprobs_N: Tensor | None,
-    token_weights_N: Tensor | None,
-    advantages: Tensor,
-    sequence_weights_S: Tensor,
-    variant: str,
-    params: tuple[float, ...],
-    sequence_ratio: bool,
-    aggregation: str | float,
-    kl: str,
-    kl_coef: float,
-    cp_group: Any,
+    logprobs_N: Tensor, rows: Any, objective: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N.
 
@@ -190,42 +176,31 @@ def triton_segment_loss(
     def floats(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(torch.float32).contiguous()
 
-    return _SegmentLoss.apply(
-        logprobs_N.contiguous(),
-        cu_seqlens.contiguous(),
-        mask_N.contiguous(),
-        floats(old_logprobs_N),
-        floats(ref_logprobs_N),
-        floats(token_weights_N),
-        floats(advantages),
-        floats(sequence_weights_S),
-        (variant, params, sequence_ratio, aggregation, kl, float(kl_coef)),
-        cp_group,
+    plain_rows = replace(
+        rows,
+        response_mask_N=rows.response_mask_N.contiguous(),
+        cu_seqlens=rows.cu_seqlens.contiguous(),
+        advantages=floats(rows.advantages),
+        old_logprobs_N=floats(rows.old_logprobs_N),
+        ref_logprobs_N=floats(rows.ref_logprobs_N),
+        token_weights_N=floats(rows.token_weights_N),
+        sequence_weights_S=floats(rows.sequence_weights_S),
     )
+    return _SegmentLoss.apply(logprobs_N.contiguous(), plain_rows, objective)
 
 
 class _SegmentLoss(torch.autograd.Function):
     """The gradient is known when the loss is: forward keeps it, backward scales it."""
 
     @staticmethod
-    def forward(
-        ctx,
-        logprobs_N,
-        cu_seqlens,
-        mask_N,
-        old_N,
-        ref_N,
-        token_weights_N,
-        advantages,
-        weights_S,
-        how,
-        cp_group,
-    ):
-        variant, params, sequence_ratio, aggregation, kl, kl_coef = how
-        token_term, sequence_term = KERNEL_TERMS[variant]
+    def forward(ctx, logprobs_N, rows, objective):
+        token_term, sequence_term = KERNEL_TERMS[objective.name]
+        params, sequence_ratio = tuple(objective.params.values()), objective.variant.sequence_ratio
+        mask_N, cu_seqlens, advantages = rows.response_mask_N, rows.cu_seqlens, rows.advantages
+        old_N, ref_N, cp_group = rows.old_logprobs_N, rows.ref_logprobs_N, rows.cp_group
         num_sequences = len(cu_seqlens) - 1
         per_token = len(advantages) != num_sequences
-        kl_term = None if ref_N is None else KL_TERMS[kl]
+        kl_term = None if ref_N is None else KL_TERMS[objective.kl]
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=logprobs_N.device)
@@ -250,10 +225,12 @@ class _SegmentLoss(torch.autograd.Function):
 
         loss, slope_S, kl_slope_S = empty(), empty(num_sequences), empty(num_sequences)
         clipped_S = empty(num_sequences, dtype=torch.bool)
-        code = _AGGREGATIONS.get(aggregation, _CONSTANT) if isinstance(aggregation, str) else _CONSTANT
+        code = _AGGREGATIONS.get(objective.aggregation, _CONSTANT)
+        constant = float(objective.aggregation) if code == _CONSTANT else 1.0
         sequence_loss_kernel[(1,)](
-            sums_4S, advantages, weights_S, loss, mean_log_ratio_S, slope_S, kl_slope_S, clipped_S,
-            num_sequences, float(aggregation) if code == _CONSTANT else 1.0, kl_coef, params,
+            sums_4S, advantages, rows.sequence_weights_S,
+            loss, mean_log_ratio_S, slope_S, kl_slope_S, clipped_S,
+            num_sequences, constant, float(objective.kl_coef), params,
             SEQUENCE_TERM=sequence_term, HAS_TOKEN_TERM=token_term is not None, AGGREGATION=code,
             BLOCK=BLOCK_S, num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -261,7 +238,7 @@ class _SegmentLoss(torch.autograd.Function):
         kl_N = None if kl_term is None else torch.empty_like(logprobs_N)
         clipped_N = None if token_term is None else torch.empty_like(mask_N)
         token_coefficients_kernel[(num_sequences,)](
-            logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, token_weights_N,
+            logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, rows.token_weights_N,
             mean_log_ratio_S, slope_S, kl_slope_S, coefficients_N, kl_N, clipped_N, params,
             TOKEN_TERM=token_term, SEQUENCE_RATIO=sequence_ratio, KL=kl_term,
             ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
@@ -274,7 +251,7 @@ class _SegmentLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (coefficients_N,) = ctx.saved_tensors
-        return (coefficients_N * grads[0], *(None,) * 9)
+        return coefficients_N * grads[0], None, None
 
 
 def _sum_over_ranks(sums_4S: Tensor, rows: list[int], group: Any) -> None:

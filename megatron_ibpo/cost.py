@@ -7,13 +7,13 @@ the gradient meter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from megatron_ibpo.records import Sample, SampleRequest
-from megatron_ibpo.shape import ModelShape
+from megatron_ibpo.models import ModelShape, forward_flops
+from megatron_ibpo.records import Sample
 
-__all__ = ["FREE_STAGES", "CostMeter", "Spent", "forward_flops"]
+__all__ = ["FREE_STAGES", "CostMeter", "Spent"]
 
 FREE_STAGES = frozenset({"start", "evaluate", "save", "report", "record", "check weights", "gradient meter"})
 """Stages of the loop that observe and do not train."""
@@ -57,13 +57,14 @@ class CostMeter:
         self._update_passes = 4.0 if recomputes else 3.0
         self.spent = before or Spent()
 
-    def sampling(self, requests: Sequence[SampleRequest], responses: Sequence[Sample]) -> None:
-        """One batch of sampling."""
-        # a prompt that several requests share is read once
-        lengths = {r.prompt_token_ids.tobytes(): len(r.prompt_token_ids) for r in requests}.values()
+    def sampling(self, samples: Iterable[Sample]) -> None:
+        """What engines wrote."""
+        samples = list(samples)
+        # a prompt that several samples share is read once
+        lengths = {s.prompt_token_ids.tobytes(): len(s.prompt_token_ids) for s in samples}.values()
         tokens, flops = sum(lengths), sum(map(self._forward, lengths))
-        for request, response in zip(requests, responses, strict=True):
-            read, written = len(request.prompt_token_ids), len(response.token_ids)
+        for sample in samples:
+            read, written = len(sample.prompt_token_ids), len(sample.token_ids)
             tokens += written
             flops += self._forward(read + written) - self._forward(read)
         self._add(tokens=tokens, flops=flops)
@@ -92,31 +93,3 @@ class CostMeter:
         self.spent = Spent(
             before.accelerator_seconds + accelerator_seconds, before.tokens + tokens, before.flops + flops
         )
-
-
-def forward_flops(shape: ModelShape, length: int) -> float:
-    """Floating-point operations of one causal forward pass over a sequence: 2 for each weight that a token
-    meets in a matrix product, and what attention and the delta rule do with the sequence. Norms, embeddings,
-    short convolutions and activations are left out."""
-    heads = shape.num_attention_heads * shape.head_dim
-    keys = shape.gdn_key_heads * shape.gdn_key_dim
-    values = shape.gdn_value_heads * shape.gdn_value_dim
-    hidden = shape.hidden_size
-    queries = 2 * heads if shape.is_hybrid else heads  # hybrids have an output gate beside each query
-    attention = hidden * (queries + 2 * shape.num_key_value_heads * shape.head_dim + heads)
-    delta_net = hidden * (2 * keys + 3 * values + 2 * shape.gdn_value_heads)
-    if shape.is_moe:
-        experts = shape.experts_per_token * shape.expert_hidden_size + shape.shared_expert_hidden_size
-        shared_gate = hidden if shape.shared_expert_hidden_size else 0
-        mlp = 3 * hidden * experts + hidden * shape.num_experts + shared_gate
-    else:
-        mlp = 3 * hidden * shape.ffn_hidden_size
-    attention_layers = sum(shape.full_attention)
-    delta_layers = shape.num_layers - attention_layers
-    weights = attention_layers * attention + delta_layers * delta_net + shape.num_layers * mlp
-    per_token = 2.0 * (weights + hidden * shape.vocab_size)
-    # each token against itself and all before it, once for the scores and once for the values
-    scores = attention_layers * 2.0 * heads * length * (length + 1)
-    # the state is decayed and read for the old value, written, and read for the output
-    states = delta_layers * 6.0 * values * shape.gdn_key_dim * length
-    return per_token * length + scores + states

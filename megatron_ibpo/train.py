@@ -1,19 +1,17 @@
-"""The loop: sample, score, correct and credit, update, sync, report, save.
+"""The loop: sample, credit, update, sync, report, save.
 
-Every rank runs this same program under torchrun. What crosses ranks (prompts, responses, scores) is equal
-everywhere; rank 0, the driver, alone scores and writes.
+This process is the driver. It starts trainers, engines and verifiers, holds prompts, samples and credit, and
+has no model itself.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from megatron_ibpo.cli import ConfigError, check_config, parse_config
-from megatron_ibpo.config import Config
-from megatron_ibpo.quiet import hush_megatron
+from megatron_ibpo.checks import check_loss_of_run, check_settings
+from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.versions import missing
 
 __all__ = ["main", "train"]
@@ -26,58 +24,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     training fails."""
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
-        check_config(config)
+        check_settings(config)
     except ConfigError as error:
         return _refuse(error)
-    if config.run.dry_run:
-        from megatron_ibpo.dry_run.plan import plan_run
-
-        return plan_run(config)
-    return train(config)
+    return _plan(config) if config.run.dry_run else train(config)
 
 
 def train(config: Config) -> int:
-    """The whole run, on this rank."""
+    """The whole run."""
     if lacks := missing():
         return _refuse(
             ImportError(
                 f"not installed: {', '.join(lacks)}; `bash tools/bootstrap.sh` installs what a run needs"
             )
         )
-    hush_megatron()
     # imported late, so that wrong flags are answered at once
-    from megatron_ibpo.assembly import START_ERRORS, assemble
     from megatron_ibpo.interrupts import StopRequest
+    from megatron_ibpo.startup import START_ERRORS, open_run
 
     stop = StopRequest()
     with ExitStack() as stack:
         try:
-            run = stack.enter_context(assemble(config))
+            run = stack.enter_context(open_run(config))
         except START_ERRORS as error:
             return _refuse(error)
-        step = run.first_step
-        run.evaluate_if_due(step)
-        while not run.done(step):
-            groups = run.sample(step)
-            credit = run.credit(groups, step)
-            metrics = run.measure_gradient_if_due(groups, credit.sequences, step)
+        run.evaluate_if_due()
+        while not run.done():
+            groups = run.sample()
+            credit = run.credit(groups)
+            metrics = run.measure_gradient_if_due(groups, credit.sequences)
             metrics |= run.update(credit.sequences)
-            step += 1
-            metrics |= run.sync(step)
-            run.report(step, groups, credit.sequences, credit.metrics | metrics)
-            stopping = run.agree_to_stop(stop.requested)
-            run.save_if_due(step, stopping=stopping)
+            metrics |= run.sync()
+            run.report(groups, credit, metrics)
+            stopping = stop.requested
+            run.save_if_due(stopping=stopping)
             if stopping:
                 run.finish("interrupted")
                 return INTERRUPTED
-            run.evaluate_if_due(step)
+            run.evaluate_if_due()
         run.finish("finished")
     return DONE
 
 
+def _plan(config: Config) -> int:
+    """The plan of a run, printed."""
+    from megatron_ibpo.plan.run_plan import plan_run
+
+    try:
+        check_loss_of_run(config)
+    except ConfigError as error:
+        return _refuse(error)
+    return plan_run(config)
+
+
 def _refuse(error: BaseException) -> int:
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {error}", file=sys.stderr, flush=True)
     return BAD_INPUT
 
 

@@ -6,6 +6,7 @@ may lack the rest: `python megatron_ibpo/versions.py` says what differs and what
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["TESTED", "differences", "installed_versions", "main", "missing", "warn_on_differences"]
+__all__ = ["TESTED", "differences", "installed_versions", "machine", "main", "missing", "warn_on_differences"]
 
 TESTED = {
     "torch": "2.13.0",
@@ -24,6 +25,7 @@ TESTED = {
     "vllm": "0.32.0",
     "transformers": "5.19.0",
     "triton": "3.7.1",
+    "ray": "2.60.0",
     "numpy": "2.3.5",
     "tokenizers": "0.23.3",
     "sentencepiece": "0.2.3",
@@ -53,6 +55,13 @@ def installed_versions() -> dict[str, str]:
     versions |= {"cpu": f"{os.cpu_count()} x {_cpu_name()}", "gpu": _gpu_names(), "commit": _commit()}
     versions |= {name: _version(name) for name in (*TESTED, *_WHERE_INSTALLED)}
     return {name: version for name, version in versions.items() if version}
+
+
+def machine(*packages: str) -> dict[str, object]:
+    """What a benchmark's results are kept with: the date, the cores that this process may use, what is
+    installed (`installed_versions`), and the versions of `packages` as well."""
+    measured = {"date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0))}
+    return measured | installed_versions() | {name: _version(name) for name in packages}
 
 
 def differences(versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:

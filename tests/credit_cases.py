@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 
 import numpy as np
 
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, CreditContext, Vocabulary, credit_at_once
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, credit_at_once
 from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
 
 EOS = 2

@@ -1,7 +1,7 @@
 """What must hold of the Triton kernels, as functions of the device: on CPUs under Triton's interpreter
 (`tests/interpreted`), on GPUs as they are (`tests/gpu`).
 
-Everything goes through the doors of `megatron_ibpo.loss`, and is compared with the torch reference in fp64.
+Everything goes through the entry points of `megatron_ibpo.loss`; the torch reference in fp64 is the measure.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from loss_calls import loss_of_logits
 from torch import Tensor
 
-from megatron_ibpo.loss import VARIANTS, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import packed_logprobs, resolve_variant
 
 LOSS_BOUND = 1e-6
 """Of the loss, relative to the largest term in it (a log-prob for cispo and k1, about 1 for the others)."""
@@ -49,7 +50,7 @@ def make_batch(
 
 
 def options_for(variant: str) -> dict[str, Any]:
-    constant = VARIANTS[variant].aggregation == "constant"
+    constant = resolve_variant(variant)[0].aggregation == "constant"
     return {"variant": variant, "aggregation": 6.0 if constant else None}
 
 
@@ -57,7 +58,7 @@ def run(batch: dict[str, Any], dtype: torch.dtype = torch.float32, scale: float 
     """(loss, gradient of scale · loss, stats) of the logits in that dtype."""
     logits = batch["logits_NV"].to(dtype).clone().requires_grad_()
     given = logits * 1 if options.get("inplace") else logits  # a leaf may not be written over
-    loss, stats = packed_sequence_loss(**{**batch, "logits_NV": given}, **options)
+    loss, stats = loss_of_logits(**{**batch, "logits_NV": given}, **options)
     (loss * scale).backward()
     return loss.detach().double(), logits.grad.double(), stats
 
@@ -118,7 +119,7 @@ def check_token_advantages(device: str, variant: str) -> None:
 def check_finite_differences(device: str, variant: str) -> None:
     """Along a random direction; the clips are wide, so that no difference crosses a kink."""
     batch = make_batch(device, lengths=(3, 6), vocab=31, shift=0.05)
-    params = {name: 0.6 for name in VARIANTS[variant].params if name.startswith("eps")}
+    params = {name: 0.6 for name in resolve_variant(variant)[1] if name.startswith("eps")}
     if variant == "cispo":  # its clip is detached: differences see the gradient only where the ratio is 1
         batch["old_logprobs_N"] = None
     options = {**options_for(variant), "params": params, "backend": "triton"}
@@ -127,7 +128,7 @@ def check_finite_differences(device: str, variant: str) -> None:
 
     def loss(offset: float) -> float:
         moved = {**batch, "logits_NV": batch["logits_NV"] + offset * direction}
-        return packed_sequence_loss(**moved, **options)[0].item()
+        return loss_of_logits(**moved, **options)[0].item()
 
     _, gradient, _ = run(batch, **options)
     slope = (gradient * direction).sum().item()
@@ -231,7 +232,7 @@ def check_inplace(device: str) -> None:
     batch = make_batch(device)
     logits = batch["logits_NV"].clone().requires_grad_()
     given = logits * 1
-    loss, _ = packed_sequence_loss(**{**batch, "logits_NV": given}, backend="triton", inplace=True)
+    loss, _ = loss_of_logits(**{**batch, "logits_NV": given}, backend="triton", inplace=True)
     seen = []
     given.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
     loss.backward(retain_graph=True)
@@ -289,7 +290,7 @@ def train(device: str, backend: str, variant: str, steps: int = 4) -> tuple[list
     for _ in range(steps):
         logits = {"logits_NV": hidden @ weight.T}
         options = {**options_for(variant), "backend": backend, "inplace": True}
-        loss, _ = packed_sequence_loss(**{**batch, **logits}, **options)
+        loss, _ = loss_of_logits(**{**batch, **logits}, **options)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

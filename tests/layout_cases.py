@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernel_cases import make_batch, options_for
+from loss_calls import loss_of_logits
 from ranks import run_ranks
 from torch import Tensor
 
-from megatron_ibpo.loss import VARIANTS, packed_sequence_loss
+from megatron_ibpo.loss import VARIANTS
 
 LENGTHS = (8, 4, 0, 16, 12)
 VOCAB = 133
@@ -29,7 +30,7 @@ def batch_for_ranks() -> dict[str, Any]:
 def one_loss(batch: dict[str, Any], variant: str, backend: str, **layout: Any) -> dict[str, Tensor]:
     logits = batch["logits_NV"].clone().requires_grad_()
     options = {**options_for(variant), "kl": "k3", "kl_coef": 0.3, "temperature": 0.9, "backend": backend}
-    loss, stats = packed_sequence_loss(**{**batch, "logits_NV": logits}, **options, **layout)
+    loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options, **layout)
     (2 * loss).backward()
     return {
         "loss": loss.detach(),
@@ -104,7 +105,7 @@ def unequal_shares(world: Any) -> str:
     batch["cu_seqlens"] = torch.tensor([0, 9, 80], dtype=torch.int32)
     batch["advantages"], batch["sequence_weights_S"] = torch.ones(2), torch.ones(2)
     try:
-        packed_sequence_loss(**batch, cp_group=dist.group.WORLD)
+        loss_of_logits(**batch, cp_group=dist.group.WORLD)
     except ValueError as error:
         return str(error)
     return ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from loss_calls import loss_of_hidden, loss_of_logits
 
-from megatron_ibpo.loss import VARIANTS, linear_packed_sequence_loss, packed_sequence_loss
+from megatron_ibpo.loss import VARIANTS
 
 V, H = 37, 8
 FUSED = sorted(name for name, variant in VARIANTS.items() if not variant.sequence_ratio)
@@ -42,9 +43,7 @@ def batch_of(lengths, seed=0, prompt=2, dtype=torch.float64, vocab=V):
 
 def fused(batch, **options):
     hidden, weight = (batch[name].clone().requires_grad_() for name in ("hidden_NH", "weight_VH"))
-    loss, stats = linear_packed_sequence_loss(
-        **{**batch, "hidden_NH": hidden, "weight_VH": weight}, **options
-    )
+    loss, stats = loss_of_hidden(**{**batch, "hidden_NH": hidden, "weight_VH": weight}, **options)
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad, stats
 
@@ -52,7 +51,7 @@ def fused(batch, **options):
 def plain(batch, **options):
     hidden, weight = (batch[name].clone().requires_grad_() for name in ("hidden_NH", "weight_VH"))
     rest = {name: value for name, value in batch.items() if name not in ("hidden_NH", "weight_VH")}
-    loss, stats = packed_sequence_loss(hidden @ weight.t(), **rest, **options)
+    loss, stats = loss_of_logits(logits_NV=hidden @ weight.t(), **rest, **options)
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad, stats
 

@@ -10,15 +10,15 @@ import megatron_ibpo
 PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
-    "train", "launch", "study", "assembly", "sampling", "dry_run", "report", "cli", "rollout", "evaluate",
-    "rewards",
-    "credit", "data", "policy", "loss", "kernels", "edit_distance", "weights", "cost", "shape", "world",
-    "config", "records", "seeds", "versions", "quiet", "interrupts",
+    "main", "train", "startup", "loop", "choice", "study", "task", "plan", "cluster", "sampling", "report",
+    "checks", "rollout", "evaluate", "rewards", "credit", "data", "policy", "loss", "kernels",
+    "edit_distance", "weights", "cost", "models", "world", "config", "records", "seeds", "versions", "quiet",
+    "interrupts", "words",
 ]  # fmt: skip
 """From the loop down: a room may import only from rooms after it."""
 
 LIBRARIES = {
-    "megatron": {"policy", "weights", "dry_run"},
+    "megatron": {"policy", "models", "weights", "plan"},
     "vllm": {"rollout", "weights"},
     "transformers": {"data"},
     "triton": {"kernels"},

@@ -1,4 +1,4 @@
-"""tools/bench_weights.py convert measures what it says."""
+"""tools/bench_conversion.py measures what it says."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 def test_conversion_is_measured_beside_cp_and_a_peer(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
-    import conversion_bench
+    import bench_conversion
 
     small = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024}
-    monkeypatch.setitem(conversion_bench.CONFIGS, "dense", conversion_bench.CONFIGS["dense"] | small)
-    conversion_bench.convert(
-        conversion_bench.Convert(
+    monkeypatch.setitem(bench_conversion.CONFIGS, "dense", bench_conversion.CONFIGS["dense"] | small)
+    bench_conversion.convert(
+        bench_conversion.Convert(
             families=("dense",),
             gigabytes=0.03,
             rounds=1,

@@ -23,14 +23,15 @@ from credit_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.cli import parse_config
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, check_algorithm, fill_batch, is_informative
+from megatron_ibpo.checks import check_run
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, check_algorithm, parse_config
+from megatron_ibpo.credit import fill_batch, is_informative
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
 from megatron_ibpo.data import DataError, PromptSuffixes, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.policy.objective import loss_params
 from megatron_ibpo.records import Group, token_ids
 from megatron_ibpo.rollout.plans import group_requests
 
@@ -127,7 +128,7 @@ def test_long_responses_and_corrections_pay_and_stay_what_they_are():
 
 def test_dapo_is_its_four_parts():
     loss = parse_config(["--advantage-estimator", "dapo"]).loss
-    assert (loss.loss_variant, loss.eps_clip, loss.eps_clip_high) == ("dapo", 0.2, 0.28)
+    assert (loss.loss_variant, loss_params(loss)) == ("dapo", {"eps_low": 0.2, "eps_high": 0.28})
     assert loss.loss_aggregation == "variant", "which is the token mean"
     settings = preset("dapo")
     assert (settings.dynamic_sampling, settings.overlong_buffer_share) == (True, 0.2)
@@ -218,7 +219,7 @@ def test_ppo_needs_a_critic_and_a_loss_of_tokens():
     with pytest.raises(ValueError, match="needs a critic"):
         Loop(fix_last).credit([group([13], [14])], preset("ppo"))
     with pytest.raises(ValueError, match="--advantages critic gives every token its own"):
-        check_algorithm(preset("ppo"), takes_token_advantages=False)
+        check_run(parse_config(["--advantage-estimator", "ppo", "--loss-variant", "gspo"]))
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "ppo"])

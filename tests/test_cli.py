@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,21 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.cli import ConfigError, check_config, config_yaml, parse_config, write_config
-from megatron_ibpo.config import Config
-from megatron_ibpo.credit import PRESETS
+from megatron_ibpo.checks import check_run
+from megatron_ibpo.config import (
+    PRESETS,
+    Config,
+    ConfigError,
+    DataConfig,
+    config_yaml,
+    load_hook,
+    named_values,
+    nearest,
+    parse_config,
+    write_config,
+)
+from megatron_ibpo.records import Prompt
+from megatron_ibpo.rewards import open_verifier
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -32,7 +48,7 @@ def test_flags_are_flat_and_typed():
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.parallel.sequence_parallel is False
     assert config.optimizer.lr == 3e-4
-    assert config.model.hf_checkpoint == Path("some/dir")
+    assert config.model.hf_checkpoint == Path.cwd() / "some/dir"
     assert config.algorithm.ibpo_rewrite_threshold == "adaptive"
     assert config.loss.eps_clip_high is None
     assert config.rollout.rollout_top_k == -1
@@ -61,7 +77,8 @@ def test_a_preset_counts_where_it_is_named(tmp_path):
     by_flag = parse_config(["--config", base, "--advantage-estimator=ibpo-joint-only"])
     assert by_flag.algorithm.ibpo_lambda == 0.0
     assert by_flag.loss.eps_clip == 3e-3, "what the preset says nothing of stays"
-    assert parse_config(["--config", base, "--advantage-estimator", "grpo"]).loss.eps_clip == 0.2
+    grpo = parse_config(["--config", base, "--advantage-estimator", "grpo"]).loss
+    assert (grpo.loss_variant, grpo.eps_clip) == ("grpo", None), "the clip was the other variant's"
 
     method = recipe(tmp_path, "advantage-estimator: ibpo-mask\nibpo-beta: 0.4\n", "method.yaml")
     by_file = parse_config(["--config", base, "--config", method])
@@ -100,8 +117,8 @@ def test_print_config_prints_a_recipe_that_means_the_same(tmp_path, capsys):
 def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, threshold, high):
     config = Config()
     config.optimizer.lr = lr
-    config.data.prompt_data = path
-    config.run.run_dir = Path(path)
+    config.data.prompt_data = str(Path("/data") / path)
+    config.run.run_dir = Path("/runs") / path
     config.algorithm.ibpo_rewrite_threshold = threshold
     config.loss.eps_clip_high = high
     written = tmp_path_factory.mktemp("config") / "config.yaml"
@@ -140,15 +157,19 @@ def test_only_rank_0_prints(capsys, monkeypatch):
     ("text", "expected"),
     [
         ("tensor-model-paralel-size: 2\n", r"recipe.yaml: unknown key 'tensor-model-paralel-size'; did you"),
-        ("tensor-model-paralel-size: 2\n", r"mean 'tensor_model_parallel_size'"),
+        ("tensor-model-paralel-size: 2\n", r"mean 'tensor-model-parallel-size'"),
         ("lr: fast\n", r"recipe.yaml: lr: 'fast' is not a number"),
         ("rollout-batch-size: 1.5\n", r"rollout-batch-size: 1.5 is not a whole number"),
         ("rollout-batch-size: true\n", r"rollout-batch-size: True is not a whole number"),
         ("sequence-parallel: 1\n", r"sequence-parallel: 1 is not true or false"),
         ("recompute-granularity: all\n", r"'all' is not one of 'none', 'full', 'selective'"),
         ("ibpo-rewrite-threshold: often\n", r"'often' is not a number or one of 'adaptive'"),
-        ("lr: 1e-5\nrun-dir: a\nrun_dir: b\n", r"key 'run_dir' is given twice"),
-        ("advantage-estimator: ibop\n", r"no preset 'ibop'; did you mean 'ibpo'"),
+        ("lr: 1e-5\nrun-dir: a\nrun_dir: b\n", r"key 'run_dir' is given twice, on lines 2 and 3"),
+        ("lr: 1e-5\nclip-grad: 2\n\nlr: 1e-6\n", r"recipe.yaml: key 'lr' is given twice, on lines 1 and 4"),
+        ("loss-param: {tau_pos: 1, tau_pos: 2}\n", r"key 'tau_pos' is given twice, on lines 1 and 1"),
+        ("loss-param: 3\n", r"loss-param: 3 is not a list, each item text"),
+        ("qqqqqqqqqq: 3\n", r"unknown key 'qqqqqqqqqq'$"),
+        ("advantage-estimator: ibop\n", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
         ("- lr\n", r"must hold `key: value` lines"),
         ("lr: [\n", r"is not YAML"),
     ],
@@ -171,7 +192,7 @@ def runnable(tmp_path: Path) -> Config:
 
 
 def test_a_complete_configuration_passes(tmp_path):
-    check_config(runnable(tmp_path))
+    check_run(runnable(tmp_path))
 
 
 def test_all_problems_are_named_at_once(tmp_path):
@@ -182,7 +203,7 @@ def test_all_problems_are_named_at_once(tmp_path):
     config.rollout.n_samples_per_prompt = 1
     config.parallel.context_parallel_size = 2
     with pytest.raises(ConfigError, match="5 problems") as refused:
-        check_config(config)
+        check_run(config)
     for flag in (
         "--hf-checkpoint",
         "--eval-prompt-data",
@@ -212,6 +233,14 @@ def breaking(section: str, **fields):
         breaking("run", load=Path("nowhere")),
         breaking("run", budget=100.0),  # with the default schedule
         breaking("run", gradient_meter_blocks=1),
+        breaking("run", max_reward_error_rate=1.5),
+        breaking("loss", loss_param=("eps_low=wide",)),
+        breaking("loss", kl_coef=float("nan")),
+        breaking("model", ref_load=Path("/")),  # and no --kl-coef
+        breaking("algorithm", ibpo_k=0),
+        breaking("algorithm", advantages="groups"),
+        breaking("rollout", rollout_num_gpus=4),  # and --colocate
+        breaking("rollout", vllm_arg=("=3",)),
         breaking("run", debug_rollout_only=True, load_debug_rollout_data=Path(".")),
         breaking("data", prompt_data=None),
         breaking("model", hf_checkpoint=Path("nowhere")),
@@ -222,7 +251,17 @@ def test_what_cannot_work_is_refused(tmp_path, section, fields):
     for name, value in fields.items():
         setattr(getattr(config, section), name, value)
     with pytest.raises(ConfigError, match="1 problem in the configuration"):
-        check_config(config)
+        check_run(config)
+
+
+def test_unknown_names_of_a_rooms_registry_are_refused_with_the_nearest(tmp_path):
+    config = runnable(tmp_path)
+    config.algorithm.ibpo_operator = "agrement"
+    config.loss.loss_variant = "gpso"
+    with pytest.raises(
+        ConfigError, match=r"(?s)loss variant 'gpso'.*--ibpo-operator agrement: .*'agreement'\?"
+    ):
+        check_run(config)
 
 
 def test_wandb_without_the_package_says_what_to_install(tmp_path, monkeypatch):
@@ -230,21 +269,21 @@ def test_wandb_without_the_package_says_what_to_install(tmp_path, monkeypatch):
     config.run.use_wandb = True
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install wandb"):
-        check_config(config)
+        check_run(config)
 
 
 def test_evaluation_turned_off_needs_no_evaluation_data(tmp_path):
     config = runnable(tmp_path)
     config.data.eval_prompt_data = None
     config.run.eval_num_prompts = 0
-    check_config(config)
+    check_run(config)
 
 
 def test_a_dry_run_needs_no_data(tmp_path):
     config = runnable(tmp_path)
     config.data.prompt_data = config.data.eval_prompt_data = None
     config.run.dry_run = True
-    check_config(config)
+    check_run(config)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +293,148 @@ def test_every_algorithm_works_after_every_models_recipe(path, tmp_path):
     for model in (REPOSITORY / "examples/recipes").glob("*.yaml"):
         given = ["--config", str(model), "--config", str(path), "--run-dir", str(tmp_path)]
         data = ["--prompt-data", "a.jsonl", "--eval-prompt-data", "b.jsonl"]
-        check_config(parse_config([*given, *data, "--hf-checkpoint", "examples/tiny_qwen3"]))
+        check_run(parse_config([*given, *data, "--hf-checkpoint", "examples/tiny_qwen3"]))
 
 
 def test_every_algorithm_is_in_the_documentation():
     listed = (REPOSITORY / "docs/algorithms.md").read_text()
     names = [path.stem for path in (REPOSITORY / "examples/algorithms").glob("*.yaml")]
     assert [name for name in [*names, *PRESETS] if f"`{name.replace('-', '_')}`" not in listed] == []
+
+
+def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(tmp_path):
+    base = recipe(tmp_path, "advantage-estimator: ibpo\neps-clip: 3e-3\nloss-param: {a: 1}\n", "base.yaml")
+
+    def clips(*flags):
+        loss = parse_config(["--config", base, *flags]).loss
+        return loss.eps_clip, loss.eps_clip_high, loss.loss_param
+
+    assert clips() == (3e-3, None, ("a=1",))
+    assert clips("--loss-variant", "gspo") == (3e-3, None, ("a=1",)), "the same variant"
+    assert clips("--loss-variant", "sapo") == (None, None, ())
+    assert clips("--loss-variant=cispo", "--eps-clip", "0.1") == (0.1, None, ()), "given at the same place"
+    assert clips("--advantage-estimator", "grpo") == (None, None, ()), "the preset's variant has its own"
+    assert clips("--advantage-estimator", "grpo", "--loss-variant", "sapo") == (None, None, ())
+
+    later = recipe(tmp_path, "loss-variant: sapo\nloss-param: {tau_pos: 2.5}\n", "later.yaml")
+    assert clips("--config", later) == (None, None, ("tau_pos=2.5",))
+    method = recipe(tmp_path, "advantage-estimator: dapo\neps-clip: 0.1\n", "method.yaml")
+    assert clips("--config", method) == (0.1, None, ())
+    assert clips("--config", method, "--advantage-estimator", "ibpo") == (None, None, ())
+
+
+def test_named_values_of_recipes_and_flags_are_merged_by_name(tmp_path):
+    text = "vllm-arg:\n  max-num-batched-tokens: 4096\n  enable_chunked_prefill: true\n"
+    first = recipe(tmp_path, text, "a.yaml")
+    second = recipe(tmp_path, "vllm-arg: [swap_space=1.5]\n", "b.yaml")
+    flags = "--vllm-arg max_num_batched_tokens=1 --vllm-arg x=a=b"
+    config = parse_config(["--config", first, "--config", second, *flags.split()])
+    assert named_values(config.rollout.vllm_arg) == {
+        "max_num_batched_tokens": "1",
+        "enable_chunked_prefill": "true",
+        "swap_space": "1.5",
+        "x": "a=b",
+    }
+    assert parse_config(["--config", recipe(tmp_path, config_yaml(config), "back.yaml")]) == config
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A directory where the user stands, while the process works in the repository's root."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    return tmp_path
+
+
+def test_paths_of_flags_count_from_where_the_user_stands(elsewhere):
+    recipe(elsewhere, "lr: 1e-3\n", "mine.yaml")
+    flags = ["--config", "mine.yaml", "--hf-checkpoint", "examples/tiny_qwen3", "--prompt-data", "a.jsonl"]
+    config = parse_config([*flags, "--run-dir", "out", "--eval-prompt-data", "reasoning_gym://chain_sum"])
+    assert config.optimizer.lr == 1e-3
+    assert config.model.hf_checkpoint == elsewhere / "examples/tiny_qwen3", "not the repository's"
+    assert config.data.prompt_data == str(elsewhere / "a.jsonl")
+    assert config.data.eval_prompt_data == "reasoning_gym://chain_sum"
+    assert config.run.run_dir == elsewhere / "out"
+    assert parse_config(["--run-dir", "/abs"]).run.run_dir == Path("/abs")
+
+
+def test_paths_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
+    text = "hf-checkpoint: examples/tiny_qwen3\nprompt-data: mine.jsonl\nload: README.md\nrun-dir: examples\n"
+    (elsewhere / "README.md").touch()
+    config = parse_config(["--config", recipe(elsewhere, text)])
+    assert config.model.hf_checkpoint == REPOSITORY / "examples/tiny_qwen3"
+    assert config.data.prompt_data == str(elsewhere / "mine.jsonl"), "found nowhere"
+    assert config.run.load == elsewhere / "README.md", "found in both"
+    assert config.run.run_dir == elsewhere / "examples", "it is written, not looked for"
+
+
+def test_a_missing_path_is_named_in_full_with_where_it_was_looked_for(elsewhere):
+    config = runnable(elsewhere)
+    config.model.hf_checkpoint = parse_config(["--hf-checkpoint", "mine"]).model.hf_checkpoint
+    with pytest.raises(ConfigError) as refused:
+        check_run(config)
+    where = "is not a directory (relative paths count from"
+    assert f"--hf-checkpoint: {elsewhere}/mine {where}" in str(refused.value)
+    assert str(REPOSITORY) in str(refused.value)
+    with pytest.raises(ConfigError, match=f"--config {elsewhere}/no.yaml: cannot be read"):
+        parse_config(["--config", "no.yaml"])
+
+
+def test_a_hook_is_found_where_the_user_stands(elsewhere):
+    (elsewhere / "part_of_hook.py").write_text("VALUE = 3\n")
+    (elsewhere / "own_hook.py").write_text("from part_of_hook import VALUE\ndef score(*_): return VALUE\n")
+    assert load_hook("--rm-type", "own_hook:score")() == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("own_hook", "expected an import path package.module:name"),
+        ("not_there:f", "no module 'not_there' in {here} or among the installed packages"),
+        ("json.not_there:f", "no module 'json.not_there' in {here}"),
+        ("lacking:scor", "lacking.py defines no 'scor'; did you mean 'score'?"),
+        ("needing:f", "cannot be imported: ModuleNotFoundError: No module named 'absent_library'"),
+        ("broken:f", "cannot be imported: ZeroDivisionError"),
+    ],
+)
+def test_a_hook_that_cannot_be_loaded_says_why(elsewhere, path, says):
+    (elsewhere / "lacking.py").write_text("def score(): pass\n")
+    (elsewhere / "needing.py").write_text("import absent_library\n")
+    (elsewhere / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=re.escape(says.format(here=elsewhere))) as refused:
+        load_hook("--rm-type", path)
+    assert str(refused.value).startswith(f"--rm-type {path}: ")
+
+
+def test_a_reward_function_is_found_where_the_user_stands(elsewhere):
+    (elsewhere / "own_reward.py").write_text("def score(prompt, response, label, metadata): return 0.5\n")
+    with open_verifier(DataConfig(rm_type="own_reward:score", reward_workers=1)) as verifier:
+        [score] = verifier.score([(Prompt(0, (1,), 1, "", "test", "question"), "answer")])
+    assert score.reward == 0.5
+
+
+def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
+    recipe(tmp_path, "lr: 0.25\n", "mine.yaml")
+    script = REPOSITORY / "examples/run_qwen3_next_ibpo.sh"
+    done = subprocess.run(
+        ["bash", str(script), "--dry-run", "--config", "mine.yaml", "--print-config", "--run-dir", "out"],
+        env=os.environ | {"IBPO_PYTHON": sys.executable},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)
+    assert printed["lr"] == 0.25
+    assert printed["run-dir"] == str(tmp_path / "out")
+    assert printed["hf-checkpoint"] == str(REPOSITORY / "examples/tiny_qwen3_next")
+
+
+def test_the_nearest_name_is_shown_as_it_is_typed():
+    assert nearest("chain_summ", ["chain_sum", "spell"]) == "; did you mean 'chain_sum'?"
+    keys = ["rollout-batch-size", "lr"]
+    assert nearest("rollout_batchsize", keys) == "; did you mean 'rollout-batch-size'?"
+    assert nearest("xyz", ["chain_sum"]) == ""

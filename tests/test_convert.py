@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import planned
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -21,13 +22,13 @@ from test_weights import as_bytes, assert_same_bytes, make_qwen3_moe, shard_by_h
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.shape import pipeline_layers, read_hf_config
-from megatron_ibpo.weights import convert
-from megatron_ibpo.weights.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.files import changed_files
-from megatron_ibpo.weights.hf_files import Checkpoint
-from megatron_ibpo.weights.maps import weight_map
-from megatron_ibpo.weights.torch_dist import StoredCheckpoint, find_stored
+from megatron_ibpo.models import pipeline_layers, read_hf_config
+from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.formats import convert
+from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.directories import changed_files
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored
 from megatron_ibpo.world import World
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
@@ -254,7 +255,8 @@ def mtp_keys(world, path):
         get_mtp_layer_spec_for_backend,
     )
 
-    from megatron_ibpo.policy import parallel, specs
+    from megatron_ibpo.models import spec as specs
+    from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import transformer_config
 
     parallel.initialize(layout(), world, seed=0)
@@ -313,7 +315,7 @@ def same_parameters(world, hf_dir, stored, parallel_config):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import _models, load_weights
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
 
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(hf_dir)
@@ -374,7 +376,7 @@ def saved_by_training(world, hf_dir, directory, parallel_config):
     config = config_for(parallel_config, lr=1e-3)
     config.model.hf_checkpoint = hf_dir
     trainer, export, _ = open_trainer(world, hf_dir, config)
-    trainer.update(sequences(4))
+    planned.update(trainer, sequences(4))
     save_checkpoint(trainer, directory / "checkpoints", 7, {})
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
@@ -405,7 +407,7 @@ def trained_from(world, hf_dir, stored):
                 for parameter in trainer.chunks[0].parameters():
                     parameter.zero_()
             load_checkpoint(trainer, checkpoint)
-        norms.append([trainer.update(sequences(4))["grad_norm"] for _ in range(2)])
+        norms.append([planned.update(trainer, sequences(4))["grad_norm"] for _ in range(2)])
         close_trainer()
     return norms
 
@@ -422,9 +424,10 @@ def interleaved(world, hf_dir, stored, virtual_stages):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megatron_ibpo.policy import cpu, specs
+    from megatron_ibpo.models import spec as specs
+    from megatron_ibpo.models.weight_map import global_name
+    from megatron_ibpo.policy import cpu
     from megatron_ibpo.policy.model import transformer_config
-    from megatron_ibpo.weights.maps import global_name
 
     cpu.activate()
     parallel_state.initialize_model_parallel(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -11,18 +14,21 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_weights import as_bytes, cut_in_half, shard_by_hand
 from tiny_models import make_qwen3, make_qwen3_next
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.shape import ModelConfigError
-from megatron_ibpo.weights import CheckpointError, DiskSpaceError
-from megatron_ibpo.weights.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.files import changed_files
-from megatron_ibpo.weights.torch_dist import StoredCheckpoint, find_stored, read_metadata
+from megatron_ibpo.models import ModelConfigError
+from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.directories import DiskSpaceError, changed_files
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, read_metadata
 from megatron_ibpo.world import World
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
@@ -306,6 +312,118 @@ def test_training_does_not_unpickle_what_it_cannot_trust(stored, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def save_entry(stored, name, data):
+    """Put bytes into a checkpoint under a name, as an entry that is no tensor."""
+    file = stored / f"{name.replace('/', '_')}.distcp"
+    file.write_bytes(b"before" + data)
+
+    def edit(metadata):
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        metadata.storage_data = {
+            index: place for index, place in metadata.storage_data.items() if index.fqn != name
+        }
+        metadata.storage_data[MetadataIndex(name)] = _StorageInfo(file.name, 6, len(data))
+
+    with_metadata(stored, edit)
+
+
+def saved_bytes(content, **options):
+    file = io.BytesIO()
+    torch.save(content, file, **options)
+    return file.getvalue()
+
+
+def refuse_to_read(stored, ran, *words):
+    """Training and conversion refuse, and whatever else opens the checkpoint; nothing has run."""
+    from megatron_ibpo.policy.checkpoint import load_weights
+
+    with pytest.raises(CheckpointError) as caught:
+        load_weights([], stored)
+    for word in (*words, "damaged or unsafe, and was not read", "take another copy of the checkpoint"):
+        assert word in str(caught.value)
+    refuse_back(stored, stored.parent / "out" / "back", CheckpointError, *words)
+    with pytest.raises(CheckpointError):
+        StoredCheckpoint(stored)
+    assert not ran.exists()
+
+
+PLANTED = {
+    "the common state": "common_state/shard_0_1",
+    "Transformer Engine's state": "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_2",
+    "optimizer": "optimizer.state.param_groups/shard_0_1",
+    "random state": "rng_state/shard_0_1",
+    "a weight that is declared to be bytes": QKV,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize("form", ["plain", "old format", "behind what is allowed"])
+def test_entries_that_would_run_code_are_not_read(stored, tmp_path, name, form):
+    ran = tmp_path / "ran"
+    content = [{"args": argparse.Namespace(seed=1), "x": RunsCode(ran)}]
+    if form == "behind what is allowed":
+        content = argparse.Namespace(inner=[io.BytesIO(b""), content])
+    save_entry(stored, name, saved_bytes(content, _use_new_zipfile_serialization=form != "old format"))
+    refuse_to_read(stored, ran, ".distcp", name, "it asks for getattr")
+
+
+def test_a_common_file_that_would_run_code_is_not_read(stored, tmp_path):
+    torch.save({"args": RunsCode(tmp_path / "ran")}, stored / "common.pt")
+    refuse_to_read(stored, tmp_path / "ran", "common.pt: the common state", "it asks for getattr")
+
+
+def test_an_entry_that_is_no_pickle_of_torch(stored, tmp_path):
+    save_entry(stored, "rng_state/shard_0_1", pickle.dumps(RunsCode(tmp_path / "ran"), protocol=4))
+    refuse_to_read(
+        stored,
+        tmp_path / "ran",
+        "rng_state_shard_0_1.distcp",
+        "rng_state/shard_0_1",
+        "no pickle of plain data",
+    )
+
+
+def test_an_entry_behind_a_transform_is_refused(stored):
+    """It would be unpacked to other bytes than those that were checked."""
+    save_entry(stored, "rng_state/shard_0_1", saved_bytes([1]))
+
+    def edit(metadata):
+        place = _StorageInfo("rng_state_shard_0_1.distcp", 6, 100, ("zstd",))
+        metadata.storage_data[MetadataIndex("rng_state/shard_0_1")] = place
+
+    with_metadata(stored, edit)
+    with pytest.raises(CheckpointError, match="rng_state/shard_0_1 is stored by way of zstd"):
+        StoredCheckpoint(stored)
+
+
+def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
+    """Arguments, random states, an iteration, Transformer Engine's state in both of its forms."""
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.rerun_state_machine import RerunMode
+    from megatron.core.transformer.enums import AttnBackend
+
+    states = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
+    }
+    arguments = argparse.Namespace(
+        load=Path("here"), dtype=torch.bfloat16, backend=AttnBackend.auto, model=ModelType.encoder_or_decoder,
+        optimizer=OptimizerConfig(), signal=signal.SIGTERM, mode=RerunMode.DISABLED, betas=(0.9, 0.95),
+    )  # fmt: skip
+    save_entry(stored, "common_state/shard_0_1", saved_bytes([{"args": arguments, "iteration": 3}]))
+    megatron_to_hf(stored, tmp_path / "back", ALONE)
+    torch.save({"args": arguments, "iteration": 4}, stored / "common.pt")
+    StoredCheckpoint(stored)
+    assert load_common_state_dict(str(stored)) == {"args": arguments, "iteration": 4}
+    for content in ([[states]], [io.BytesIO(b"state")], [torch.zeros(5, dtype=torch.uint8)], [None]):
+        save_entry(stored, "rng_state/shard_0_1", saved_bytes(content))
+        StoredCheckpoint(stored)
+
+
 def test_a_changed_file_is_found_by_its_checksum(stored):
     assert changed_files(stored) == []
     data = bytearray((stored / "__0_0.distcp").read_bytes())
@@ -345,7 +463,7 @@ import resource, signal, sys, torch
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.{handler})
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.weights.convert import hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from megatron_ibpo.world import World
 alone = World(0, 1, 0, torch.device("cpu"), None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # no file gets longer
@@ -393,7 +511,7 @@ def test_a_kill_in_the_middle_leaves_nothing_that_looks_whole(here, stored, tmp_
 
 
 def checkpoint_of(directory):
-    from megatron_ibpo.weights.hf_files import Checkpoint
+    from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 
     return Checkpoint(directory)
 

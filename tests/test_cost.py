@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from credit_cases import response
 
-from megatron_ibpo.cost import CostMeter, Spent, forward_flops
+from megatron_ibpo.cost import CostMeter, Spent
+from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.records import SampleRequest, token_ids
-from megatron_ibpo.shape import read_hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")

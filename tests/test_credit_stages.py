@@ -24,12 +24,11 @@ from credit_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.config import AlgorithmConfig
+from megatron_ibpo.config import PRESETS, AlgorithmConfig
 from megatron_ibpo.credit import (
     CRITIC,
     ESTIMATORS,
     OPERATORS,
-    PRESETS,
     Judgement,
     Operator,
     assign_credit,

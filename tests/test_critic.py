@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import planned
 import pytest
 import torch
 from ranks import run_ranks
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
+from test_trainer import close_trainer, config_for, layout, open_trainer, sequences, with_holes
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.policy.checkpoint import CheckpointError
@@ -34,8 +36,8 @@ def rows_with_returns(count=9, seed=1):
     return [
         replace(
             s,
-            returns=tuple(rng.uniform(-1, 1) for _ in s.response_token_ids),
-            values=tuple(rng.uniform(-1, 1) for _ in s.response_token_ids),
+            returns=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids]),
+            values=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids], np.float32),
         )
         for s in sequences(count)
     ]
@@ -49,11 +51,11 @@ def critic_config(parallel, *, lr=1.0, eps_adam=STEP_SIZE, **loss):
 
 def open_critic(world, hf_dir, config, head=0.3):
     """A critic whose head is not 0, so that the whole model has a gradient from the first step on."""
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.critic import Critic
     from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.shape import read_hf_config
-    from megatron_ibpo.weights import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
 
     shape = read_hf_config(Path(hf_dir))
     parallel.initialize(config.parallel, world, seed=0)
@@ -99,7 +101,11 @@ def valued(world, cases, rows):
     found = []
     for hf_dir, parallel in cases:
         critic = open_critic(world, hf_dir, critic_config(parallel))
-        before, metrics, after = critic.values(rows), critic.update(rows), critic.values(rows)
+        before, metrics, after = (
+            planned.values(critic, rows),
+            planned.update_values(critic, rows),
+            planned.values(critic, rows),
+        )
         found.append((before, metrics, after))
         close_trainer()
     return found
@@ -148,19 +154,21 @@ def test_values_and_updates_are_the_same_under_every_layout(checkpoints):
 
 def by_hand(world, hf_dir, rows):
     critic = open_critic(world, hf_dir, critic_config(layout(), value_clip=0.2))
-    values, metrics = critic.values(rows), critic.update(rows)
+    values, metrics = planned.values(critic, rows), planned.update_values(critic, rows)
     close_trainer()
     return values, metrics
 
 
-def test_the_loss_is_the_mean_over_all_response_tokens(checkpoints):
-    """Over three data-parallel ranks with uneven shares."""
-    rows = rows_with_returns(7)
+@pytest.mark.parametrize("holes", [False, True])
+def test_the_loss_is_the_mean_over_all_trained_tokens(checkpoints, holes):
+    """Over three data-parallel ranks with uneven shares; with holes, without what a loss mask leaves out."""
+    rows = with_holes(rows_with_returns(7)) if holes else rows_with_returns(7)
     for values, metrics in run_ranks(by_hand, 3, checkpoints["dense"], rows):
         flat = [
             (v, o, r)
             for own, row in zip(values, rows, strict=True)
-            for v, o, r in zip(own, row.values, row.returns, strict=True)
+            for v, o, r, kept in zip(own, row.values, row.returns, row.loss_mask, strict=True)
+            if kept
         ]
         v, o, r = torch.tensor(flat, dtype=torch.float64).T
         loss, clipped = value_loss(v, o, r, 0.2)
@@ -176,33 +184,36 @@ def learned(world, hf_dir, rows):
     critic = open_critic(
         world, hf_dir, critic_config(layout(), lr=1e-2, eps_adam=1e-8, value_clip=10.0), head=0.0
     )
-    first = critic.values(rows)
-    errors = [critic.update(rows)["critic_error"] for _ in range(40)]
+    first = planned.values(critic, rows)
+    errors = [planned.update_values(critic, rows)["critic_error"] for _ in range(40)]
     close_trainer()
     return first, errors
 
 
 def test_a_critic_starts_at_0_and_learns_what_it_is_shown(checkpoints):
-    rows = [replace(r, returns=(float(n % 2),) * len(r.returns)) for n, r in enumerate(rows_with_returns(6))]
+    rows = [
+        replace(r, returns=np.full(len(r.returns), float(n % 2))) for n, r in enumerate(rows_with_returns(6))
+    ]
     first, errors = run_ranks(learned, 1, checkpoints["dense"], rows)[0]
     assert {value for own in first for value in own} == {0.0}
     assert errors[-1] < 0.2 * errors[0]
 
 
 def save_and_resume(world, hf_dir, rows, directory, mode):
-    from megatron_ibpo.policy.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
     from megatron_ibpo.policy.critic import Critic
     from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.weights import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.run_state import find_checkpoint
 
     config = critic_config(layout(tp=2), lr=1e-3, eps_adam=1e-8)
     trainer, _, shape = open_trainer(world, hf_dir, config)
     chunks = build_value_model(shape, config)
     load_hf(chunks, shape, Path(hf_dir), head=False)
     critic = Critic(chunks, config, world, total_updates=10)
-    trainer.update(rows)
+    planned.update(trainer, rows)
     if mode == "uninterrupted":
-        critic.update(rows)
+        planned.update_values(critic, rows)
         save_checkpoint(trainer, Path(directory), 1, {}, critic)
     elif mode == "policy alone":
         save_checkpoint(trainer, Path(directory), 1, {})
@@ -212,8 +223,8 @@ def save_and_resume(world, hf_dir, rows, directory, mode):
         except CheckpointError as error:
             close_trainer()
             return str(error)
-    metrics = [critic.update(rows), critic.update(rows)]
-    values = critic.values(rows)
+    metrics = [planned.update_values(critic, rows), planned.update_values(critic, rows)]
+    values = planned.values(critic, rows)
     close_trainer()
     return metrics, values
 

@@ -138,6 +138,16 @@ def test_sentencepiece_has_no_chat_template(sentencepiece_model):
         load_tokenizer(sentencepiece_model).render_chat([{"role": "user", "content": "hi"}])
 
 
+def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    three = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}))
+    PreTrainedTokenizerFast(tokenizer_object=three, eos_token="<eos>").save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"cannot encode .*Candidate.* has 3 tokens: is it this model's"):
+        CorrectionTemplate(load_tokenizer(tmp_path), 2)
+
+
 @pytest.mark.parametrize(
     "make", [lambda p: p / "nowhere", lambda p: p, lambda p: _written(p / "bad.model", "x")]
 )
@@ -196,8 +206,8 @@ def _stream(spec, tokenizer, split, seed, n=1000):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("reasoning_gym://chain_summ", "nearest: chain_sum"),
-        ("reasoning_gym://chain_sum?min_term=5", "nearest: min_terms"),
+        ("reasoning_gym://chain_summ", "did you mean 'chain_sum'"),
+        ("reasoning_gym://chain_sum?min_term=5", "did you mean 'min_terms'"),
         ("reasoning_gym://chain_sum?min_terms=five", "min_terms must be of type int"),
         ("reasoning_gym://chain_sum?min_terms=9&max_terms=3", "max_terms must be >= min_terms"),
         ("reasoning_gym://chain_sum?min_terms", "name=value"),

@@ -23,24 +23,18 @@ from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 from megatron_ibpo.config import Config
 from megatron_ibpo.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.rollout.placement import EnginePlace, place_engines
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.process_group import shared_memory
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
-from megatron_ibpo.weights.regions import whole
-from megatron_ibpo.weights.source import Box, Region, TensorMeta
-from megatron_ibpo.weights.transfer import (
-    Order,
-    Sent,
-    Transport,
-    WeightMismatchError,
-    WeightPlanError,
-    choose_transport,
-    gloo,
-    open_transport,
-    update_engines,
-)
+from megatron_ibpo.weights.layout.regions import whole
+from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
+from megatron_ibpo.weights.transfer import gloo
+from megatron_ibpo.weights.transfer.errors import WeightMismatchError, WeightPlanError
+from megatron_ibpo.weights.transfer.link import Sent
+from megatron_ibpo.weights.transfer.open import open_transport
+from megatron_ibpo.weights.transfer.order import Order, choose_transport
+from megatron_ibpo.weights.transfer.update import Transport, update_engines
 from megatron_ibpo.world import World
 
 CONTEXT = 256
@@ -132,33 +126,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 # --- plain functions ---------------------------------------------------------------------------------
-
-
-def test_every_group_of_ranks_has_an_engine_on_its_own_gpus() -> None:
-    assert place_engines(8, 2, local_world_size=4, colocate=True, on_gpu=True) == [
-        EnginePlace(0, 0, (0, 1)),
-        EnginePlace(1, 2, (2, 3)),
-        EnginePlace(2, 4, (0, 1)),
-        EnginePlace(3, 6, (2, 3)),
-    ]
-
-
-def test_separate_engines_take_the_gpus_after_the_trainers() -> None:
-    assert place_engines(4, 4, local_world_size=4, colocate=False, on_gpu=True) == [
-        EnginePlace(0, 0, (4, 5, 6, 7))
-    ]
-
-
-def test_engines_on_cpus_have_no_gpus() -> None:
-    assert [place.gpus for place in place_engines(2, 1, local_world_size=2, colocate=True, on_gpu=False)] == [
-        (),
-        (),
-    ]
-
-
-def test_an_engine_must_lie_within_a_machine() -> None:
-    with pytest.raises(ValueError, match="--rollout-num-gpus-per-engine 8: an engine must lie within one"):
-        place_engines(8, 8, local_world_size=4, colocate=True, on_gpu=True)
 
 
 def test_transport_follows_the_devices() -> None:

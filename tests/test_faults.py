@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"
@@ -19,26 +16,27 @@ RECIPE = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
 BAD_INPUT = 2
 
 
-def answers(world, commands):
-    """(exit status, what was printed to stderr) of each command line, in one process."""
-    from megatron_ibpo.train import main
-    from megatron_ibpo.world import start_world
+ANSWER = """
+import contextlib, io, json, sys
+from megatron_ibpo.train import main
+found = []
+for command in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            status = main(command)
+        except SystemExit as ended:
+            status = ended.code
+    found.append((status, said.getvalue()))
+json.dump(found, open(sys.argv[1], "w"))
+"""
 
-    dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name)
-    os.chdir(ROOT)
-    found = []
-    for command in commands:
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
-            try:
-                status = main(command)
-            except SystemExit as ended:
-                status = ended.code
-        found.append((status, said.getvalue()))
-    start_world()
-    return found
+
+def answers(commands, out):
+    """(exit status, what was printed to stderr) of each command line, in one process."""
+    program = [sys.executable, "-c", ANSWER, str(out)]
+    subprocess.run(program, input=json.dumps(commands), text=True, cwd=ROOT, check=True, timeout=280)
+    return json.loads(out.read_text())
 
 
 def checkpoint(directory, **changes):
@@ -52,6 +50,8 @@ def checkpoint(directory, **changes):
 def single(**flags):
     """The tiny recipe on one rank, with some flags of its own."""
     words = [
+        "--num-trainers",
+        "1",
         "--config",
         str(RECIPE),
         "--tensor-model-parallel-size",
@@ -99,7 +99,7 @@ def said(tmp_path_factory):
         "reward function": single(rm_type="no_such_module:score", run_dir=place / "run2"),
         "run directory": single(run_dir="/proc/run"),
     }
-    found = run_ranks(answers, 1, list(commands.values()), timeout=180)[0]
+    found = answers([list(map(str, command)) for command in commands.values()], place / "answers.json")
     return dict(zip(commands, found, strict=True))
 
 
@@ -116,7 +116,7 @@ def said(tmp_path_factory):
         ("bad row", ["bad.jsonl", "line 2", "label"]),
         ("long prompt", ["long.jsonl", "line 1", "tokens"]),
         ("unknown flag", ["--num-rolout", "--num-rollout"]),
-        ("unknown key", ["bad.yaml", "num-rolout", "num_rollout"]),
+        ("unknown key", ["bad.yaml", "num-rolout", "num-rollout"]),
         ("bonus too large", ["λΔ must stay below 1"]),
         ("context parallel", ["--context-parallel-size"]),
         ("context too long", ["--rollout-max-context-len 4096", "512"]),

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.policy import gated_delta_net, packed
-from megatron_ibpo.policy.gated_delta_net import causal_conv, gated_delta_rule
+from megatron_ibpo.models import packed
+from megatron_ibpo.models.qwen3_next import gated_delta_net
+from megatron_ibpo.models.qwen3_next.gated_delta_net import causal_conv, gated_delta_rule
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=5)
 

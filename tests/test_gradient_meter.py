@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import planned
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
+from test_trainer import close_trainer, config_for, layout, open_trainer, sequence, sequences
 from tiny_models import make_qwen3, make_qwen3_next
 
-from megatron_ibpo.policy.gradient_meter import compare_with_gspo, estimate_noise, measure_gradient
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.policy.gradient_meter import compare_with_gspo, estimate_noise, measure_gradient, packed
+from megatron_ibpo.policy.planning import plan_measure
 
 EXACT = 1000
 """Blocks: more than there are prompts."""
@@ -33,7 +35,11 @@ def checkpoints(tmp_path_factory):
 
 def measured(world, hf_dir, config, rows, blocks):
     trainer, _, _ = open_trainer(world, hf_dir, config)
-    noise = [measure_gradient(trainer, rows, trainer.objective("sequence-mean"), n) for n in blocks]
+    noise = []
+    for count in blocks:
+        asked = replace(config, run=replace(config.run, gradient_meter_blocks=count))
+        share = planned.own_share(plan_measure, rows, asked, rows)
+        noise.append(measure_gradient(trainer, packed(share.own), trainer.objective("sequence-mean")))
     close_trainer()
     return noise
 
@@ -51,12 +57,13 @@ def by_autograd(hf_dir, rows):
         for row in rows:
             if row.group != prompt:
                 continue
-            ids = torch.tensor([[*row.prompt_token_ids, *row.response_token_ids]])
+            ids = torch.tensor([[*row.prompt_token_ids.tolist(), *row.response_token_ids.tolist()]])
             logprobs = model(ids).logits[0].log_softmax(-1)
             first = len(row.prompt_token_ids) - 1
-            target = torch.tensor(row.response_token_ids)
+            target = torch.tensor(row.response_token_ids.tolist())
             chosen = logprobs[first:-1].gather(1, target[:, None])[:, 0]
-            weights = torch.tensor(row.token_weights or (1.0,) * len(target))
+            token_weights = np.ones(len(target)) if row.token_weights is None else row.token_weights
+            weights = torch.tensor(token_weights.tolist(), dtype=torch.float32)
             log_ratio = (weights * (chosen - chosen.detach())).mean()
             (-row.weight * row.advantage * log_ratio.exp()).backward()
         flat = torch.cat([p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel())
@@ -131,9 +138,9 @@ def test_a_gradient_that_is_pure_noise_has_no_signal(checkpoints):
     rng = random.Random(1)
     prompts = 48
     rows = [
-        TrainSequence(
-            (5, 6, 7),
-            tuple(rng.randrange(2, 64) for _ in range(12)),
+        sequence(
+            [5, 6, 7],
+            [rng.randrange(2, 64) for _ in range(12)],
             advantage=rng.choice([-1.0, 1.0]),
             weight=1 / (2 * prompts),
             group=prompt,
@@ -177,13 +184,18 @@ def test_every_layout_measures_the_same(checkpoints):
                 assert noise.signal == pytest.approx(wanted.signal, rel=2e-3), chosen
 
 
+def compare(trainer, rows, plain):
+    config = replace(trainer.config, run=replace(trainer.config.run, gradient_meter_blocks=EXACT))
+    return compare_with_gspo(trainer, planned.own_share(plan_measure, rows, config, plain))
+
+
 def trained(world, hf_dir, rows, plain, interval):
     config = config_for(layout(), lr=1e-3, eps_adam=1e-8, num_steps_per_rollout=2)
     trainer, export, _ = open_trainer(world, hf_dir, config)
     metrics = []
     for step in range(3):
-        found = compare_with_gspo(trainer, rows, plain, EXACT) if interval and step % interval == 0 else {}
-        metrics.append((found, trainer.update(rows)["loss"]))
+        found = compare(trainer, rows, plain) if interval and step % interval == 0 else {}
+        metrics.append((found, planned.update(trainer, rows)["loss"]))
     weights = {name: tensor.clone() for name, tensor in export}
     close_trainer()
     return weights, metrics
@@ -206,7 +218,7 @@ def test_training_does_not_notice_it(checkpoints, family):
 def compared_with_itself(world, hf_dir, rows, use_tis):
     config = config_for(layout(), use_tis=use_tis, tis_clip=1.5)
     trainer, _, _ = open_trainer(world, hf_dir, config)
-    found = compare_with_gspo(trainer, rows, rows, EXACT)
+    found = compare(trainer, rows, rows)
     close_trainer()
     return found
 
@@ -221,7 +233,9 @@ def test_gspo_is_as_noisy_as_itself_and_its_importance_weights_are_counted(check
 
 
 def test_one_prompt_says_nothing():
-    assert measure_gradient(None, [TrainSequence((1,), (2,), 1.0, 1.0, group=0)], None, EXACT) is None
+    rows = [sequence([1], [2], advantage=1.0, weight=1.0, group=0)]
+    share = plan_measure(rows, rows, config_for(layout()), 1).shares[0]
+    assert share.own == []
 
 
 def test_prompts_that_all_pull_alike_have_no_spread():

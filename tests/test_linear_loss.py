@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
+from loss_calls import loss_of_hidden, loss_of_logits
 from ranks import run_ranks
 
-from megatron_ibpo.loss import linear_packed_sequence_loss, packed_sequence_loss
+from megatron_ibpo.loss import LossRows, make_objective
+from megatron_ibpo.loss.coefficients import RowCoefficients, schedule
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
@@ -52,7 +55,7 @@ def test_the_gradient_is_that_of_finite_differences():
     batch = batch_of((3, 6, 2))
     del batch["token_weights_N"]  # they scale the gradient and not the value
     names, step = ("hidden_NH", "weight_VH"), 1e-6
-    loss_of = functools.partial(linear_packed_sequence_loss, chunk=4, variant="gmpo", kl_coef=0.1)
+    loss_of = functools.partial(loss_of_hidden, chunk=4, variant="gmpo", kl_coef=0.1)
     gradients = fused(batch, chunk=4, variant="gmpo", kl_coef=0.1)[1:3]
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
@@ -65,6 +68,36 @@ def test_the_gradient_is_that_of_finite_differences():
         )
         slope = sum((gradient * way).sum() for gradient, way in zip(gradients, ways, strict=True))
         torch.testing.assert_close((ahead - behind) / (2 * step), slope, rtol=1e-6, atol=1e-9)
+
+
+def test_the_worked_example_of_coefficients():
+    """Three rows of A (advantage 2) and two of B (advantage -1), chunks of two: what each chunk may use."""
+    log_ratios = torch.tensor([0.1, 0.2, 0.0, -0.1, 0.3], dtype=torch.float64)
+    s_a, s_b = math.exp(0.1), math.exp(0.1)
+    objective = make_objective("gspo", {"eps_low": 0.5, "eps_high": 0.5})
+    rows = LossRows(
+        targets_N=torch.zeros(5, dtype=torch.int64),
+        response_mask_N=torch.ones(5),
+        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
+        advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
+        old_logprobs_N=-log_ratios,
+    ).checked(5, objective)
+    rows_R = torch.arange(5)
+    known = RowCoefficients(rows, objective, rows_R, torch.float64)
+    seen = []
+    for step in schedule(rows, rows_R, known.ends, 2):
+        known.see(step, torch.zeros(step.stop - step.start, dtype=torch.float64))
+        seen.append(known.of_chunk(step))
+    assert [found.final_C.tolist() for found in seen] == [
+        [],
+        pytest.approx([-2 * s_a / 6]),
+        pytest.approx([s_b / 4]),
+    ]
+    assert [found.open_C.tolist() for found in seen] == [pytest.approx([1 / 6, 1 / 6]), [0.25], []]
+    assert seen[0].closing is None
+    assert [found.closing.item() for found in seen[1:]] == pytest.approx([-2 * s_a, s_b])
+    expected = [-2 * s_a / 6] * 3 + [s_b / 4] * 2
+    assert known.of_all_rows().tolist() == pytest.approx(expected)
 
 
 def test_bf16_sums_its_weight_gradient_in_fp32():
@@ -86,7 +119,7 @@ def test_bf16_sums_its_weight_gradient_in_fp32():
 def test_a_scaled_loss_scales_both_gradients_and_backward_runs_once():
     batch = batch_of((4, 6))
     hidden, weight = (batch[name].clone().requires_grad_() for name in ("hidden_NH", "weight_VH"))
-    loss, _ = linear_packed_sequence_loss(**{**batch, "hidden_NH": hidden, "weight_VH": weight}, chunk=3)
+    loss, _ = loss_of_hidden(**{**batch, "hidden_NH": hidden, "weight_VH": weight}, chunk=3)
     (loss * 1024).backward(retain_graph=True)
     _, hidden_grad, weight_grad, _ = plain(batch)
     torch.testing.assert_close(hidden.grad, hidden_grad * 1024)
@@ -98,10 +131,10 @@ def test_a_scaled_loss_scales_both_gradients_and_backward_runs_once():
 def test_no_gradient_is_computed_where_none_is_wanted():
     batch = batch_of((4, 6))
     with torch.no_grad():
-        loss, _ = linear_packed_sequence_loss(**batch, chunk=3)
+        loss, _ = loss_of_hidden(**batch, chunk=3)
     torch.testing.assert_close(loss, plain(batch)[0])
     hidden = batch["hidden_NH"].clone().requires_grad_()
-    frozen, _ = linear_packed_sequence_loss(**{**batch, "hidden_NH": hidden}, chunk=3)
+    frozen, _ = loss_of_hidden(**{**batch, "hidden_NH": hidden}, chunk=3)
     frozen.backward()
     torch.testing.assert_close(hidden.grad, plain(batch)[1])
 
@@ -120,7 +153,7 @@ def test_no_gradient_is_computed_where_none_is_wanted():
 )
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
-        linear_packed_sequence_loss(**{**batch_of((4, 6)), **change})
+        loss_of_hidden(**{**batch_of((4, 6)), **change})
 
 
 # ------------------------------------------------------------------------------ Megatron's output layer
@@ -155,11 +188,11 @@ def megatron_gradients(world, batch, options):
             weight = self.embedding.weight if self.tied else self.output.weight
             rest = {k: v for k, v in batch.items() if k not in ("hidden_NH", "weight_VH")}
             if fused_head:
-                return linear_packed_sequence_loss(
-                    hidden, weight, **rest, into_main_grad=into_main_grad, **options
+                return loss_of_hidden(
+                    hidden_NH=hidden, weight_VH=weight, **rest, into_main_grad=into_main_grad, **options
                 )[0]
             logits, _ = self.output(hidden, weight=weight)
-            return packed_sequence_loss(logits, **rest, params=options["params"])[0]
+            return loss_of_logits(logits_NV=logits, **rest, params=options["params"])[0]
 
     found = {}
     tokens = torch.arange(len(batch["targets_N"])) % V

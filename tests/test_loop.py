@@ -111,22 +111,17 @@ def run(tmp_path_factory):
 def test_a_run_leaves_what_was_promised(run):
     run_dir, output = run
     summary = json.loads((run_dir / "summary.json").read_text())
-    for name in (
-        "accuracy_start",
-        "accuracy_end",
-        "greedy_start",
-        "greedy_end",
-        "reward_start",
-        "reward_end",
-    ):
+    for name in ("accuracy_start", "accuracy_end", "greedy_start", "greedy_end"):
         assert 0 <= summary[name] <= 1, name
+    assert summary["reward_end"] is None, "three steps have no start and end apart"
+    assert (run_dir / "tokenizer/tokenizer.json").exists()
     assert summary["status"] == "finished"
     assert summary["steps"] == 3
     assert summary["seconds_total"] > sum(summary["seconds_by_stage"].values()) * 0.9
     assert {"sample", "train", "sync", "evaluate", "save"} <= summary["seconds_by_stage"].keys()
     for name in ("curves.png", "config.yaml", "versions.json", "hf/config.json", "checkpoints/step_000003"):
         assert (run_dir / name).exists(), name
-    for word in ("prompts a step", "step 3/3", "summary.json"):
+    for word in ("prompts per step", "step 3/3", "summary.json"):
         assert word in output, word
 
 
@@ -229,6 +224,8 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
     taken = rows_of(run_dir)[-1]["step"]
     assert (run_dir / f"checkpoints/step_{taken:06d}").is_dir()
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+    assert f"to go on after step {taken} " in output
+    assert f"--load {run_dir}" in output
     assert still_running(started) == []
     assert shared_memory() <= before
 

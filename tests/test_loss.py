@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_cases import FUSED
+from loss_calls import loss_of_hidden, loss_of_logits
 
-from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
 from megatron_ibpo.loss import logprobs as logprobs_module
 
 
@@ -32,7 +34,7 @@ def random_batch(seed=0, lengths=(3, 5, 4), prompt=2, vocab=11, dtype=torch.floa
 
 def loss_and_gradient(batch, **options):
     logits = batch["logits_NV"].clone().requires_grad_()
-    loss, stats = packed_sequence_loss(**{**batch, "logits_NV": logits}, **options)
+    loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options)
     loss.backward()
     return loss.detach(), logits.grad, stats
 
@@ -44,13 +46,13 @@ def test_gspo_of_two_sequences_by_hand():
     # two-word vocabulary, equal logits: every log-prob is log ½
     half = math.log(0.5)
     old = torch.tensor([half - 0.2, half + 0.1, half - 0.4])
-    loss, stats = packed_sequence_loss(
-        torch.zeros(3, 2),
-        torch.tensor([0, 1, 0]),
-        old,
-        torch.ones(3),
-        torch.tensor([0, 2, 3], dtype=torch.int32),
-        torch.tensor([1.0, -2.0]),
+    loss, stats = loss_of_logits(
+        logits_NV=torch.zeros(3, 2),
+        targets_N=torch.tensor([0, 1, 0]),
+        old_logprobs_N=old,
+        response_mask_N=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        advantages=torch.tensor([1.0, -2.0]),
         params={"eps_low": 0.1, "eps_high": 0.02},
     )
     # s_1 = exp((.2 - .1)/2) = e^.05, clipped to 1.02 for A = 1; s_2 = e^.4, A = -2 keeps the larger loss
@@ -94,7 +96,7 @@ def test_gradients_equal_finite_differences(variant, kl):
 
     def loss(logits):
         options = options_for(variant) | penalty | {"temperature": temperature}
-        return packed_sequence_loss(**{**batch, "logits_NV": logits}, **options)[0]
+        return loss_of_logits(**{**batch, "logits_NV": logits}, **options)[0]
 
     assert torch.autograd.gradcheck(loss, batch["logits_NV"].clone().requires_grad_())
 
@@ -105,13 +107,13 @@ def two_sequences(ratios, advantages, **options):
     Two words of equal logits: every log-prob is log ½, and its gradient is twice that of its logit."""
     old = math.log(0.5) - torch.tensor(ratios, dtype=torch.float64).log()
     logits = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
-    loss, stats = packed_sequence_loss(
-        logits,
-        torch.tensor([0, 1, 0]),
-        old,
-        torch.ones(3),
-        torch.tensor([0, 2, 3], dtype=torch.int32),
-        torch.tensor(advantages, dtype=torch.float64),
+    loss, stats = loss_of_logits(
+        logits_NV=logits,
+        targets_N=torch.tensor([0, 1, 0]),
+        old_logprobs_N=old,
+        response_mask_N=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
         **options,
     )
     loss.backward()
@@ -132,12 +134,12 @@ GOLDEN = {
     "dapo": (CLIP, None, (-2 * (1.25 + 0.9) + 0.8) / 3, (0, -2 * 0.9 / 3, 0)),
     # a constant of 10 tokens for each sequence
     "dr-grpo": (CLIP, 10, (-2 * (1.25 + 0.9) + 0.8) / 20, (0, -2 * 0.9 / 20, 0)),
-    # at most .7·|A| for A < 0
-    "dual-clip": ({**CLIP, "bound": 0.7}, None, (-2 * (1.25 + 0.9) + 0.7) / 3, (0, -2 * 0.9 / 3, 0)),
+    # at most 1.5·|A| for A < 0, where the third ratio is 3
+    "dual-clip": ({**CLIP, "bound": 1.5}, None, (-2 * (1.25 + 0.9) + 1.5) / 3, (0, -2 * 0.9 / 3, 0)),
     "gspo-dual-clip": (
-        {**CLIP, "bound": 0.7},
+        {**CLIP, "bound": 1.5},
         None,
-        (-2 * 1.35**0.5 + 0.7) / 2,
+        (-2 * 1.35**0.5 + 1.5) / 2,
         (-(1.35**0.5) / 2, -(1.35**0.5) / 2, 0),
     ),
     # every log π is log ½; no gradient is lost
@@ -167,8 +169,9 @@ GOLDEN = {
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_every_variant_by_hand(variant):
     params, aggregation, expected, gradient = GOLDEN[variant]
+    last = 3.0 if "bound" in params else 0.5
     loss, found, _ = two_sequences(
-        (1.5, 0.9, 0.5), (2.0, -1.0), variant=variant, params=params, aggregation=aggregation
+        (1.5, 0.9, last), (2.0, -1.0), variant=variant, params=params, aggregation=aggregation
     )
     assert loss == pytest.approx(expected, abs=1e-6)
     assert found == pytest.approx(gradient, abs=1e-6)
@@ -342,6 +345,89 @@ def test_empty_and_fully_masked_sequences_lose_nothing():
     assert gradient[6:].any()
 
 
+def with_holes(batch, holes, rubbish=math.nan):
+    """The batch with a row inserted after each of `holes`, masked and full of rubbish: what a tool wrote."""
+    rows = len(batch["targets_N"])
+    order = sorted([*range(rows), *holes])
+    inserted = [place > 0 and order[place - 1] == row for place, row in enumerate(order)]
+    spread = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and len(value) == rows:
+            value = value[order]
+            if name not in ("targets_N", "logits_NV"):
+                value[inserted] = 0.0 if name == "response_mask_N" else rubbish
+        spread[name] = value
+    ends = [row + sum(hole < row for hole in holes) for row in batch["cu_seqlens"].tolist()]
+    return {**spread, "cu_seqlens": torch.tensor(ends, dtype=torch.int32)}, torch.tensor(inserted)
+
+
+@pytest.mark.parametrize(
+    ("variant", "head"),
+    [(variant, "apart") for variant in sorted(VARIANTS)] + [(variant, "fused") for variant in FUSED],
+)
+def test_masked_tokens_inside_a_response_are_as_if_they_were_not_there(variant, head):
+    """Ratio, length, loss, KL and gradient: in multi-turn responses stand tokens that tools wrote."""
+    batch = random_batch(lengths=(4, 1, 6), prompt=0) | options_for(variant)
+    now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
+    generator = torch.Generator().manual_seed(1)
+    batch["token_weights_N"] = torch.rand(11, generator=generator, dtype=torch.float64)
+    batch |= {"ref_logprobs_N": now - 0.3, "kl_coef": 0.2, "old_logprobs_N": now - 0.1}
+    if VARIANTS[variant].takes_token_advantages:
+        batch["advantages"] = torch.linspace(-1, 1, 11, dtype=torch.float64)
+    holed, is_hole = with_holes(batch, (1, 3, 7, 8))
+    loss, gradient, stats = hole_result(batch, head)
+    holed_loss, holed_gradient, holed_stats = hole_result(holed, head)
+    torch.testing.assert_close(holed_loss, loss)
+    torch.testing.assert_close(holed_gradient[~is_hole], gradient)
+    assert not holed_gradient[is_hole].any()
+    for name, value in vars(stats).items():
+        found = getattr(holed_stats, name)
+        of_rows = len(found) == len(is_hole)
+        torch.testing.assert_close(found[~is_hole] if of_rows else found, value)
+        assert not of_rows or not found[is_hole].any()
+
+
+def hole_result(batch, head):
+    """(loss, gradient by the logits, or by hidden states whose LM head is the identity, stats)"""
+    if head == "apart":
+        return loss_and_gradient(batch)
+    hidden = batch["logits_NV"].clone().requires_grad_()
+    rest = {name: value for name, value in batch.items() if name != "logits_NV"}
+    identity = torch.eye(11, dtype=torch.float64)
+    loss, stats = loss_of_hidden(hidden_NH=hidden, weight_VH=identity, chunk=3, **rest)
+    loss.backward()
+    return loss.detach(), hidden.grad, stats
+
+
+def test_a_hole_by_hand():
+    """Words of log-prob log ½. Two written tokens of ratios 1.5 and .9, a tool's two tokens between them: the
+    length is 2, s = √1.35, and the tool's log-probs count nowhere."""
+    half = math.log(0.5)
+    old = half - torch.tensor([1.5, 100.0, 1e-3, 0.9], dtype=torch.float64).log()
+    logits = torch.zeros(4, 2, dtype=torch.float64, requires_grad=True)
+    loss, stats = loss_of_logits(
+        logits_NV=logits,
+        targets_N=torch.tensor([0, 1, 1, 0]),
+        old_logprobs_N=old,
+        ref_logprobs_N=torch.tensor([half, 5.0, 5.0, half], dtype=torch.float64) - math.log(2),
+        kl="k1",
+        kl_coef=0.1,
+        response_mask_N=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+        advantages=torch.tensor([2.0], dtype=torch.float64),
+        params=WIDE,
+    )
+    loss.backward()
+    s = 1.35**0.5
+    assert loss.item() == pytest.approx(-2 * s + 0.1 * math.log(2))
+    assert stats.mean_log_ratio_S.item() == pytest.approx(math.log(s))
+    slope = (-2 * s + 0.1) / 2  # of each written token's log-prob; by its own logit half of it
+    assert logits.grad[:, 0].tolist() == pytest.approx([slope / 2, 0, 0, slope / 2])
+    assert stats.logprobs_N.tolist() == pytest.approx([half, 0, 0, half])
+    assert stats.entropy_N.tolist() == pytest.approx([-half, 0, 0, -half])
+    assert stats.kl_N.tolist() == pytest.approx([math.log(2), 0, 0, math.log(2)])
+
+
 @settings(max_examples=30, deadline=None)
 @given(order=st.permutations(range(4)), seed=st.integers(0, 100))
 def test_the_order_of_packed_sequences_does_not_matter(order, seed):
@@ -372,6 +458,14 @@ def test_bf16_logits_get_fp32_statistics():
     [
         ({"variant": "nope"}, "unknown loss variant"),
         ({"params": {"epsilon": 1.0}}, "no parameter epsilon"),
+        (
+            {"params": {"eps_low": 1.5}},
+            "eps_low of loss variant 'gspo' must be above 0 and at most 1, is 1.5",
+        ),
+        ({"params": {"eps_high": math.nan}}, "eps_high of loss variant 'gspo' must be above 0, is nan"),
+        ({"variant": "dual-clip", "params": {"bound": 1.0}}, "bound .* must be above 1, is 1.0"),
+        ({"variant": "nowhere:SPO"}, "--loss-variant nowhere:SPO: no module 'nowhere' in"),
+        ({"variant": "math:pi"}, "'math:pi' is a float, wanted a Variant"),
         ({"advantages": torch.ones(2)}, "advantages have shape"),
         ({"advantages": torch.ones(18)}, "advantages have shape"),  # gspo's are of sequences
         ({"cu_seqlens": torch.tensor([0, 5, 12, 17])}, "cu_seqlens must rise"),
@@ -392,17 +486,18 @@ def test_bf16_logits_get_fp32_statistics():
 )
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
-        packed_sequence_loss(**{**random_batch(), **change})
+        loss_of_logits(**{**random_batch(), **change})
 
 
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed
 import torch
-from megatron_ibpo.loss import choose_backend, packed_sequence_loss
+from megatron_ibpo.loss import LossRows, choose_backend, make_objective, packed_sequence_loss
 logits = torch.zeros(3, 2, requires_grad=True)
 cu, ones = torch.tensor([0, 2, 3]), torch.ones(3)
-loss, _ = packed_sequence_loss(logits, torch.tensor([0, 1, 0]), None, ones, cu, torch.ones(2))
+rows = LossRows(torch.tensor([0, 1, 0]), ones, cu, torch.ones(2))
+loss, _ = packed_sequence_loss(logits, rows, make_objective("gspo"))
 loss.backward()
 print(loss.item(), choose_backend("auto", torch.device("cpu"), torch.float32))
 print(choose_backend("auto", torch.device("cuda"), torch.float32))

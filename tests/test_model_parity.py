@@ -152,7 +152,8 @@ def megatron_result(world, path, parallel_config, bf16):
 
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model, read_hf_config
-    from megatron_ibpo.weights import HFExport, load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
 
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(path)
@@ -272,7 +273,7 @@ def with_recomputation(world, path):
 def gradients_with(world, path, model_config):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model, read_hf_config
-    from megatron_ibpo.weights import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
 
     parallel.initialize(layout(), world, seed=0)
     shape = read_hf_config(path)

@@ -19,11 +19,12 @@ from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_qwen3_next
 
-from megatron_ibpo.cli import check_config, parse_config
-from megatron_ibpo.config import Config
-from megatron_ibpo.dry_run.memory import _layer_elements
-from megatron_ibpo.dry_run.plan import FITS, REFUSED, Plan, make_plan, plan_run
-from megatron_ibpo.shape import read_hf_config
+from megatron_ibpo.checks import check_run
+from megatron_ibpo.config import Config, parse_config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.cost import kept_elements
+from megatron_ibpo.plan.feasibility import Plan, make_plan
+from megatron_ibpo.plan.run_plan import FITS, REFUSED, plan_run
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
@@ -50,7 +51,7 @@ def plan_80b(planner) -> Plan:
 def configured(model: Path, *flags: str) -> Config:
     recipe = RECIPES.get(model, REPOSITORY / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
     config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run", *flags])
-    check_config(config)
+    check_run(config)
     return config
 
 
@@ -155,12 +156,12 @@ def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
         (NEXT_80B, 16, [], "EP x ETP x PP = 32 does not divide the world size"),
         (NEXT_80B, 32, ["--tensor-model-parallel-size", "4"], "does not divide the key/value heads"),
         (NEXT_80B, 32, ["--no-sequence-parallel"], "needs --sequence-parallel"),
-        (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "an engine must lie within one machine"),
+        (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "a colocated engine lies within one node"),
         (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "4"], "sampling takes .* GiB on rank"),
         (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
         (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.5"], "a starting engine wants that share free"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
-        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "that does not divide its 8 trainer ranks"),
+        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "that does not divide its trainers"),
         (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),
         (DENSE_32B, 32, ["--rollout-max-context-len", "65536"], "exceeds the model's 40960 positions"),
         (DENSE_32B, 8, [], "training takes .* GiB on rank"),
@@ -205,7 +206,9 @@ def kept_for_backward(world, directory: Path) -> tuple[int, float]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         chunk(ids, positions, None, packed_seq_params=packed)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    estimated = sum(_layer_elements(shape, config, full) for full in shape.full_attention) * tokens * 4
+    estimated = (
+        sum(kept_elements(shape, config.parallel, layer) for layer in range(shape.num_layers)) * tokens * 4
+    )
     parallel.destroy()
     return measured, estimated
 
@@ -273,6 +276,6 @@ def test_a_port_in_use_is_refused_before_anything_starts():
 
 
 def test_several_nodes_need_a_shared_run_directory():
-    done = run_script("run_qwen3_32b_ibpo.sh", MASTER_PORT="0", NNODES="2", NODE_RANK="1", RUN_DIR="")
+    done = run_script("run_qwen3_32b_ibpo.sh", MASTER_PORT="0", NODE_RANK="1", RUN_DIR="")
     assert done.returncode == 2
-    assert "set RUN_DIR to a directory that all 2 nodes share" in done.stderr
+    assert "set RUN_DIR to a directory that all 4 nodes share" in done.stderr

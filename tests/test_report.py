@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
+import shlex
 import shutil
 import sys
 import time
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.image
@@ -21,22 +23,31 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ibpo import report as reporting
-from megatron_ibpo.cli import ConfigError, parse_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import Evaluation
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.report import (
     Report,
+    RewardErrorRateError,
     Size,
     Stages,
+    check_reward_errors,
     checkpoint_bytes,
     load_groups,
     prepare_run_dir,
     rollout_path,
+    run_sizes,
     save_groups,
+    step_alarms,
 )
 from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
+from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
+from megatron_ibpo.words import counted
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -47,8 +58,10 @@ def config(tmp_path) -> Config:
     return config
 
 
-def accuracy(sampled: float, greedy: float) -> Evaluation:
-    return Evaluation(100, 1, sampled, sampled - 0.1, sampled + 0.1, greedy, sampled, 12.0, 0.01, 0)
+def accuracy(sampled: float, greedy: float, *, problems: int = 100, **several) -> Evaluation:
+    samples = 4 if several else 1
+    interval = (sampled - 0.1, sampled + 0.1)
+    return Evaluation(problems, samples, sampled, *interval, greedy, sampled, 12.0, 0.01, 0, **several)
 
 
 def step_metrics(step: int) -> dict[str, float]:
@@ -101,8 +114,8 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
         "accuracy_end": 0.75,
         "greedy_start": 0.4,
         "greedy_end": 0.8,
-        "reward_start": pytest.approx(0.25),
-        "reward_end": pytest.approx(0.25),
+        "reward_start": None,
+        "reward_end": None,
         "steps": 4,
         "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
         "counts": dict.fromkeys([*COUNTS, "engine_restarts"], 0) | {"skipped_pairs": 8, "engine_restarts": 1},
@@ -120,6 +133,102 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
     assert str(run_dir / "summary.json") in shown
     assert "skipped pairs" in shown
     assert "reward errors" not in shown, "a count of zero is no news at the end"
+
+
+def shown_at_the_end(config, *evaluations, status="finished", steps=4) -> tuple[dict, str]:
+    """Summary and closing words of a run with these (step, evaluation)."""
+    prepare_run_dir(config)
+    screen = io.StringIO()
+    with Report(config, console=Console(file=screen, width=100), started=time.time()) as report:
+        for step in range(steps + 1):
+            if step:
+                report.step(step, step_metrics(step), {})
+            for at, evaluation in evaluations:
+                if at == step:
+                    report.evaluation(at, evaluation, {})
+        summary = report.finish(status=status)
+    return summary, screen.getvalue().rpartition(f"{status}: {steps} step")[2]
+
+
+def table_row(shown: str, name: str) -> list[str]:
+    line = next(line for line in shown.splitlines() if line.strip().startswith(name))
+    return [cell.strip() for cell in line.strip().split("│")[1:]]
+
+
+def test_an_end_that_was_not_measured_is_a_dash(config):
+    early = [(0, accuracy(0.5, 0.4)), (2, accuracy(0.75, 0.8))]
+    summary, shown = shown_at_the_end(config, *early, status="interrupted")
+    assert (summary["accuracy_start"], summary["accuracy_end"]) == (0.5, None)
+    assert table_row(shown, "accuracy, sampled") == ["0.500", "–"]
+    assert table_row(shown, "training reward") == ["–", "–"], "the first and last five of four steps overlap"
+
+
+def test_evaluations_on_different_problems_are_not_compared(config):
+    both = [(0, accuracy(0.5, 0.4, problems=2048)), (4, accuracy(0.75, 0.8, problems=64))]
+    _, shown = shown_at_the_end(config, *both)
+    assert table_row(shown, "accuracy, greedy") == ["–", "0.800"]
+
+
+def test_the_console_ends_with_what_several_samples_told(config):
+    several = {"pass_at": {2: 0.6, 4: 0.7}, "majority_accuracy": 0.55, "best_of_accuracy": 0.45}
+    later = {"pass_at": {2: 0.8, 4: 0.9}, "majority_accuracy": 0.75, "best_of_accuracy": 0.65}
+    both = [(0, accuracy(0.5, 0.4, **several)), (10, accuracy(0.75, 0.8, **later))]
+    summary, shown = shown_at_the_end(config, *both, steps=10)
+    assert summary["pass_at_4_end"] == 0.9
+    assert table_row(shown, "pass@2") == ["0.600", "0.800"]
+    assert table_row(shown, "pass@4") == ["0.700", "0.900"]
+    assert table_row(shown, "maj@4") == ["0.550", "0.750"]
+    assert table_row(shown, "best-of-4") == ["0.450", "0.650"]
+    assert table_row(shown, "training reward") == ["0.300", "0.800"], "means of .1 to .5 and of .6 to 1"
+
+
+def test_a_run_that_stopped_early_says_how_to_go_on(config):
+    assert "saved no checkpoint" in shown_at_the_end(config, status="interrupted", steps=1)[1]
+    (config.run.run_dir / "checkpoints/step_000001").mkdir(parents=True)
+    (config.run.run_dir / "metrics.jsonl").unlink()
+    shown = shown_at_the_end(config, status="failed: no luck", steps=1)[1]
+    command = shlex.split(shown.splitlines()[-1])
+    assert shown.splitlines()[-2].startswith("to go on after step 1 ")
+    run_dir = config.run.run_dir
+    assert command[2:] == ["train", "--config", str(run_dir / "config.yaml"), "--load", str(run_dir)]
+    assert Path(command[1]).is_file()
+    resumed = parse_config(command[3:])
+    assert (resumed.run.run_dir, resumed.run.load) == (run_dir, run_dir)
+
+
+def test_a_run_keeps_the_tokenizer_and_settings_that_made_it(config):
+    config.model.hf_checkpoint = ROOT / "examples/tiny_qwen3"
+    run_dir = prepare_run_dir(config)
+    assert run_tokenizer(run_dir).encode("1+2") == load_tokenizer(config.model.hf_checkpoint).encode("1+2")
+    assert run_settings(run_dir)["num-rollout"] == 4
+    assert not list(run_dir.rglob("*.safetensors"))
+    assert read_hf_config(run_dir / "tokenizer") == read_hf_config(config.model.hf_checkpoint)
+    with pytest.raises(ValueError, match="is it the directory of a run"):
+        run_settings(run_dir.parent)
+
+
+def test_what_goes_wrong_in_a_whole_step_is_said_at_once():
+    fine = {"reward_errors": 0.0, "truncated_responses": 3.0}
+    assert step_alarms(fine, responses=16) == []
+    assert step_alarms({"reward_errors": 1, "truncated_responses": 0}, responses=128) == []
+    broken = {"reward_errors": 16.0, "truncated_responses": 16.0}
+    verifier, length = step_alarms(broken, responses=16, first_reward_error="NameError: x")
+    assert verifier == "ALARM: the verifier failed on 16 of 16 responses; the first error: NameError: x"
+    assert "16 of 16 responses were cut off" in length
+    assert "--rollout-max-response-len" in length
+
+
+def test_a_verifier_that_fails_too_often_stops_the_run():
+    check_reward_errors(8, 16, 0.5)
+    check_reward_errors(0, 0, 0.0)
+    with pytest.raises(RewardErrorRateError, match=r"9 of 16 .* --max-reward-error-rate 0\.5 .*: KeyError"):
+        check_reward_errors(9, 16, 0.5, first_reward_error="KeyError: 'a'")
+
+
+def test_counts_of_one_are_singular():
+    assert [counted(n, "rank") for n in (0, 1, 2, 2048)] == ["0 ranks", "1 rank", "2 ranks", "2,048 ranks"]
+    layout = next(size for size in run_sizes(Config(), 1) if size.name == "layout")
+    assert layout.meaning == "of 1 rank"
 
 
 def test_a_terminal_gets_a_live_panel(config):

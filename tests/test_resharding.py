@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import planned
 import pytest
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
@@ -42,17 +43,18 @@ def go_on(world, cases, saving):
 
 
 def updates(world, hf_dir, directory, parallel, saving):
-    from megatron_ibpo.policy.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_ibpo.weights.formats.run_state import find_checkpoint
 
     # a large epsilon: what rounding makes of a gradient near zero does not decide about the step
     trainer, export, _ = open_trainer(world, hf_dir, config_for(parallel, lr=1e-2, eps_adam=1e-2))
     rows = sequences(6)
     if saving:
-        trainer.update(rows)
+        planned.update(trainer, rows)
         save_checkpoint(trainer, directory, 1, {})
     else:
         load_checkpoint(trainer, find_checkpoint(directory))
-    norms = [trainer.update(rows)["grad_norm"] for _ in range(2)]
+    norms = [planned.update(trainer, rows)["grad_norm"] for _ in range(2)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
     return weights, norms

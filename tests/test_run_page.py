@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -84,8 +85,9 @@ def run_dir(tmp_path):
     """Two recorded steps of a run: a success, a rewrite, a no-op, a failure, and a response left alone."""
     run = tmp_path / "run"
     run.mkdir()
-    config = {"advantage-estimator": "ibpo", "hf-checkpoint": str(ROOT / "examples/tiny_qwen3")}
+    config = {"advantage-estimator": "ibpo", "hf-checkpoint": "moved/away/tiny_qwen3"}
     (run / "config.yaml").write_text(json.dumps(config))
+    TOKENIZER._tokenizer.save_pretrained(run / "tokenizer")
     rows = [{"kind": "evaluation", "step": 0, "accuracy": 0.5, "seconds": {}}]
     rows += [
         {"kind": "step", "step": s, "reward": 0.1 * s, "gradient_snr": None, "seconds": {}} for s in (1, 2)
@@ -190,7 +192,16 @@ def test_what_is_not_there_is_said(run_dir, tmp_path):
 
 def test_the_command_writes_the_page(run_dir):
     command = [sys.executable, str(ROOT / "tools/run_page.py")]
-    done = subprocess.run([*command, str(run_dir)], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    # from a directory that knows nothing of where the run was made
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, run_dir.name],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=run_dir.parent,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     assert (run_dir / "page.html").exists()
     done = subprocess.run([*command, "nowhere"], capture_output=True, text=True, timeout=100, cwd=ROOT)
@@ -269,6 +280,19 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         ]
         assert requests == [path.as_uri()]
         assert not [e for e in page.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [800, 1000, 1400, 1920])
+def test_in_a_browser_no_column_is_cut_off(run_dir, width):
+    path = run_dir / "page.html"
+    path.write_text(build_run_page(run_dir), encoding="utf-8")
+    with open_page(path, size=(width, 1000)) as page:
+        for part in ("document.documentElement", "document.querySelector('main > section')"):
+            shown, needed = page.evaluate(f"[{part}.clientWidth, {part}.scrollWidth]")
+            assert needed <= shown, part
+        last = page.evaluate("document.querySelector('#groups th:last-child').getBoundingClientRect().right")
+        assert last <= width
 
 
 @needs_browser

@@ -373,7 +373,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import megatron_ibpo, megatron_ibpo.kernels
 from megatron_ibpo import (
-    cli, config, credit, data, edit_distance, evaluate, records, report, rewards, shape, versions
+    config, credit, data, edit_distance, evaluate, records, report, rewards, models, versions
 )
 if "torch" not in sys.argv:
     from megatron_ibpo import loss, world

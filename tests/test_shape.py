@@ -10,7 +10,7 @@ from ranks import run_ranks
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.shape import ModelConfigError, check_layout, read_hf_config
+from megatron_ibpo.models import ModelConfigError, check_layout, read_hf_config
 
 NEXT_80B = {  # as published, before transformers 5
     "model_type": "qwen3_next",

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.study import Study, read_study, runs
 from megatron_ibpo.study.conduct import conduct
 from megatron_ibpo.study.curves import band, plot_comparison
@@ -284,7 +284,7 @@ def test_a_study_that_makes_no_sense_is_refused(tmp_path, changes, words):
 def test_a_method_that_cannot_work_is_refused_before_anything_runs(tmp_path):
     methods = {"gspo": {"advantage-estimator": "gspo"}, "odd": {"ibpo-lamda": 1}}
     study = read_study([minimal(tmp_path, methods=methods)])
-    with pytest.raises(ConfigError, match=r"method odd: .*did you mean 'ibpo_lambda'"):
+    with pytest.raises(ConfigError, match=r"method odd: .*did you mean 'ibpo-lambda'"):
         plan_main(study, tmp_path / "out")
     methods["odd"] = {"ibpo-lambda": 3.0}
     with pytest.raises(ConfigError, match="method odd: 1 problem"):

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import planned
 import pytest
 import torch
 from ranks import run_ranks
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.policy.objective import aggregation
+from megatron_ibpo.policy.packing import pack
+from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
+from megatron_ibpo.records import TrainSequence, token_ids
 
 EPSILON = 100.0
 LR = 1.0
@@ -58,39 +64,60 @@ def sequences(count=9, seed=0):
     rng = random.Random(seed)
     made = []
     for number in range(count):
-        prompt = tuple(rng.randrange(2, 64) for _ in range(rng.randrange(1, 9)))
-        response = tuple(rng.randrange(2, 64) for _ in range(rng.randrange(1, 40)))
+        prompt = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 9))]
+        response = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 40))]
         made.append(
-            TrainSequence(
+            sequence(
                 prompt,
                 response,
                 advantage=rng.choice([-1.5, -0.5, 0.0, 1.0]),
                 weight=1.0 / 6,
                 group=number % 4,
                 kind="response" if number % 3 else "correction",
-                rollout_logprobs=tuple(-4.0 - rng.random() for _ in response),
-                token_weights=tuple(rng.random() for _ in response) if number % 2 else None,
+                rollout_logprobs=[-4.0 - rng.random() for _ in response],
+                token_weights=[rng.random() for _ in response] if number % 2 else None,
             )
         )
     return made
 
 
+DTYPES = {"loss_mask": bool, "rollout_logprobs": np.float32, "values": np.float32}
+
+
+def sequence(prompt, response, *, advantage, weight, group, **fields):
+    """From plain lists, all response tokens in the loss unless a `loss_mask` says otherwise."""
+    per_token = {"loss_mask": [True] * len(response)} | {
+        k: v for k, v in fields.items() if isinstance(v, list)
+    }
+    arrays = {name: np.array(v, DTYPES.get(name, np.float64)) for name, v in per_token.items()}
+    return TrainSequence(
+        token_ids(prompt),
+        token_ids(response),
+        advantage=advantage,
+        weight=weight,
+        prompt_index=group,
+        group=group,
+        index=0,
+        **(fields | arrays),
+    )
+
+
 def one_update(world, hf_dir, config, rows, updates=1):
     """(weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
-    metrics = [trainer.update(rows) for _ in range(updates)]
+    metrics = [planned.update(trainer, rows) for _ in range(updates)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
     return (weights if world.is_driver else None), metrics
 
 
 def open_trainer(world, hf_dir, config):
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.shape import read_hf_config
-    from megatron_ibpo.weights.export import HFExport
-    from megatron_ibpo.weights.load import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
 
     shape = read_hf_config(Path(hf_dir))
     parallel.initialize(config.parallel, world, seed=0)
@@ -177,35 +204,144 @@ def test_the_fused_head_trains_as_the_logits_do(checkpoints):
             assert metrics[name] == pytest.approx(wanted_metrics[name], rel=2e-4, abs=1e-6), cases[number]
 
 
+def own_packs(rows, config):
+    """This rank's part of `rows`, which are all trained on, as one mini-batch."""
+    (part,) = planned.own_share(plan_update, rows, config).minibatches
+    return [pack(micro_batch) for micro_batch in part.micro_batches]
+
+
 def golden_loss(world, hf_dir, rows):
     """The loss that the trainer reports, and the same by Σ weight · loss in plain torch."""
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
-    now = trainer.logprobs(rows)
-    for row, logprobs in zip(rows, now, strict=True):
-        row.old_logprobs = tuple(value - 0.01 * k for k, value in enumerate(logprobs))
-    stepped = trainer._optimizer_step([r for r in rows if r.advantage], False, "sequence-mean").metrics()
+    rows = [row for row in rows if row.advantage]
+    now = planned.logprobs(trainer, rows)
+    old = [[value - 0.01 * k for k, value in enumerate(logprobs)] for logprobs in now]
+    shared = [
+        replace(arrays, old_logprobs_R=np.array([v for i in arrays.members_S for v in old[i]], np.float32))
+        for arrays in own_packs(rows, trainer.config)
+    ]
+    pieces = trainer.accumulate_gradients(shared, trainer.objective("sequence-mean"))
     close_trainer()
     total = 0.0
-    for row, logprobs in zip(rows, now, strict=True):
-        ratio = math.exp(sum(n - o for n, o in zip(logprobs, row.old_logprobs, strict=True)) / len(logprobs))
+    for row, new, before in zip(rows, now, old, strict=True):
+        ratio = math.exp(sum(n - o for n, o in zip(new, before, strict=True)) / len(new))
         clipped = min(max(ratio, 0.8), 1.2)
         total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
-    return stepped["loss"], total
+    return sum(piece.sums["loss"] for piece in pieces), total
 
 
-def test_the_loss_is_the_sum_of_weighted_sequence_losses_over_uneven_ranks(checkpoints):
-    """ibpo step 13: three data-parallel shares of seven sequences, some corrections, by hand."""
-    reported = run_ranks(golden_loss, 3, checkpoints["dense"], sequences(7))
-    for loss, by_hand in reported:
-        assert loss == pytest.approx(by_hand, rel=1e-5)
+def with_holes(rows):
+    """Some of the response tokens are not the policy's own: a tool's output in the midst or at the start."""
+    rng = np.random.default_rng(1)
+    masks = [rng.random(len(row.response_token_ids)) < 0.6 for row in rows]
+    return [replace(row, loss_mask=mask) for row, mask in zip(rows, masks, strict=True)]
+
+
+def is_trained_on(row):
+    return row.advantage != 0 and row.loss_mask.any()
+
+
+def old_logprobs(row):
+    """Near what the model says, so that some ratios are clipped and some are not; by position alone."""
+    return (-4.2 + 0.05 * np.cos(np.arange(len(row.response_token_ids)))).astype(np.float32)
+
+
+def masked_step(world, hf_dir, rows, variant):
+    """Loss, sum of ratios, tokens and gradient by name, of one step from given old log-probs."""
+    config = config_for(layout(), loss_variant=variant)
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    before = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    live = [row for row in rows if is_trained_on(row)]
+    shared = [
+        replace(a, old_logprobs_R=np.concatenate([[], *(old_logprobs(live[i]) for i in a.members_S)]))
+        for a in own_packs(live, config)
+    ]
+    objective = trainer.objective(aggregation(config, weighted_mean_length(rows)))
+    pieces = trainer.accumulate_gradients(shared, objective)
+    trainer.scheduler.step(1)
+    trainer.gradient_norm()
+    trainer.optimizer.step()
+    steps = {n: before[n] - tensor for n, tensor in export if tensor is not None}
+    # Adam's first step is LR · g / (|g| + EPSILON)
+    moved = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
+    close_trainer()
+    return [sum(piece.sums[name] for piece in pieces) for name in ("loss", "ratio", "tokens")], moved
+
+
+def masked_by_autograd(hf_dir, rows, variant):
+    """The same from transformers: the whole sequence is read, the masked tokens are in no sum."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    weight = sum(row.weight for row in rows)
+    mean_length = sum(row.weight * int(row.loss_mask.sum()) for row in rows) / weight
+    loss, ratios, tokens = torch.zeros(()), 0.0, 0
+    for row in rows:
+        if not is_trained_on(row):
+            continue
+        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
+        logprobs = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        new = logprobs.gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
+        mask = torch.tensor(row.loss_mask.tolist())
+        gap = (new - torch.tensor(old_logprobs(row)))[mask]
+        factors = np.ones(len(mask)) if row.token_weights is None else row.token_weights
+        factors = torch.tensor(factors[row.loss_mask], dtype=torch.float32)
+        gap = gap.detach() + factors * (gap - gap.detach())  # weights of tokens scale the gradient alone
+        ratio = gap.mean().exp() if variant == "gspo" else gap.exp()
+        surrogate = -torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage)
+        loss = loss + row.weight * (surrogate if variant == "gspo" else surrogate.sum() / mean_length)
+        ratios += gap.mean().exp().item()
+        tokens += len(gap)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [loss.item(), ratios, tokens], gradients
+
+
+@pytest.mark.parametrize("variant", ["gspo", "dapo"])
+def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints, variant):
+    """By transformers and autograd, over two data-parallel ranks; dapo divides by the mean trained length."""
+    rows = with_holes(sequences(9))
+    assert not all(row.loss_mask.all() for row in rows)
+    expected, gradients = masked_by_autograd(checkpoints["dense"], rows, variant)
+    for found, moved in run_ranks(masked_step, 2, checkpoints["dense"], rows, variant):
+        assert found == pytest.approx(expected, rel=1e-5)
+        scale = max(g.abs().max() for g in gradients.values())
+        for name in moved:
+            assert (moved[name] - gradients[name]).abs().max() <= 2e-4 * scale, name
+
+
+def masked_logprobs(world, hf_dir, rows):
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    found = planned.logprobs(trainer, rows), planned.logprobs(trainer, with_holes(rows))
+    metrics = planned.update(trainer, with_holes(rows))
+    close_trainer()
+    return *found, metrics
+
+
+def test_masked_tokens_have_log_prob_0_and_are_counted_out(checkpoints):
+    rows = sequences(9)
+    whole, holed, metrics = run_ranks(masked_logprobs, 1, checkpoints["dense"], rows)[0]
+    masks = [row.loss_mask.tolist() for row in with_holes(rows)]
+    for values, found, mask in zip(whole, holed, masks, strict=True):
+        assert found == tuple(v if kept else 0.0 for v, kept in zip(values, mask, strict=True))
+    trained = [(r, sum(m)) for r, m in zip(rows, masks, strict=True) if r.advantage and any(m)]
+    assert metrics["tokens_trained"] == sum(len(r.prompt_token_ids) + kept for r, kept in trained)
+    gaps = [
+        v - r.rollout_logprobs[k]
+        for r, own, mask in zip(rows, whole, masks, strict=True)
+        if r.advantage
+        for k, v in enumerate(own)
+        if mask[k]
+    ]
+    assert metrics["logprob_diff_mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
 
 
 def two_minibatches(world, hf_dir, rows):
     config = config_for(layout(), num_steps_per_rollout=2, lr=1e-3, eps_adam=1e-8)
     trainer, _, _ = open_trainer(world, hf_dir, config)
-    before = trainer.logprobs(rows)
-    metrics = trainer.update(rows)
-    after = trainer.logprobs(rows)
+    before = planned.logprobs(trainer, rows)
+    metrics = planned.update(trainer, rows)
+    after = planned.logprobs(trainer, rows)
     close_trainer()
     return before, metrics, after
 
@@ -224,10 +360,10 @@ def poisoned(world, hf_dir, rows):
     before = {name: tensor.clone() for name, tensor in export}
     rows[0].weight = math.nan
     rows[0].advantage = 1.0
-    skipped = trainer.update(rows)
+    skipped = planned.update(trainer, rows)
     unchanged = all(torch.equal(tensor, before[name]) for name, tensor in export)
     rows[0].weight = 0.1
-    taken = trainer.update(rows)
+    taken = planned.update(trainer, rows)
     changed = any(not torch.equal(tensor, before[name]) for name, tensor in export)
     close_trainer()
     return skipped, unchanged, taken, changed
@@ -243,7 +379,7 @@ def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(checkpoints)
 
 def truncated_weights(world, hf_dir, rows):
     plain = open_trainer(world, hf_dir, config_for(layout()))[0]
-    old = plain.logprobs(rows)
+    old = planned.logprobs(plain, rows)
     close_trainer()
     config = config_for(layout(), use_tis=True, tis_clip=1.5)
     metrics = one_update(world, hf_dir, config, rows)[1][0]
@@ -263,24 +399,20 @@ def test_truncated_importance_weights_by_hand(checkpoints):
 
 
 def save_and_resume(world, hf_dir, rows, directory, parallel, mode):
-    from megatron_ibpo.policy.checkpoint import (
-        find_checkpoint,
-        load_checkpoint,
-        load_run_state,
-        save_checkpoint,
-    )
+    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 
     config = config_for(parallel, lr=1e-3, eps_adam=1e-8)
     trainer, export, _ = open_trainer(world, hf_dir, config)
     state = None
     if mode == "uninterrupted":
-        trainer.update(rows)
+        planned.update(trainer, rows)
         save_checkpoint(trainer, Path(directory), 1, {"note": "kept"})
     else:
         found = find_checkpoint(Path(directory))
         state = load_run_state(found)
         load_checkpoint(trainer, found)
-    metrics = [trainer.update(rows), trainer.update(rows)]
+    metrics = [planned.update(trainer, rows), planned.update(trainer, rows)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
     return (weights if world.is_driver else None), [m["grad_norm"] for m in metrics], state

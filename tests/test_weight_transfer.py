@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from megatron_ibpo.weights.memory import Memory
-from megatron_ibpo.weights.regions import (
+from megatron_ibpo.weights.layout.regions import (
     Message,
     Need,
     assemble,
@@ -36,11 +35,14 @@ from megatron_ibpo.weights.regions import (
     plan_buckets,
     whole,
 )
-from megatron_ibpo.weights.source import Region, TensorMeta
-from megatron_ibpo.weights.transfer import Order, WeightMismatchError, WeightPlanError, update_engines
+from megatron_ibpo.weights.layout.weight_source import Region, TensorMeta
 from megatron_ibpo.weights.transfer.checksum import checksum, compare_checksums, part_checksums
+from megatron_ibpo.weights.transfer.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, _Outbox, join_group
+from megatron_ibpo.weights.transfer.message_memory import Memory
+from megatron_ibpo.weights.transfer.order import Order
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
+from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer, read_answers
 
 # ----------------------------------------------------------------------------------- who sends what to whom
@@ -595,7 +597,7 @@ def test_what_a_model_raises_at_unknown_tensors_is_passed_on():
 
 
 def gathered_everywhere(world: Any) -> list[list[tuple[str, Any]]]:
-    from megatron_ibpo.weights.gather import Gather
+    from megatron_ibpo.weights.layout.gather import Gather
 
     source = ToySource(world, 4)
     return [
@@ -695,7 +697,7 @@ class Counted:
 def memory_of_sending_and_gathering(world: Any) -> tuple[int, int]:
     """How far memory rises while rank 0 sends to an engine of rank 1, and what it holds while it gathers,
     in bytes."""
-    from megatron_ibpo.weights import gather
+    from megatron_ibpo.weights.layout import gather
 
     source = LargeSource(world)
     links = {0: Sink(1)} if world.rank == 1 else {}

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.shape import read_hf_config
-from megatron_ibpo.weights import save as save_module
-from megatron_ibpo.weights.maps import global_name, weight_map
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.weight_map import global_name, weight_map
+from megatron_ibpo.weights.formats import save as save_module
 
 
 def layout(tp=1, pp=1, ep=1, etp=1):
@@ -168,7 +168,9 @@ def there_and_back(world, cases):
 def round_trip(world, origin, saved, parallel_config, bf16):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights import HFExport, load_hf, save_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.save import save_hf
+    from megatron_ibpo.weights.layout.export import HFExport
 
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(origin)
@@ -207,7 +209,8 @@ def read_in_every_form(world, forms):
     """What is loaded from each directory, as exported again."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights import HFExport, load_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
 
     parallel.initialize(layout(ep=2), world, seed=0)
     exports = []
@@ -263,7 +266,9 @@ def shard_by_hand(origin, target, tensors):
 def save_twice(world, origin, out_dir, shard_bytes):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights import HFExport, load_hf, save_hf
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.save import save_hf
+    from megatron_ibpo.weights.layout.export import HFExport
 
     save_module.SHARD_BYTES = shard_bytes
     parallel.initialize(layout(tp=2), world, seed=0)
@@ -299,7 +304,7 @@ def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(checkpoints, tmp_path):
 
 
 def save_without_space(world, origin, out_dir):
-    from megatron_ibpo.weights import DiskSpaceError
+    from megatron_ibpo.weights.formats.directories import DiskSpaceError
 
     usage = namedtuple("usage", "total used free")
     shutil.disk_usage = lambda _: usage(10**9, 10**9 - 1000, 1000)
@@ -326,7 +331,8 @@ def load_all(world, paths):
     """The error of loading each directory, as text."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights import CheckpointError, load_hf
+    from megatron_ibpo.weights.errors import CheckpointError
+    from megatron_ibpo.weights.formats.load import load_hf
 
     parallel.initialize(layout(), world, seed=0)
     shape = read_hf_config(paths[0])

@@ -1,6 +1,6 @@
 """Audit a run's credit: does the value of its wrong responses fall where corrections change them?
 
-    python tools/audit_credit.py runs/a
+    bash tools/ibpo.sh audit runs/a
 
 The policy answers held-out prompts as in training, its wrong responses are corrected, and from every step of
 a sample of them it writes on, many times, to see from where it can still end correct. Writes audit.json, with

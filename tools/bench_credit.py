@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from measured_on import machine
 
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import PRESETS, CreditContext, Vocabulary, credit_at_once
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, credit_at_once
 from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.versions import machine
 
 VOCABULARY = 150_000
 WANTED_MS = 50.0

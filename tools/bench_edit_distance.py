@@ -27,13 +27,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import tyro
-from measured_on import machine
 from rapidfuzz.distance import Levenshtein
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo import _edit_distance
 from megatron_ibpo.edit_distance import batch_distance, unmodified_mask
+from megatron_ibpo.versions import machine
 
 Ids = npt.NDArray[np.int64]
 VOCABULARY = 150_000

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -64,9 +63,8 @@ def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Pa
     """Seconds by stage of each step after the warm-up."""
     is_moe = "num_experts" in json.loads((checkpoint / "config.json").read_text())
     command = [
-        sys.executable, "-m", "megatron_ibpo.launch",
-        "--standalone", "--nproc-per-node", str(arguments.ranks),
-        "-m", "megatron_ibpo.train",
+        sys.executable, "-m", "megatron_ibpo.train",
+        "--num-trainers", str(arguments.ranks),
         "--advantage-estimator", "gspo",
         "--hf-checkpoint", str(checkpoint),
         "--tensor-model-parallel-size", str(arguments.tensor_parallel),
@@ -202,7 +200,7 @@ def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
 
 
 def main(arguments: Arguments) -> None:
-    from megatron_ibpo.versions import installed_versions
+    from megatron_ibpo.versions import machine
 
     results = [compare(checkpoint, arguments) for checkpoint in arguments.checkpoints]
     for result in results:
@@ -214,17 +212,11 @@ def main(arguments: Arguments) -> None:
         record = {
             "workload": asdict(arguments.work),
             "options": options | {"tensor_parallel": arguments.tensor_parallel},
-            "machine": {"cpus": os.cpu_count(), "processor": _processor(), "platform": platform.platform()},
-            "versions": installed_versions(),
+            "machine": machine(),
             "results": results,
         }
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
         arguments.save.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

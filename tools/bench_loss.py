@@ -16,7 +16,6 @@ import dataclasses
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -282,14 +281,13 @@ def measure(arguments: Arguments) -> dict[str, Any]:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
     import torch
 
-    from megatron_ibpo.versions import installed_versions
+    from megatron_ibpo.versions import machine
 
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         sys.exit("no CUDA device: --device cpu compares results, --predict writes predictions")
     report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name() if on_gpu else f"{os.cpu_count()} CPUs {platform.machine()}",
-        "versions": installed_versions(),
+        "machine": machine(),
         "what": "the operator alone; whole steps are tools/bench_loop.py's",
         "errors": errors(arguments),
     }

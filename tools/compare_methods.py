@@ -1,7 +1,7 @@
 """Compare methods under the same budget: several seeds each, all costs counted, intervals and tests.
 
-    python tools/compare_methods.py examples/studies/mini.yaml --save runs/mini
-    python tools/compare_methods.py a.yaml b.yaml --baseline a --budget 60 --seeds 3 --save runs/ab
+    bash tools/ibpo.sh compare examples/studies/mini.yaml --save runs/mini
+    bash tools/ibpo.sh compare a.yaml b.yaml --baseline a --budget 60 --seeds 3 --save runs/ab
 
 Give one study (a file with `methods`), or recipes, each of which is a method. What is finished is not run
 again: the same command goes on where it was stopped. The table, the curves and all numbers land in --save.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import tyro
 
-from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study import conduct, read_study
 

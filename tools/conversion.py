@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron_ibpo.models import ModelConfigError, read_hf_config
+from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.quiet import hush_megatron
-from megatron_ibpo.shape import ModelConfigError, read_hf_config
-from megatron_ibpo.weights import CheckpointError, DiskSpaceError
-from megatron_ibpo.weights.convert import Report, differing_tensors
-from megatron_ibpo.weights.hf_files import Checkpoint
-from megatron_ibpo.weights.maps import weight_map
+from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.formats.convert import Report, differing_tensors
+from megatron_ibpo.weights.formats.directories import DiskSpaceError
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.world import RemoteError, World, start_world
 
 LOGITS_BOUND = 1e-3

@@ -1,6 +1,6 @@
 """Hugging Face checkpoint to Megatron's distributed checkpoint, on CPUs, without building the model.
 
-    python tools/convert_hf_to_megatron.py --hf-checkpoint Qwen3-30B-A3B --save megatron/qwen3-30b
+    bash tools/ibpo.sh convert to-megatron --hf-checkpoint Qwen3-30B-A3B --save megatron/qwen3-30b
     torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py …        # several processes share the work
 
 The result is what `--load` of a training run takes, under any layout; the sizes given here say in what pieces
@@ -18,7 +18,7 @@ import tyro
 from conversion import checkpoint_bytes, console, progress_bar, run, verify
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.weights.convert import hf_to_megatron
+from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from megatron_ibpo.world import World
 
 

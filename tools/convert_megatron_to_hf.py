@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoint to a Hugging Face checkpoint, on CPUs, without building the model.
 
-    python tools/convert_megatron_to_hf.py --load runs/a --save hf/a        # the run's newest step
+    bash tools/ibpo.sh convert to-hf --load runs/a --save hf/a        # the run's newest step
     torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py …           # several processes share the work
 
 Reads what any layout wrote, optimizer state left aside. Writes sharded safetensors with an index, one tensor
@@ -17,8 +17,8 @@ from pathlib import Path
 import tyro
 from conversion import checkpoint_bytes, console, progress_bar, run, verify
 
-from megatron_ibpo.weights.convert import megatron_to_hf
-from megatron_ibpo.weights.torch_dist import find_stored
+from megatron_ibpo.weights.formats.convert import megatron_to_hf
+from megatron_ibpo.weights.formats.torch_dist import find_stored
 from megatron_ibpo.world import World
 
 

@@ -1,7 +1,7 @@
 """What a checkpoint holds, for what layout it was written, and what is missing. Reads headers, not weights.
 
-    python tools/inspect_checkpoint.py Qwen3-30B-A3B                    # Hugging Face format
-    python tools/inspect_checkpoint.py runs/a --checksums               # Megatron's, a run's newest step
+    bash tools/ibpo.sh inspect Qwen3-30B-A3B                    # Hugging Face format
+    bash tools/ibpo.sh inspect runs/a --checksums               # Megatron's, a run's newest step
 
 The exit status is 0 for a whole checkpoint, 1 where something is missing, superfluous or changed, 2 where
 there is no checkpoint.
@@ -20,19 +20,13 @@ import torch
 import tyro
 from rich.console import Console
 
-from megatron_ibpo.shape import ModelConfigError, ModelShape, read_hf_config
-from megatron_ibpo.weights import CheckpointError
-from megatron_ibpo.weights.convert import model_entries
-from megatron_ibpo.weights.files import MANIFEST, changed_files
-from megatron_ibpo.weights.hf_files import Checkpoint
-from megatron_ibpo.weights.torch_dist import (
-    HF_FILES,
-    LAYOUT,
-    RUN_STATE,
-    StoredCheckpoint,
-    find_stored,
-    is_weight,
-)
+from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
+from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.formats.convert import model_entries
+from megatron_ibpo.weights.formats.directories import MANIFEST, changed_files
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, is_weight
 
 
 @dataclass

@@ -129,26 +129,27 @@ def _rows(batch: Batch) -> Tensor:
     return batch.logits_SLV.view(-1, batch.logits_SLV.shape[-1]).clone()
 
 
-def _packed(batch: Batch) -> dict[str, Any]:
+def _gspo(batch: Batch, backend: Any) -> dict[str, Any]:
+    """The rows and the objective as our entry points take them."""
+    from megatron_ibpo.loss import LossRows, make_objective
+
     sequences, length = batch.targets_SL.shape
     step = torch.arange(sequences + 1, dtype=torch.int32, device=batch.targets_SL.device)
-    return {
-        "targets_N": batch.targets_SL.flatten(),
-        "old_logprobs_N": batch.old_logprobs_SL.flatten(),
-        "response_mask_N": batch.mask_SL.flatten(),
-        "cu_seqlens": step * length,
-        "advantages": batch.advantages_S,
-        "params": EPSILONS,
-    }
+    rows = LossRows(
+        targets_N=batch.targets_SL.flatten(),
+        response_mask_N=batch.mask_SL.flatten(),
+        cu_seqlens=step * length,
+        advantages=batch.advantages_S,
+        old_logprobs_N=batch.old_logprobs_SL.flatten(),
+    )
+    return {"rows": rows, "objective": make_objective("gspo", EPSILONS, backend=backend)}
 
 
 def ours(batch: Batch, backend: Any) -> Prepared:
     from megatron_ibpo.loss import packed_sequence_loss
 
-    rest = _packed(batch)
-    return _from_logits(
-        batch, _rows(batch), lambda x: packed_sequence_loss(x, **rest, inplace=True, backend=backend)[0]
-    )
+    given = _gspo(batch, backend)
+    return _from_logits(batch, _rows(batch), lambda x: packed_sequence_loss(x, **given, inplace=True)[0])
 
 
 def _with_logprobs(batch: Batch, logprobs: Callable[[Tensor, Tensor], Tensor]) -> Prepared:
@@ -239,20 +240,17 @@ def _from_hidden(batch: Batch, loss: Callable[[Tensor, Tensor], Tensor]) -> Prep
 def ours_head(batch: Batch, backend: Any) -> Prepared:
     from megatron_ibpo.loss import linear_packed_sequence_loss
 
-    rest = _packed(batch)
-    return _from_hidden(
-        batch, lambda x, w: linear_packed_sequence_loss(x.flatten(0, 1), w, **rest, backend=backend)[0]
-    )
+    given = _gspo(batch, backend)
+    return _from_hidden(batch, lambda x, w: linear_packed_sequence_loss(x.flatten(0, 1), w, **given)[0])
 
 
 def ours_logits_head(batch: Batch, backend: Any) -> Prepared:
     """The head as a product of its own, and our loss of its logits: they are held whole."""
     from megatron_ibpo.loss import packed_sequence_loss
 
-    rest = _packed(batch)
+    given = _gspo(batch, backend)
     return _from_hidden(
-        batch,
-        lambda x, w: packed_sequence_loss(x.flatten(0, 1) @ w.t(), **rest, inplace=True, backend=backend)[0],
+        batch, lambda x, w: packed_sequence_loss(x.flatten(0, 1) @ w.t(), **given, inplace=True)[0]
     )
 
 

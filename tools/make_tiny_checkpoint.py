@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
+from megatron.core import parallel_state
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -43,12 +45,15 @@ from megatron_ibpo.data import (
     worked_solution,
 )
 from megatron_ibpo.data.tiny_tokenizer import TINY_VOCAB_SIZE
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
+from megatron_ibpo.policy.planning import data_parallel_rank, plan_update
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.records import Prompt, TrainSequence
-from megatron_ibpo.shape import read_hf_config
-from megatron_ibpo.weights import HFExport, load_hf, save_hf
+from megatron_ibpo.records import Prompt, TokenIds, TrainSequence, token_ids
+from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.world import start_world
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
@@ -130,11 +135,10 @@ def supervised_rows(
 ) -> Iterator[TrainSequence]:
     """Worked solutions, the first share of them as compare-and-correct."""
 
-    def solution(prompt: Prompt) -> list[int]:
+    def solution(prompt: Prompt) -> TokenIds:
         expression = prompt.metadata["expression"]
-        return tokenizer.encode(
-            worked_solution(expression, rng, carry_dropped=arguments.carry_dropped, slip=arguments.slip)
-        )
+        text = worked_solution(expression, rng, carry_dropped=arguments.carry_dropped, slip=arguments.slip)
+        return token_ids(tokenizer.encode(text))
 
     rows = []
     for number, prompt in enumerate(prompts):
@@ -144,7 +148,16 @@ def supervised_rows(
         rows.append((asked, (*solution(prompt), tokenizer.eos_id)))
     total = sum(len(target) for _, target in rows)
     for number, (asked, target) in enumerate(rows):
-        yield TrainSequence(asked, target, advantage=1.0, weight=len(target) / total, group=number)
+        yield TrainSequence(
+            asked,
+            token_ids(target),
+            np.ones(len(target), bool),
+            advantage=1.0,
+            weight=len(target) / total,
+            prompt_index=prompts[number].index,
+            group=number,
+            index=0,
+        )
 
 
 def main(arguments: Arguments) -> None:
@@ -177,12 +190,14 @@ def main(arguments: Arguments) -> None:
         source = open_source(TASK, tokenizer, DataConfig(data_seed=1000), split="train", max_prompt_len=256)
         template = CorrectionTemplate(tokenizer, num_candidates=2)
         rng = random.Random(arguments.seed)
+        ranks = parallel_state.get_data_parallel_world_size()
+        share = data_parallel_rank(world.rank, config.parallel, world.size)
         begin = time.perf_counter()
         for step in range(arguments.steps):
             rows = list(
                 supervised_rows(tokenizer, template, source.batch(step, arguments.rows), rng, arguments)
             )
-            metrics = trainer.update(rows)
+            metrics = trainer.update(plan_update(rows, config, ranks).shares[share])
             if world.is_driver and (step + 1) % 25 == 0:
                 seconds = time.perf_counter() - begin
                 print(f"step {step + 1}: grad norm {metrics['grad_norm']:.2f}, {seconds:.0f} s", flush=True)

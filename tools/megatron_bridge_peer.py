@@ -1,7 +1,7 @@
 """Megatron-Bridge's conversion of a Qwen3 from Hugging Face to Megatron on CPUs, to be measured beside ours.
 
     pip install --no-deps --target PEER megatron-bridge==0.6.2 omegaconf==2.4.0
-    python tools/bench_weights.py convert \\
+    python tools/bench_conversion.py \\
         --peer "PYTHONPATH=PEER:tests:. python tools/megatron_bridge_peer.py {source} {target}"
 
 It wants GPUs, NCCL and Transformer Engine. Here it has gloo, and stand-ins in plain torch for Transformer

@@ -1,6 +1,6 @@
-"""Make the page of a run: one HTML file with curves, groups, and every wrong response beside its correction.
+"""Make the page of a run: one HTML file with curves, groups, and every wrong response with its correction.
 
-    python tools/run_page.py runs/a            # writes runs/a/page.html; open it in a browser
+    bash tools/ibpo.sh page runs/a            # writes runs/a/page.html; open it in a browser
 
 Responses are shown for runs with --save-debug-rollout-data.
 """

@@ -19,14 +19,12 @@ from megatron_ibpo.credit.operator import (
     Vocabulary,
 )
 from megatron_ibpo.credit.operators import OPERATORS, find_operator
-from megatron_ibpo.credit.presets import PRESETS, check_algorithm
 from megatron_ibpo.credit.shown import ThinkingMarks, shown
 
 __all__ = [
     "CRITIC",
     "ESTIMATORS",
     "OPERATORS",
-    "PRESETS",
     "Credit",
     "CreditContext",
     "Estimator",
@@ -39,7 +37,6 @@ __all__ = [
     "Vocabulary",
     "any_group",
     "assign_credit",
-    "check_algorithm",
     "correct_groups",
     "correction_metrics",
     "credit_at_once",

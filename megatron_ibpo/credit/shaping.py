@@ -8,7 +8,7 @@ from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.records import Correction, Group
 
-__all__ = ["correction_bonus", "counts", "largest_bonus", "shaped_rewards"]
+__all__ = ["correction_bonus", "counts", "shaped_rewards"]
 
 
 def counts(correction: Correction) -> bool:
@@ -30,12 +30,6 @@ def correction_bonus(group: Group, algorithm: AlgorithmConfig) -> list[float]:
             worth = correction.unmodified_share if ratio else algorithm.ibpo_beta
             earned[correction.target].append(worth if counts(correction) else 0.0)
     return [sum(values) / len(values) if values else 0.0 for values in earned]
-
-
-def largest_bonus(algorithm: AlgorithmConfig) -> float:
-    """λφ at most: φ is β, or a share that may come to 1."""
-    is_share = algorithm.ibpo_variant == "ratio" or algorithm.ibpo_operator != "compare-and-correct"
-    return algorithm.ibpo_lambda * (1.0 if is_share else algorithm.ibpo_beta)
 
 
 def shaped_rewards(

@@ -9,13 +9,12 @@ Parameters are those of the task's own configuration, but for `seed` and `size`,
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-from collections.abc import Iterable
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
+from megatron_ibpo.config import nearest
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.prompts import chat_prompt, check_length, check_no_unknown, plain_prompt
 from megatron_ibpo.data.tokenizer import Tokenizer
@@ -109,13 +108,13 @@ def parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
     """(name, the task's own parameters, compact) of a `reasoning_gym://` URL.
 
     Raises:
-        DataError: unknown task or parameter (with the nearest names), or a value of the wrong type.
+        DataError: unknown task or parameter (with the nearest), or a value of the wrong type.
     """
     from reasoning_gym.factory import DATASETS
 
     name, _, query = spec.removeprefix(SCHEME).partition("?")
     if name not in DATASETS:
-        raise DataError(f"{spec}: reasoning_gym has no task {name!r}{_nearest(name, DATASETS)}")
+        raise DataError(f"{spec}: reasoning_gym has no task {name!r}{nearest(name, DATASETS)}")
     fields = {field.name: field for field in dataclasses.fields(DATASETS[name][1])}
     try:
         given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
@@ -129,7 +128,7 @@ def parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
         if key in ("seed", "size"):
             raise DataError(f"{spec}: {key} cannot be given: items are drawn endlessly by --data-seed")
         if key not in fields:
-            raise DataError(f"{spec}: {name} has no parameter {key!r}{_nearest(key, fields)}")
+            raise DataError(f"{spec}: {name} has no parameter {key!r}{nearest(key, fields)}")
         parameters[key] = _value(text, fields[key], spec)
     return name, parameters, compact == "1"
 
@@ -180,8 +179,3 @@ def _without_spaces(question: str, expression: str | None, spec: str) -> str:
 
 def _held_out(question: str) -> bool:
     return hashlib.blake2b(question.encode(), digest_size=1).digest()[0] < 128
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"; nearest: {', '.join(close)}" if close else ""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.config import searched
 from megatron_ibpo.data.errors import DataError
 from megatron_ibpo.data.prompts import chat_prompt, check_length, check_no_unknown, plain_prompt
 from megatron_ibpo.data.tokenizer import Message, Tokenizer
@@ -97,7 +98,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         DataError: file missing, or a line that is not a JSON object.
     """
     if not path.is_file():
-        raise DataError(f"prompt file {path}: no such file")
+        raise DataError(f"prompt file {path}: no such file{searched(path)}")
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue

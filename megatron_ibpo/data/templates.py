@@ -59,7 +59,7 @@ class CorrectionTemplate:
     @staticmethod
     def _encode(tokenizer: Tokenizer, text: str) -> TokenIds:
         ids = token_ids(tokenizer.encode(text))
-        if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
+        if not len(ids) or (tokenizer.unk_id is not None and tokenizer.unk_id in ids):
             raise DataError(
                 f"the tokenizer has no tokens for the correction prompt's text {text!r}; "
                 "use another tokenizer or another --ibpo-k"

@@ -15,7 +15,20 @@ import numpy.typing as npt
 
 from megatron_ibpo.data.errors import DataError
 
-__all__ = ["HuggingFaceTokenizer", "Message", "SentencePieceTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "HuggingFaceTokenizer",
+    "Message",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "load_tokenizer",
+]
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Of a Hugging Face directory, what `load_tokenizer` may read."""
 
 Message = dict[str, str]
 """One chat turn: {"role": ..., "content": ...}."""
@@ -104,7 +117,13 @@ class HuggingFaceTokenizer:
         self._prefix: list[int] = [bos_id] if adds_bos else []
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # a vocabulary without an unknown token raises for what it lacks
+            raise DataError(
+                f"{self._name}: cannot encode {_start_of(text)!r}: {error}; the vocabulary has "
+                f"{self.vocab_size} tokens: is it this model's tokenizer?"
+            ) from error
 
     def encode_prompt(self, text: str) -> list[int]:
         return self._prefix + self.encode(text)
@@ -126,6 +145,10 @@ class HuggingFaceTokenizer:
             )
         except Exception as error:
             raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from error
+
+
+def _start_of(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else text[:most] + "…"
 
 
 class SentencePieceTokenizer:

@@ -13,6 +13,7 @@ from megatron_ibpo.evaluate.estimators import best_of, majority, pass_at
 from megatron_ibpo.evaluate.inference import Ask, Corrector, corrected_answers
 from megatron_ibpo.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.seeds import derive_seed
+from megatron_ibpo.words import counted
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -62,7 +63,7 @@ class Evaluation:
         return {name: value for name, value in known.items() if value is not None}
 
     def __str__(self) -> str:
-        errors = f", {self.reward_errors} reward errors" if self.reward_errors else ""
+        errors = f", {counted(self.reward_errors, 'reward error')}" if self.reward_errors else ""
         n = self.samples_per_prompt
         more = [f"pass@{k} {value:.3f}" for k, value in self.pass_at.items()]
         named = {f"maj@{n}": self.majority_accuracy, f"best-of-{n}": self.best_of_accuracy}
@@ -70,8 +71,8 @@ class Evaluation:
         more += [f"{name} {value:.3f}" for name, value in named.items() if value is not None]
         return (
             f"accuracy {self.accuracy:.3f} [{self.accuracy_low:.3f}, {self.accuracy_high:.3f}] sampled, "
-            f"{self.greedy_accuracy:.3f} greedy, {self.num_prompts} prompts x {self.samples_per_prompt}, "
-            f"{self.mean_length:.1f} tokens a response, {self.truncated_share:.1%} truncated{errors}"
+            f"{self.greedy_accuracy:.3f} greedy, {counted(self.num_prompts, 'prompt')} x {n}, "
+            f"{self.mean_length:.1f} tokens per response, {self.truncated_share:.1%} truncated{errors}"
             + "".join(f", {part}" for part in more)
         )
 

@@ -3,19 +3,25 @@
 from megatron_ibpo.loss.backend import ChosenBackend, LossBackend, choose_backend
 from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_packed_sequence_loss
 from megatron_ibpo.loss.logprobs import packed_logprobs
+from megatron_ibpo.loss.objective import Objective, make_objective
+from megatron_ibpo.loss.rows import LossRows
 from megatron_ibpo.loss.sequence_loss import LossStats, packed_sequence_loss
-from megatron_ibpo.loss.variants import VARIANTS, Variant, resolve_variant
+from megatron_ibpo.loss.variants import VARIANTS, Parameter, Variant, resolve_variant
 
 __all__ = [
     "CHUNK_ROWS",
     "VARIANTS",
     "ChosenBackend",
     "LossBackend",
+    "LossRows",
     "LossStats",
+    "Objective",
+    "Parameter",
     "Variant",
     "choose_backend",
     "linear_packed_logprobs",
     "linear_packed_sequence_loss",
+    "make_objective",
     "packed_logprobs",
     "packed_sequence_loss",
     "resolve_variant",

@@ -14,8 +14,7 @@ Three products of 2·N·H·V operations; recomputing the logits in the backward 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,11 @@ from torch import Tensor
 
 from megatron_ibpo.loss import logprobs
 from megatron_ibpo.loss.backend import LossBackend, choose_backend
-from megatron_ibpo.loss.checks import spread_temperature
-from megatron_ibpo.loss.kl import KL_ESTIMATORS, KLEstimator
-from megatron_ibpo.loss.segments import Objective, Segments, divisors, segment_loss, sum_over_ranks
-from megatron_ibpo.loss.sequence_loss import LossStats, describe
+from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, schedule
+from megatron_ibpo.loss.objective import Objective
+from megatron_ibpo.loss.rows import LossRows
+from megatron_ibpo.loss.segments import segment_loss
+from megatron_ibpo.loss.sequence_loss import LossStats
 
 __all__ = ["CHUNK_ROWS", "linear_packed_logprobs", "linear_packed_sequence_loss"]
 
@@ -38,27 +38,13 @@ CHUNK_ROWS = 4096
 def linear_packed_sequence_loss(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    targets_N: Tensor,
-    old_logprobs_N: Tensor | None,
-    response_mask_N: Tensor,
-    cu_seqlens: Tensor,
-    advantages: Tensor,
+    rows: LossRows,
+    objective: Objective,
     *,
     chunk: int = CHUNK_ROWS,
     into_main_grad: bool = False,
-    token_weights_N: Tensor | None = None,
-    sequence_weights_S: Tensor | None = None,
-    variant: str = "gspo",
-    params: Mapping[str, float] | None = None,
-    aggregation: str | float | None = None,
-    temperature: Tensor | float = 1.0,
-    ref_logprobs_N: Tensor | None = None,
-    kl: KLEstimator = "k3",
-    kl_coef: float = 0.0,
     tp_group: Any = None,
-    cp_group: Any = None,
     vocab_range: tuple[int, int] | None = None,
-    backend: LossBackend = "auto",
 ) -> tuple[Tensor, LossStats]:
     """`packed_sequence_loss` of the logits hidden_NH @ weight_VH.T.
 
@@ -74,7 +60,7 @@ def linear_packed_sequence_loss(
         into_main_grad: add the weight's gradient to `weight_VH.main_grad` in fp32 (Megatron's gradient
             accumulation fusion) and hand zeros to autograd. Otherwise it goes there in the weight's dtype,
             from where Megatron's DDP adds it to main_grad. Both are right for tied weights too.
-        The others: as in `packed_sequence_loss`.
+        tp_group, vocab_range: as in `packed_logprobs`.
 
     Returns:
         as `packed_sequence_loss`.
@@ -83,28 +69,14 @@ def linear_packed_sequence_loss(
         ValueError: as there; fp16; dtypes that differ; a variant whose token term sees its sequence's mean
             (gspo-token: gspo is the same loss for advantages [S]); no main_grad where it is asked for.
     """
-    segments, objective = describe(
-        len(hidden_NH),
-        old_logprobs_N,
-        response_mask_N,
-        cu_seqlens,
-        advantages,
-        token_weights_N=token_weights_N,
-        sequence_weights_S=sequence_weights_S,
-        variant=variant,
-        params=params,
-        aggregation=aggregation,
-        ref_logprobs_N=ref_logprobs_N,
-        kl=kl,
-        kl_coef=kl_coef,
-        cp_group=cp_group,
-    )
-    _check_head(hidden_NH, weight_VH, targets_N, chunk)
-    _check(weight_VH, variant, objective, into_main_grad)
-    spread = spread_temperature(temperature, segments.sequence_of_row, segments.num_sequences)
-    head = _make_head(hidden_NH, weight_VH, targets_N, spread, tp_group, vocab_range, backend)
+    rows = rows.checked(len(hidden_NH), objective)
+    _check_head(hidden_NH, weight_VH, rows.targets_N, chunk)
+    _check(weight_VH, objective, into_main_grad)
+    spread = rows.temperature_of_row()
+    backend = choose_backend(objective.backend, hidden_NH.device, hidden_NH.dtype).name
+    head = _make_head(hidden_NH, weight_VH, rows.targets_N, spread, tp_group, vocab_range, backend)
     loss, *seen = _LinearLoss.apply(
-        hidden_NH, weight_VH, head, segments, objective, chunk, into_main_grad, torch.is_grad_enabled()
+        hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, torch.is_grad_enabled()
     )
     return loss, LossStats(*seen)
 
@@ -133,7 +105,8 @@ def linear_packed_logprobs(
         ValueError: shapes or dtypes that do not fit, or a target outside the vocabulary.
     """
     _check_head(hidden_NH, weight_VH, targets_N, chunk)
-    head = _make_head(hidden_NH, weight_VH, targets_N, temperature_N, tp_group, vocab_range, backend)
+    name = choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name
+    head = _make_head(hidden_NH, weight_VH, targets_N, temperature_N, tp_group, vocab_range, name)
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
     for rows_C in response_mask_N.nonzero().squeeze(1).split(chunk):
@@ -157,11 +130,11 @@ def _check_head(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: 
         raise ValueError(f"chunk is {chunk}, must be at least 1")
 
 
-def _check(weight_VH: Tensor, variant: str, objective: Objective, into_main_grad: bool) -> None:
+def _check(weight_VH: Tensor, objective: Objective, into_main_grad: bool) -> None:
     if objective.variant.sequence_ratio:
         raise ValueError(
-            f"loss variant {variant!r} cannot be fused with the LM head: its token term needs a mean that "
-            "only later chunks complete. Use packed_sequence_loss, or gspo, the same for advantages [S]"
+            f"loss variant {objective.name!r} cannot be fused with the LM head: its token term needs a mean "
+            "that only later chunks complete. Use packed_sequence_loss, or gspo, the same for advantages [S]"
         )
     if into_main_grad and getattr(weight_VH, "main_grad", None) is None:
         raise ValueError("into_main_grad=True needs weight_VH.main_grad, which Megatron's DDP makes")
@@ -194,7 +167,7 @@ def _make_head(
     temperature_N: Tensor | float,
     tp_group: Any,
     vocab_range: tuple[int, int] | None,
-    backend: LossBackend,
+    backend: str,
 ) -> _Head:
     return _Head(
         hidden_NH,
@@ -203,7 +176,7 @@ def _make_head(
         torch.as_tensor(temperature_N, device=hidden_NH.device).expand(len(hidden_NH)),
         tp_group,
         logprobs.own_vocab_range(vocab_range, len(weight_VH), tp_group),
-        choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name,
+        backend,
     )
 
 
@@ -246,22 +219,22 @@ class _LinearLoss(torch.autograd.Function):
     """Both gradients in the forward pass; backward scales them."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, head, segments, objective, chunk, into_main_grad, grad_enabled):
+    def forward(ctx, hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, grad_enabled):
         wanted = (ctx.needs_input_grad[0] and grad_enabled, ctx.needs_input_grad[1] and grad_enabled)
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        rows_R = segments.mask_N.nonzero().squeeze(1)
+        rows_R = rows.response_mask_N.nonzero().squeeze(1)
         logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
         entropy_N = torch.zeros_like(logprobs_N)
         gradients = _Gradients(head, wanted, dtype)
-        scales = _Scales(segments, objective, rows_R, dtype)
-        for step in _schedule(segments, rows_R, scales.ends, chunk):
+        known = RowCoefficients(rows, objective, rows_R, dtype)
+        for step in schedule(rows, rows_R, known.ends, chunk):
             rows_C = rows_R[step.start : step.stop]
             logprobs_N[rows_C], entropy_N[rows_C], overwrite = head.chunk(rows_C)
-            scales.see(step, logprobs_N[rows_C])
+            known.see(step, logprobs_N[rows_C])
             if any(wanted) and len(rows_C):
-                gradients.add(rows_C, overwrite(), scales.of_chunk(step))
-        gradients.finish(rows_R, scales.coefficients())
-        loss, seen = segment_loss(logprobs_N, segments, objective)
+                gradients.add(rows_C, overwrite(), known.of_chunk(step))
+        gradients.finish(rows_R, known.of_all_rows())
+        loss, seen = segment_loss(logprobs_N, rows, objective)
         ctx.gradients, ctx.main_grad = gradients, weight_VH.main_grad if into_main_grad else None
         outputs = (logprobs_N, entropy_N, seen.mean_log_ratio_S, seen.clipped, seen.kl_N)
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
@@ -284,151 +257,6 @@ class _LinearLoss(torch.autograd.Function):
         return (hidden_grad, weight_grad, *[None] * 6)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One chunk: response rows start to stop; behind it sequences before `closed` are complete."""
-
-    start: int
-    stop: int
-    closed: int
-
-
-def _schedule(segments: Segments, rows_R: Tensor, ends: list[int], chunk: int) -> list[_Step]:
-    """Steps of `chunk` response rows. Ranks that share sequences have different response rows and must close
-    the same sequences at the same step: there it is `chunk` rows of any kind.
-
-    Args:
-        ends: each sequence's end among the response rows.
-    """
-    if segments.cp_group is None:
-        stops = [*range(chunk, len(rows_R), chunk), len(rows_R)]
-        closed = [bisect_right(ends, stop) for stop in stops]
-    else:
-        num_rows, bounds = len(segments.mask_N), segments.cu_seqlens[1:].tolist()
-        rows = [*range(chunk, num_rows, chunk), num_rows]
-        stops = torch.searchsorted(rows_R, torch.tensor(rows, device=rows_R.device)).tolist()
-        closed = [bisect_right(bounds, row) for row in rows]
-    return [_Step(*step) for step in zip([0, *stops[:-1]], stops, closed, strict=True)]
-
-
-@dataclass(frozen=True)
-class _ChunkScales:
-    """How the rows of a chunk enter the weight's gradient."""
-
-    final_C: Tensor
-    """Rows from the first on by their coefficient; of the open sequence's, if it has any, the part of the
-    coefficient that does not wait for its end (the KL penalty's)."""
-    open_C: Tensor
-    """The last rows, those of the sequence that stays open, by their coefficient without its slope."""
-    closing: Tensor | None
-    """The slope of the sequence that earlier chunks left open, if it ended in this one."""
-
-
-class _Scales:
-    """Coefficients of the response rows, c_t = slope_i·policy_t + penalty_t, as far as they are known.
-
-    slope_i is the derivative of sequence i's loss by the mean of its token values. It needs all of them.
-    """
-
-    def __init__(self, segments: Segments, objective: Objective, rows_R: Tensor, dtype: torch.dtype):
-        self.segments, self.objective = segments, objective
-        sequence_R = segments.sequence_of_row()[rows_R]
-        self.sequence_R = sequence_R
-        self.local_S = torch.bincount(sequence_R, minlength=segments.num_sequences)
-        self.ends = self.local_S.cumsum(0).tolist()
-        self.counts_S = sum_over_ranks(self.local_S.to(dtype), segments.cp_group)
-        weights_S = segments.sequence_weights_S.to(dtype)
-        factor_S = weights_S / divisors(objective.aggregation, self.counts_S, weights_S)
-        self.factor_R = factor_S[sequence_R]
-        self.slope_S = torch.ones_like(factor_S)
-        self.value_R, self.policy_R, self.penalty_R = (torch.zeros_like(self.factor_R) for _ in range(3))
-        self.closed = 0
-        """Sequences whose slope is known: those before this one."""
-        self.open: int | None = None
-        """The sequence of which earlier chunks hold rows without their slope."""
-
-        def of_rows(values_N: Tensor | None) -> Tensor | None:
-            return None if values_N is None else values_N[rows_R].to(dtype)
-
-        self.old_R, self.ref_R = of_rows(segments.old_logprobs_N), of_rows(segments.ref_logprobs_N)
-        self.token_weights_R = of_rows(segments.token_weights_N)
-        self.advantages = segments.advantages.to(dtype)
-        per_token = len(self.advantages) != segments.num_sequences
-        self.advantages_R = self.advantages[rows_R if per_token else sequence_R]
-
-    def see(self, step: _Step, logprobs_C: Tensor) -> None:
-        """Take in the log-probs of a step's rows, and the slopes of the sequences that it completes."""
-        part = slice(step.start, step.stop)
-        with torch.enable_grad():
-            logprobs_C = logprobs_C.detach().requires_grad_()
-            value_C = self._token_values(part, logprobs_C)
-            (policy_C,) = torch.autograd.grad(value_C.sum(), logprobs_C)
-        if self.token_weights_R is not None:
-            policy_C = policy_C * self.token_weights_R[part]
-        self.value_R[part] = value_C.detach()
-        self.policy_R[part] = policy_C * self.factor_R[part]
-        if self.ref_R is not None:
-            self.penalty_R[part] = self._penalty(part, logprobs_C) * self.factor_R[part]
-        if step.closed > self.closed:
-            self._close(self.closed, step.closed)
-            self.closed = step.closed
-
-    def of_chunk(self, step: _Step) -> _ChunkScales:
-        """Of the step that was seen last."""
-        ended = self.ends[self.closed - 1] if self.closed else 0
-        open_from = min(max(ended, step.start), step.stop)
-        waits = open_from if self.ref_R is None else step.stop
-        final_C = self.penalty_R[step.start : waits].clone()
-        slope_C = self.slope_S[self.sequence_R[step.start : open_from]]
-        final_C[: open_from - step.start] += slope_C * self.policy_R[step.start : open_from]
-        closing = None
-        if self.open is not None and self.open < self.closed:
-            closing, self.open = self.slope_S[self.open], None
-        if open_from < step.stop:
-            self.open = self.closed
-        return _ChunkScales(final_C, self.policy_R[open_from : step.stop], closing)
-
-    def coefficients(self) -> Tensor:
-        """[R], after all rows."""
-        return self.slope_S[self.sequence_R] * self.policy_R + self.penalty_R
-
-    def _token_values(self, part: slice, logprobs_C: Tensor) -> Tensor:
-        old_C = logprobs_C.detach() if self.old_R is None else self.old_R[part]
-        log_ratio_C = logprobs_C - old_C
-        term = self.objective.variant.token_term
-        if term is None:
-            return log_ratio_C
-        advantages_C = self.advantages_R[part]
-        live_C = advantages_C != 0
-        seen_C = torch.where(live_C, log_ratio_C, 0.0)
-        value_C, _ = term(seen_C, logprobs_C, advantages_C, **self.objective.params)
-        return torch.where(live_C, value_C, 0.0)
-
-    def _penalty(self, part: slice, logprobs_C: Tensor) -> Tensor:
-        assert self.ref_R is not None
-        with torch.enable_grad():
-            estimate_C = KL_ESTIMATORS[self.objective.kl](logprobs_C - self.ref_R[part])
-            (slope_C,) = torch.autograd.grad(estimate_C.sum(), logprobs_C)
-        return self.objective.kl_coef * slope_C
-
-    def _close(self, first: int, last: int) -> None:
-        term = self.objective.variant.sequence_term
-        if term is None:
-            return
-        rows = slice(self.ends[first - 1] if first else 0, self.ends[last - 1])
-        lengths_S = self.local_S[first:last]
-        sums_S = torch.segment_reduce(self.value_R[rows], "sum", lengths=lengths_S)
-        sums_S = sum_over_ranks(sums_S, self.segments.cp_group)
-        counts_S, advantages_S = self.counts_S[first:last], self.advantages[first:last]
-        live_S = (advantages_S != 0) & (counts_S > 0)
-        n_S = counts_S.clamp(min=1.0)
-        with torch.enable_grad():
-            mean_S = torch.where(live_S, sums_S / n_S, 0.0).requires_grad_()
-            loss_S, _ = term(mean_S, n_S, advantages_S, **self.objective.params)
-            (slope_S,) = torch.autograd.grad(loss_S.sum(), mean_S)
-        self.slope_S[first:last] = torch.where(live_S, slope_S, 0.0)
-
-
 class _Gradients:
     """The two gradients while they grow."""
 
@@ -440,19 +268,19 @@ class _Gradients:
         """Of the open sequence, without its slope; made when first needed."""
         self.open_is_empty = True
 
-    def add(self, rows_C: Tensor, p_CV: Tensor, scales: _ChunkScales) -> None:
+    def add(self, rows_C: Tensor, p_CV: Tensor, found: ChunkCoefficients) -> None:
         """p_CV: (onehot - softmax)/temperature of the rows."""
         if self.hidden_NH is not None:
             self.hidden_NH[rows_C] = p_CV @ self.head.weight_VH
         if self.weight_VH is None:
             return
-        if scales.closing is not None:
+        if found.closing is not None:
             assert self.open_VH is not None
-            self.weight_VH.add_(self.open_VH.mul_(scales.closing))
+            self.weight_VH.add_(self.open_VH.mul_(found.closing))
             self.open_is_empty = True
         hidden_CH = self.head.hidden_NH[rows_C]
-        final, opened = len(scales.final_C), len(rows_C) - len(scales.open_C)
-        _accumulate(self.weight_VH, p_CV[:final], hidden_CH[:final], scales.final_C)
+        final, opened = len(found.final_C), len(rows_C) - len(found.open_C)
+        _accumulate(self.weight_VH, p_CV[:final], hidden_CH[:final], found.final_C)
         if opened == len(rows_C):
             return
         if self.open_VH is None:
@@ -460,7 +288,7 @@ class _Gradients:
         elif self.open_is_empty:
             self.open_VH.zero_()
         self.open_is_empty = False
-        _accumulate(self.open_VH, p_CV[opened:], hidden_CH[opened:], scales.open_C)
+        _accumulate(self.open_VH, p_CV[opened:], hidden_CH[opened:], found.open_C)
 
     def finish(self, rows_R: Tensor, coefficients_R: Tensor) -> None:
         self.open_VH = None

@@ -6,7 +6,6 @@ All of it is [N] and [S] floats, so this plain torch is the definition on every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,85 +14,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.loss.kl import KL_ESTIMATORS
-from megatron_ibpo.loss.variants import Variant
+from megatron_ibpo.loss.objective import Objective
+from megatron_ibpo.loss.rows import LossRows
 
-__all__ = ["Objective", "SegmentStats", "Segments", "divisors", "segment_loss", "sum_over_ranks"]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised."""
-
-    variant: Variant
-    params: Mapping[str, float]
-    aggregation: str | float
-    """"sequence-mean", "token-mean", or tokens to divide a sequence's sum of token values by."""
-    kl: str
-    kl_coef: float
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The packed rows of this rank and what is known of them beside their log-probs."""
-
-    cu_seqlens: Tensor
-    """[S + 1] int32, from 0 to N: this rank's rows of each sequence."""
-    mask_N: Tensor
-    """bool: response rows."""
-    old_logprobs_N: Tensor | None
-    """None: the present ones, detached."""
-    advantages: Tensor
-    """[S] or [N]."""
-    token_weights_N: Tensor | None
-    sequence_weights_S: Tensor
-    ref_logprobs_N: Tensor | None
-    cp_group: Any
-    """Ranks that share each sequence; None: this one alone."""
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens) - 1
-
-    def sequence_of_row(self) -> Tensor:
-        """[N] int64."""
-        device, rows = self.mask_N.device, len(self.mask_N)
-        numbers = torch.arange(self.num_sequences, device=device)
-        return torch.repeat_interleave(numbers, self.cu_seqlens.diff().long(), output_size=rows)
+__all__ = ["SegmentStats", "divisors", "segment_loss", "sum_over_ranks"]
 
 
 @dataclass(frozen=True)
 class SegmentStats:
+    """What the loss saw: see `LossStats`."""
+
     mean_log_ratio_S: Tensor
     clipped: Tensor
     kl_N: Tensor | None
 
 
-def segment_loss(logprobs_N: Tensor, segments: Segments, objective: Objective) -> tuple[Tensor, SegmentStats]:
+def segment_loss(logprobs_N: Tensor, rows: LossRows, objective: Objective) -> tuple[Tensor, SegmentStats]:
     """Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t): L_i is the sequence's loss by the variant, n_i its response
     tokens, w_i its weight and D_i the divisor that the aggregation says (n_i for "sequence-mean").
 
     Args:
         logprobs_N: fp32 or fp64; the loss is differentiable in it.
+        rows: as `LossRows.checked` returns them.
 
     Returns:
         (scalar loss, the same on every rank of cp_group, SegmentStats).
     """
-    variant, mask_N, dtype = objective.variant, segments.mask_N, logprobs_N.dtype
-    sequence_N, size = segments.sequence_of_row(), segments.num_sequences
-    advantages = segments.advantages.to(dtype)
+    variant, mask_N, dtype = objective.variant, rows.response_mask_N, logprobs_N.dtype
+    sequence_N, size = rows.sequence_of_row(), rows.num_sequences
+    advantages = rows.advantages.to(dtype)
     per_token = len(advantages) != size  # one row per sequence means the same either way
     advantages_N = advantages if per_token else advantages[sequence_N]
 
-    old_N = logprobs_N.detach() if segments.old_logprobs_N is None else segments.old_logprobs_N.to(dtype)
-    weighted_N = _scale_gradient(logprobs_N, segments.token_weights_N)
+    old_N = logprobs_N.detach() if rows.old_logprobs_N is None else rows.old_logprobs_N.to(dtype)
+    weighted_N = _scale_gradient(logprobs_N, rows.token_weights_N)
     log_ratio_N = torch.where(mask_N, weighted_N - old_N, 0.0)
-    kl_N = _kl_estimate(logprobs_N, segments, objective)
+    kl_N = _kl_estimate(logprobs_N, rows, objective)
 
     def sums(*columns_N: Tensor) -> Tensor:
         """[K, S] over the response rows of each sequence, on all ranks."""
         masked = torch.where(mask_N, torch.stack(columns_N), 0.0)
         zeros = torch.zeros(len(columns_N), size, dtype=dtype, device=mask_N.device)
-        return sum_over_ranks(zeros.index_add(1, sequence_N, masked), segments.cp_group)
+        return sum_over_ranks(zeros.index_add(1, sequence_N, masked), rows.cp_group)
 
     live_N = mask_N & (advantages_N != 0)
     columns = [mask_N.to(dtype), log_ratio_N] + ([] if kl_N is None else [kl_N])
@@ -125,7 +87,8 @@ def segment_loss(logprobs_N: Tensor, segments: Segments, objective: Objective) -
             torch.where(live_S, mean_S, 0.0), n_S, advantages, **objective.params
         )
         loss_S, sequence_clipped = torch.where(live_S, loss_S, 0.0), sequence_clipped & live_S
-    weights_S = segments.sequence_weights_S.to(dtype)
+    assert rows.sequence_weights_S is not None
+    weights_S = rows.sequence_weights_S.to(dtype)
     divisor_S = divisors(objective.aggregation, count_S, weights_S)
     loss_S = loss_S * (count_S / divisor_S)
     if kl_sum_S is not None:
@@ -166,8 +129,8 @@ def _scale_gradient(values_N: Tensor, weights_N: Tensor | None) -> Tensor:
     return fixed + weights_N.to(values_N.dtype) * (values_N - fixed)
 
 
-def _kl_estimate(logprobs_N: Tensor, segments: Segments, objective: Objective) -> Tensor | None:
-    if segments.ref_logprobs_N is None:
+def _kl_estimate(logprobs_N: Tensor, rows: LossRows, objective: Objective) -> Tensor | None:
+    if rows.ref_logprobs_N is None:
         return None
-    gap = logprobs_N - segments.ref_logprobs_N.to(logprobs_N.dtype)
-    return KL_ESTIMATORS[objective.kl](torch.where(segments.mask_N, gap, 0.0))
+    gap = logprobs_N - rows.ref_logprobs_N.to(logprobs_N.dtype)
+    return KL_ESTIMATORS[objective.kl](torch.where(rows.response_mask_N, gap, 0.0))

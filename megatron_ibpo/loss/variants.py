@@ -7,6 +7,7 @@ is detached here has none. `kernels/variants.py` has the same terms for Triton, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,13 +15,39 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["VARIANTS", "Variant", "resolve_variant"]
+from megatron_ibpo.config import is_import_path, load_hook, nearest
+
+__all__ = ["VARIANTS", "Parameter", "Variant", "resolve_variant"]
 
 # exp(80) is the last power of ten below float32's largest: ratios beyond it are clipped anyway, and an
 # infinite one would turn a zero coefficient into NaN.
 MAX_LOG_RATIO = 80.0
 
 Term = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number that a variant takes: its default, and the values that make sense."""
+
+    default: float
+    above: float = -math.inf
+    """Values must exceed it."""
+    at_most: float = math.inf
+
+    def check(self, value: float) -> None:
+        """Refuse a value outside the range, NaN and infinity.
+
+        Raises:
+            ValueError: with the value and the range.
+        """
+        if math.isfinite(value) and self.above < value <= self.at_most:
+            return
+        bounds = [
+            *([f"above {self.above:g}"] if self.above > -math.inf else []),
+            *([f"at most {self.at_most:g}"] if self.at_most < math.inf else []),
+        ]
+        raise ValueError(f"must be {' and '.join(bounds) or 'finite'}, is {value}")
 
 
 @dataclass(frozen=True)
@@ -39,10 +66,10 @@ class Variant:
 
     token_term: Term | None = None
     sequence_term: Term | None = None
-    params: Mapping[str, float] = field(default_factory=dict)
-    """With their defaults, in the order in which the Triton terms take them; unknown ones are refused."""
+    params: Mapping[str, Parameter] = field(default_factory=dict)
+    """By name, in the order in which the Triton terms take them."""
     aggregation: Literal["sequence-mean", "token-mean", "constant"] = "sequence-mean"
-    """How token values become one loss, unless the caller says: see `packed_sequence_loss`."""
+    """How token values become one loss, unless the caller says: see `Objective`."""
     sequence_ratio: bool = False
     """Hand the token term the sequence's mean log-ratio instead of the token's own. Its value counts, the
     gradient goes through the token's own log-prob (arXiv 2507.18071, eq. 13)."""
@@ -59,20 +86,41 @@ class Variant:
         return self.sequence_term is None
 
 
-def resolve_variant(name: str, params: Mapping[str, float] | None) -> tuple[Variant, dict[str, float]]:
-    """The variant of that name and all its parameters, in its order.
+def resolve_variant(name: str, params: Mapping[str, float] | None = None) -> tuple[Variant, dict[str, float]]:
+    """The variant of that name and all its parameters, in its order: those given, and its defaults.
+
+    Args:
+        name: in VARIANTS, or where to import one: package.module:VARIANT.
 
     Raises:
-        ValueError: unknown variant or parameter.
+        ValueError: an unknown variant or parameter, a value outside the parameter's range, or an import
+            path with no Variant.
     """
-    if name not in VARIANTS:
-        raise ValueError(f"unknown loss variant {name!r}; there are {', '.join(sorted(VARIANTS))}")
-    variant = VARIANTS[name]
-    unknown = set(params or {}) - set(variant.params)
+    variant, given = _find_variant(name), dict(params or {})
+    unknown = sorted(given.keys() - variant.params.keys())
     if unknown:
         has = f"it has {', '.join(variant.params)}" if variant.params else "it has none"
-        raise ValueError(f"loss variant {name!r} has no parameter {', '.join(sorted(unknown))}; {has}")
-    return variant, {**variant.params, **(params or {})}
+        raise ValueError(f"loss variant {name!r} has no parameter {', '.join(unknown)}; {has}")
+    for parameter, value in given.items():
+        try:
+            variant.params[parameter].check(value)
+        except ValueError as error:
+            raise ValueError(f"{parameter} of loss variant {name!r} {error}") from error
+    return variant, {key: float(given.get(key, known.default)) for key, known in variant.params.items()}
+
+
+def _find_variant(name: str) -> Variant:
+    if name in VARIANTS:
+        return VARIANTS[name]
+    if not is_import_path(name):
+        raise ValueError(
+            f"unknown loss variant {name!r}{nearest(name, VARIANTS)}; there are "
+            f"{', '.join(sorted(VARIANTS))}, or give an import path package.module:VARIANT"
+        )
+    found = load_hook("--loss-variant", name)
+    if not isinstance(found, Variant):
+        raise ValueError(f"loss variant {name!r} is a {type(found).__name__}, wanted a Variant")
+    return found
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -139,23 +187,36 @@ def gmpo_sequence(
     return loss, torch.zeros_like(loss, dtype=torch.bool)
 
 
-_GSPO = {"eps_low": 3e-4, "eps_high": 4e-4}
-_PPO = {"eps_low": 0.2, "eps_high": 0.2}
+_GSPO = {"eps_low": Parameter(3e-4, 0.0, 1.0), "eps_high": Parameter(4e-4, 0.0)}
+"""As the field uses with a length-normalised ratio (arXiv 2507.18071, section 5.1)."""
+_PPO = {"eps_low": Parameter(0.2, 0.0, 1.0), "eps_high": Parameter(0.2, 0.0)}
+_DUAL = {"bound": Parameter(3.0, above=1.0)}
+"""At a bound of 1 or less a wrong response would have no gradient even on-policy."""
 
 VARIANTS: dict[str, Variant] = {
     "gspo": Variant(sequence_term=clipped_surrogate, params=_GSPO),
     "gspo-token": Variant(token_term=clipped_surrogate, params=_GSPO, sequence_ratio=True),
-    "gspo-dual-clip": Variant(sequence_term=dual_clip, params={**_GSPO, "bound": 3.0}),
+    "gspo-dual-clip": Variant(sequence_term=dual_clip, params=_GSPO | _DUAL),
     "grpo": Variant(token_term=clipped_surrogate, params=_PPO),
     "ppo-clip": Variant(token_term=clipped_surrogate, params=_PPO, aggregation="token-mean"),
-    "dual-clip": Variant(token_term=dual_clip, params={**_PPO, "bound": 3.0}, aggregation="token-mean"),
+    "dual-clip": Variant(token_term=dual_clip, params=_PPO | _DUAL, aggregation="token-mean"),
     "dapo": Variant(
-        token_term=clipped_surrogate, params={"eps_low": 0.2, "eps_high": 0.28}, aggregation="token-mean"
+        token_term=clipped_surrogate,
+        params=_PPO | {"eps_high": Parameter(0.28, 0.0)},
+        aggregation="token-mean",
     ),
     "dr-grpo": Variant(token_term=clipped_surrogate, params=_PPO, aggregation="constant"),
-    "cispo": Variant(token_term=cispo, params={"eps_low": 1.0, "eps_high": 4.0}, aggregation="token-mean"),
-    "sapo": Variant(token_term=sapo, params={"tau_pos": 1.0, "tau_neg": 1.05}),
+    "cispo": Variant(
+        token_term=cispo,
+        params={"eps_low": Parameter(1.0, 0.0, 1.0), "eps_high": Parameter(4.0, 0.0)},
+        aggregation="token-mean",
+    ),
+    "sapo": Variant(
+        token_term=sapo, params={"tau_pos": Parameter(1.0, 0.0), "tau_neg": Parameter(1.05, 0.0)}
+    ),
     "gmpo": Variant(
-        token_term=gmpo_token, sequence_term=gmpo_sequence, params={"eps_low": 0.4, "eps_high": 0.4}
+        token_term=gmpo_token,
+        sequence_term=gmpo_sequence,
+        params={"eps_low": Parameter(0.4, 0.0), "eps_high": Parameter(0.4, 0.0)},
     ),
 }

@@ -18,14 +18,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError
-from megatron_ibpo.weights.hf_files import copy_all_but_weights
-from megatron_ibpo.weights.torch_dist import HF_FILES, LAYOUT, RUN_STATE, StoredCheckpoint, newest_step
+from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 
 __all__ = [
     "CheckpointError",
-    "find_checkpoint",
     "load_checkpoint",
-    "load_run_state",
     "load_weights",
     "save_checkpoint",
 ]
@@ -71,27 +70,6 @@ def save_checkpoint(
 
     trainer.world.on_driver(publish)
     return final
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `--load PATH` means: PATH itself, or the newest in PATH or PATH/checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (path / RUN_STATE).is_file():
-        return path
-    if (newest := newest_step(path)) is None:
-        raise CheckpointError(f"--load {path}: there is no step_N with a {RUN_STATE} in it")
-    return newest
-
-
-def load_run_state(checkpoint: Path) -> dict[str, Any]:
-    """The loop's own part of a checkpoint, `step` included."""
-    try:
-        return json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / RUN_STATE} cannot be read: {error}") from error
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> None:
@@ -147,7 +125,7 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    StoredCheckpoint(checkpoint)  # read safely first: Megatron unpickles the metadata as it comes
+    StoredCheckpoint(checkpoint)  # reads all pickles safely first: Megatron unpickles them as they come
     try:
         return dist_checkpointing.load(wanted, str(checkpoint))
     except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,23 +14,22 @@ from torch import Tensor
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy.forward_backward import (
-    Passes,
-    gather_found,
+    inference,
     is_reporting_rank,
+    lay_out_all,
     make_trainable,
-    micro_batches,
-    per_token,
     run_batches,
 )
-from megatron_ibpo.policy.packing import PackedBatch, split_minibatches
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.policy.packing import PackedBatch, pack, response_values, split_sequences
+from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
+from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
 __all__ = ["Critic", "ValueHead", "value_loss"]
 
 
 class ValueHead(torch.nn.Module):
-    """One number from each hidden state, in the place of GPTModel's output layer. Starts at 0.
+    """One number from each hidden state, instead of GPTModel's output layer. Starts at 0.
 
     It is the same on every tensor-parallel rank, and so is its gradient, since each sees all rows.
     """
@@ -75,33 +73,30 @@ class Critic:
             trainable.optimizer,
             trainable.scheduler,
         )
-        self._passes = Passes()
 
-    def values(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
-        """What it expects before each response token, on every rank, in order."""
-        if not sequences:
+    def values(self, share: RankForward) -> list[tuple[int, Floats]]:
+        """What it expects before each response token: (index in the list that was planned, values) of each
+        sequence of this rank; empty on ranks that do not report. Collective."""
+        if not share.micro_batches:
             return []
-        self._passes.forward += [s.num_tokens for s in sequences]
-        batches = self._batches(sequences)
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
+        packs = [pack(micro_batch) for micro_batch in share.micro_batches]
+        batches = lay_out_all(packs, self.world.device)
+        with inference(self.chunks):
             stored = run_batches(self.chunks, batches, _values_output, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
-        parts = self.world.all_gather(stored if is_reporting_rank() else [])
-        return gather_found(parts, len(sequences))
+        if not is_reporting_rank():
+            return []
+        pairs = zip(packs, stored, strict=True)
+        return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
 
-    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """One rollout's optimizer steps towards the `returns` of the sequences; every response token of a
-        mini-batch counts the same.
+    def update(self, share: RankUpdate) -> dict[str, float]:
+        """One rollout's optimizer steps towards the `returns` of the sequences; every trained token of a
+        mini-batch counts the same. Collective.
 
         Returns:
             metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken
             because the loss or the gradient was not finite.
         """
-        minibatches = split_minibatches(sequences, self.config.loss.num_steps_per_rollout)
-        steps = [self._optimizer_step(part) for part in minibatches if part]
+        steps = [self._optimizer_step(part) for part in share.minibatches]
         taken = [step for step in steps if step["critic_updates_skipped"] == 0]
         metrics = {"critic_updates_skipped": float(len(steps) - len(taken))}
         for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):
@@ -109,19 +104,14 @@ class Critic:
                 metrics[name] = sum(step[name] for step in taken) / len(taken)
         return metrics
 
-    def take_passes(self) -> Passes:
-        """What was computed since the last take."""
-        taken, self._passes = self._passes, Passes()
-        return taken
-
-    def _optimizer_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    def _optimizer_step(self, minibatch: MiniBatch) -> dict[str, float]:
         self.scheduler.step(1)
-        self._passes.updates += [s.num_tokens for s in sequences]
-        batches = self._batches(sequences)
+        packs = [pack(micro_batch) for micro_batch in minibatch.micro_batches]
+        batches = lay_out_all(packs, self.world.device)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        tokens = sum(len(s.response_token_ids) for s in sequences)
+        tokens = max(1, minibatch.trained_tokens)
         # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
         scale = len(batches) * parallel_state.get_data_parallel_world_size() / tokens
         output = partial(_loss_output, scale, self.config.loss.value_clip)
@@ -142,22 +132,16 @@ class Critic:
             "critic_updates_skipped": float(not finite),
         }
 
-    def _batches(self, sequences: Sequence[TrainSequence]) -> list[PackedBatch]:
-        max_tokens = self.config.model.max_tokens_per_gpu
-        return micro_batches(sequences, max_tokens, self.world.device, own_old_logprobs=True)
 
-
-def _values_output(batch: PackedBatch, values_1N1: Tensor) -> tuple[Tensor, dict[int, tuple[float, ...]]]:
-    return values_1N1.new_zeros(()), per_token(batch, values_1N1[0, :, 0])
+def _values_output(batch: PackedBatch, values_1N1: Tensor) -> tuple[Tensor, Floats]:
+    return values_1N1.new_zeros(()), response_values(batch, values_1N1[0, :, 0])
 
 
 def _loss_output(
     scale: float, clip: float, batch: PackedBatch, values_1N1: Tensor
 ) -> tuple[Tensor, tuple[float, float, float]]:
-    """(scaled loss, sums over response rows of loss, |v - R| and clipped rows)."""
-    if batch.returns_N is None or batch.values_N is None:
-        if batch.members:
-            raise ValueError("the critic needs returns and old values with every sequence")
+    """(scaled loss, sums over trained rows of loss, |v - R| and clipped rows)."""
+    if batch.returns_N is None or batch.values_N is None:  # nothing but padding: `plan_value_update` checked
         return values_1N1.sum() * 0.0, (0.0, 0.0, 0.0)
     mask_N, values_N = batch.response_mask_N, values_1N1[0, :, 0]
     loss_N, clipped_N = value_loss(values_N, batch.values_N, batch.returns_N, clip)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,32 +23,19 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.policy.packing import PackedBatch, pack, plan_micro_batches
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, lay_out
 
 __all__ = [
-    "Passes",
     "Trainable",
-    "gather_found",
+    "inference",
     "is_reporting_rank",
+    "lay_out_all",
     "make_trainable",
-    "micro_batches",
-    "per_token",
     "run_batches",
 ]
 
 Output = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, output of the last stage) → (loss, what is kept of it)."""
-
-
-@dataclass
-class Passes:
-    """Sequences that went through the model, by their lengths in tokens."""
-
-    forward: list[int] = field(default_factory=list)
-    """In a forward pass alone, for log-probs."""
-    updates: list[int] = field(default_factory=list)
-    """In a forward and backward pass of an optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +67,23 @@ def make_trainable(chunks: list[Any], config: Config, lr: float, total_updates: 
     return Trainable(wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates))
 
 
-def micro_batches(
-    sequences: Sequence[TrainSequence], max_tokens: int, device: torch.device, *, own_old_logprobs: bool
-) -> list[PackedBatch]:
-    """This data-parallel rank's share of the sequences, packed."""
-    plan = plan_micro_batches(
-        [s.num_tokens for s in sequences], parallel_state.get_data_parallel_world_size(), max_tokens
-    )
-    return [
-        pack(
-            sequences,
-            members,
-            multiple=parallel_state.get_tensor_model_parallel_world_size(),
-            own_old_logprobs=own_old_logprobs,
-            device=device,
-        )
-        for members in plan[parallel_state.get_data_parallel_rank()]
-    ]
+def lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[PackedBatch]:
+    """This rank's micro-batches as tensors."""
+    multiple = parallel_state.get_tensor_model_parallel_world_size()
+    return [lay_out(arrays, multiple=multiple, device=device) for arrays in packs]
+
+
+@contextmanager
+def inference(chunks: list[Any]) -> Iterator[None]:
+    """Without gradients and dropout."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in chunks:
+            chunk.train()
 
 
 def run_batches(
@@ -106,10 +94,10 @@ def run_batches(
     forward_only: bool,
     output_processor: Callable[..., Tensor] | None = None,
 ) -> list[Any]:
-    """Every micro-batch through the pipeline; what `output` kept, on ranks of the last stage.
+    """Every micro-batch through the pipeline; what `output` kept of each, on ranks of the last stage.
 
     Args:
-        output_processor: GPTModel's, in the place of its output layer.
+        output_processor: GPTModel's, instead of its output layer.
     """
 
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
@@ -139,22 +127,6 @@ def run_batches(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def per_token(batch: PackedBatch, values_N: Tensor) -> dict[int, tuple[float, ...]]:
-    """Of each packed sequence, by its place in the list that was planned, the values of its response rows."""
-    bounds, mask_N = batch.cu_seqlens.tolist(), batch.response_mask_N.bool()
-    found = {}
-    for place, member in enumerate(batch.members):
-        own = slice(bounds[place], bounds[place + 1])
-        found[member] = tuple(values_N[own][mask_N[own]].tolist())
-    return found
-
-
-def gather_found(parts: Sequence[Sequence[dict[int, Any]]], count: int) -> list[Any]:
-    """What the ranks found of `count` sequences, in order."""
-    found = {member: value for part in parts for piece in part for member, value in piece.items()}
-    return [found[i] for i in range(count)]
 
 
 def is_reporting_rank() -> bool:

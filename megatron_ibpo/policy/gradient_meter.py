@@ -1,6 +1,6 @@
 """How noisy the policy gradient of a step is, over its prompts.
 
-A step's gradient is the mean of one gradient a prompt. How far these differ (v, the trace of their
+A step's gradient is the mean of one gradient per prompt. How far these differ (v, the trace of their
 covariance) against how long their mean is says how much of a step is signal. Both scale with the loss, their
 ratio does not, so the ratio is what may be compared between objectives:
 
@@ -11,17 +11,21 @@ over P prompts; v/P is what noise alone adds to |g|², so that pure noise reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ibpo.policy.objective import Objective, aggregation, gspo_objective
+from megatron_ibpo.loss import Objective
+from megatron_ibpo.policy.objective import aggregation, gspo_objective
+from megatron_ibpo.policy.packing import PackedArrays, pack
+from megatron_ibpo.policy.planning import Block, RankMeasure
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.records import TrainSequence
 
-__all__ = ["GradientNoise", "compare_with_gspo", "estimate_noise", "measure_gradient"]
+__all__ = ["GradientNoise", "compare_with_gspo", "estimate_noise", "measure_gradient", "packed"]
+
+Packed = tuple[int, Sequence[PackedArrays]]
+"""(prompts of a block, this rank's sequences of it that have an advantage)."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +50,30 @@ class GradientNoise:
         }
 
 
-def compare_with_gspo(
-    trainer: Trainer,
-    sequences: Sequence[TrainSequence],
-    plain: Sequence[TrainSequence],
-    blocks: int,
-) -> dict[str, float]:
-    """Metrics of the run's objective on `sequences`, and under the prefix gspo_ of GSPO on `plain`.
-
-    Args:
-        sequences: what the step trains on.
-        plain: the same responses with plain advantages and no corrections.
-    """
+def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
+    """Metrics of the run's objective on what the step trains on, and under the prefix gspo_ of GSPO on the
+    same responses with plain advantages. Collective."""
     config = trainer.config
-    weighted = trainer.weighted(sequences)
-    own = trainer.objective(aggregation(config, sequences))
+    own = trainer.objective(aggregation(config, share.mean_length))
     gspo = gspo_objective(config, trainer.world.device)
-    noise = measure_gradient(trainer, weighted, own, blocks)
-    # of the same sequences and loss it is the same
-    is_gspo = own.variant == "gspo" and own.divisor == gspo.divisor and weighted == list(plain)
-    reference = noise if is_gspo else measure_gradient(trainer, plain, gspo, blocks)
+    noise = measure_gradient(
+        trainer, ((size, trainer.weighted(live)) for size, live in packed(share.own)), own
+    )
+    # of the same sequences and loss it is the same, and on-policy ratios of 1 reach no clip
+    same_loss = replace(own, params=gspo.params) == gspo and not config.loss.use_tis
+    plain = share.own if share.plain is None else share.plain
+    reference = noise if same_loss and share.plain is None else measure_gradient(trainer, packed(plain), gspo)
     return (noise.metrics() if noise else {}) | (reference.metrics("gspo_") if reference else {})
 
 
+def packed(blocks: Iterable[Block]) -> Iterator[Packed]:
+    """One block at a time."""
+    for block in blocks:
+        yield block.prompts, [pack(micro_batch) for micro_batch in block.micro_batches]
+
+
 def measure_gradient(
-    trainer: Trainer, sequences: Sequence[TrainSequence], objective: Objective, blocks: int
+    trainer: Trainer, blocks: Iterable[Packed], objective: Objective
 ) -> GradientNoise | None:
     """Measure at the trainer's present weights, which stay as they are; only gradient buffers are used.
 
@@ -79,36 +82,31 @@ def measure_gradient(
     one more copy of the gradients. Collective.
 
     Args:
-        sequences: a whole step's; weights as they are trained with. Ratios are 1: old log-probs are the
-            forward pass's own. A prompt whose advantages are all 0 counts, with a gradient of 0.
-        blocks: at most so many parts are made of the prompts. As many as prompts: each is one, exact. 2: two
-            halves, the cheapest unbiased estimate, for models where a backward pass costs much.
+        blocks: this rank's part of a whole step's, two blocks or more; weights as they are trained with.
+            Ratios are 1: old log-probs are the forward pass's own. A prompt whose advantages are all 0
+            counts, with a gradient of 0. As many blocks as prompts: each is one, exact. Two halves are the
+            cheapest unbiased estimate, for models where a backward pass costs much.
 
     Returns:
-        None for fewer than two prompts, of which nothing can be said.
+        None where there are no blocks.
     """
-    prompts = sorted({s.group for s in sequences})
-    count = min(blocks, len(prompts))
-    if count < 2:
-        return None
-    cuts = [round(i * len(prompts) / count) for i in range(count + 1)]
     sizes, squares = [], []
     total = [torch.zeros_like(buffer) for buffer in trainer.gradient_buffers()]
-    for first, last in pairwise(cuts):
-        chosen = set(prompts[first:last])
-        live = [s for s in sequences if s.group in chosen and s.has_advantage]
-        sizes.append(len(chosen))
+    for prompts, live in blocks:
+        sizes.append(prompts)
         squares.append(_add_gradient(trainer, live, objective, total) if live else 0.0)
+    if not sizes:
+        return None
     for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
         buffer.copy_(summed)
     return estimate_noise(sizes, squares, trainer.gradient_norm() ** 2)
 
 
 def _add_gradient(
-    trainer: Trainer, sequences: list[TrainSequence], objective: Objective, total: Iterable[torch.Tensor]
+    trainer: Trainer, live: Sequence[PackedArrays], objective: Objective, total: Iterable[torch.Tensor]
 ) -> float:
-    """Add the gradient of `sequences` to `total`; returns its squared norm."""
-    trainer.accumulate_gradients(sequences, objective, own_old_logprobs=True)
+    """Add the gradient of `live` to `total`; returns its squared norm."""
+    trainer.accumulate_gradients(live, objective)
     for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
         summed += buffer
     return trainer.gradient_norm() ** 2

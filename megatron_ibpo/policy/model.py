@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.shape import ModelShape, read_hf_config
 
 __all__ = ["build_model", "build_value_model", "read_hf_config", "transformer_config"]
 
@@ -37,10 +37,10 @@ def build_model(
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megatron_ibpo.policy import specs
+    from megatron_ibpo.models import spec
 
     use_te = HAVE_TE and device != "cpu"
-    backend = specs.transformer_engine_backend() if use_te else specs.local_backend()
+    backend = spec.transformer_engine_backend() if use_te else spec.local_backend()
     core = transformer_config(shape, config, use_te=use_te)
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
@@ -49,7 +49,7 @@ def build_model(
     with torch.device(device), _current_device(device):
         chunk = GPTModel(
             config=core,
-            transformer_layer_spec=specs.block_spec(
+            transformer_layer_spec=spec.block_spec(
                 shape,
                 backend,
                 get_transformer_layer_offset(core, pp_rank=stage),
@@ -101,6 +101,8 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
     """Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation."""
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_ibpo.models.spec import config_fields
+
     parallel, model = config.parallel, config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     recompute = model.recompute_granularity if model.recompute_granularity != "none" else None
@@ -114,12 +116,12 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.rms_norm_eps,
-        "layernorm_zero_centered_gamma": shape.is_hybrid,
+        "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
         "qk_layernorm": True,
-        "attention_output_gate": shape.is_hybrid,
+        "attention_output_gate": shape.attention_output_gate,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # layout
@@ -170,14 +172,4 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
             "moe_shared_expert_gate": True,
         }
-    if shape.is_hybrid:
-        fields |= {
-            "experimental_attention_variant": "gated_delta_net",
-            "linear_attention_freq": [0 if full else 1 for full in shape.full_attention],
-            "linear_conv_kernel_dim": shape.gdn_conv_kernel,
-            "linear_key_head_dim": shape.gdn_key_dim,
-            "linear_value_head_dim": shape.gdn_value_dim,
-            "linear_num_key_heads": shape.gdn_key_heads,
-            "linear_num_value_heads": shape.gdn_value_heads,
-        }
-    return TransformerConfig(**fields)
+    return TransformerConfig(**fields | config_fields(shape))

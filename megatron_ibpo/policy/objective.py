@@ -1,51 +1,81 @@
-"""From the configuration of the loss to the arguments of its door."""
+"""From the configuration of the loss to the objective that its entry points take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
 
 import torch
 
-from megatron_ibpo.config import Config, LossConfig
-from megatron_ibpo.loss import ChosenBackend, choose_backend, resolve_variant
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.config import Config, LossConfig, named_values
+from megatron_ibpo.loss import ChosenBackend, Objective, choose_backend, make_objective, resolve_variant
 
-__all__ = ["Objective", "aggregation", "backend_in_use", "check_loss", "clip_params", "gspo_objective"]
+__all__ = [
+    "aggregation",
+    "backend_in_use",
+    "check_loss",
+    "gspo_objective",
+    "loss_params",
+    "run_objective",
+    "takes_token_advantages",
+]
 
 
-@dataclass(frozen=True)
-class Objective:
-    """The loss of a mini-batch, as its door wants it told."""
+def run_objective(config: Config, divisor: str | float, backend: ChosenBackend) -> Objective:
+    """The run's loss of a mini-batch.
 
-    variant: str
-    clip_params: dict[str, float]
-    divisor: str | float
-    """What divides a sequence's sum over tokens: see `aggregation`."""
-    backend: Literal["triton", "torch"]
+    Args:
+        divisor: what divides a sequence's sum over tokens, see `aggregation`.
+
+    Raises:
+        ValueError: as `loss_params`.
+    """
+    loss = config.loss
+    return make_objective(
+        loss.loss_variant,
+        loss_params(loss),
+        aggregation=divisor,
+        kl=loss.kl_estimator,
+        kl_coef=loss.kl_coef,
+        backend=backend.name,
+    )
 
 
 def gspo_objective(config: Config, device: torch.device) -> Objective:
     """GSPO as published, whatever the run trains with: what the gradient meter compares with."""
-    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
-    backend = choose_backend(config.loss.loss_backend, device, dtype, "gspo")
-    return Objective("gspo", {}, "sequence-mean", backend.name)
+    backend = choose_backend(config.loss.loss_backend, device, _logits_dtype(config), "gspo")
+    return make_objective("gspo", backend=backend.name)
 
 
-def clip_params(loss: LossConfig) -> dict[str, float]:
-    """What --eps-clip and --eps-clip-high set of the variant's parameters; without them they are its own.
+def loss_params(loss: LossConfig) -> dict[str, float]:
+    """All parameters of the run's loss variant: what the flags give, and the variant's own defaults.
 
     Raises:
-        ValueError: an unknown variant, or one that has no such clip.
+        ValueError: an unknown variant, a parameter that it does not have or that lies outside its range, one
+            that a clip's flag and --loss-param both give, or a --loss-param that is no number.
     """
+    named = _named_params(loss.loss_param)
     low, high = loss.eps_clip, loss.eps_clip_high
-    given = {"eps_low": low, "eps_high": low if high is None else high}
-    params = {name: value for name, value in given.items() if value is not None}
+    if high is None and "eps_high" not in named:
+        high = low
+    given = {"eps_low": low, "eps_high": high}
+    clips = {name: value for name, value in given.items() if value is not None}
+    for name in named.keys() & clips.keys():
+        raise ValueError(f"--loss-param {name}: --eps-clip or --eps-clip-high gives it too; keep one of them")
     try:
-        resolve_variant(loss.loss_variant, params)
+        return resolve_variant(loss.loss_variant, clips | named)[1]
     except ValueError as error:
-        raise ValueError(f"--loss-variant with --eps-clip, --eps-clip-high: {error}") from error
+        where = f"--loss-variant {loss.loss_variant}: "
+        clipped = " (--eps-clip and --eps-clip-high are eps_low and eps_high)" if clips else ""
+        raise ValueError(f"{where}{str(error).removeprefix(where)}{clipped}") from error
+
+
+def _named_params(given: Iterable[str]) -> dict[str, float]:
+    params: dict[str, float] = {}
+    for name, value in named_values(given).items():
+        try:
+            params[name] = float(value)
+        except ValueError as error:
+            raise ValueError(f"--loss-param {name}={value}: must be a number, such as {name}=0.2") from error
     return params
 
 
@@ -53,40 +83,50 @@ def check_loss(loss: LossConfig) -> None:
     """Refuse settings that no loss has.
 
     Raises:
-        ValueError: as `clip_params`; --fuse-lm-head with a variant whose token term needs its whole sequence
+        ValueError: as `loss_params`; --fuse-lm-head with a variant whose token term needs its whole sequence
             first.
     """
-    clip_params(loss)
-    if loss.fuse_lm_head and resolve_variant(loss.loss_variant, None)[0].sequence_ratio:
+    loss_params(loss)
+    if loss.fuse_lm_head and resolve_variant(loss.loss_variant)[0].sequence_ratio:
         raise ValueError(
             f"--fuse-lm-head with --loss-variant {loss.loss_variant}: its token term needs the mean of its "
             "whole sequence; drop --fuse-lm-head, or take gspo, the same for one advantage a sequence"
         )
 
 
-def aggregation(config: Config, minibatch: Sequence[TrainSequence]) -> str | float:
-    """What divides a sequence's sum over tokens in every micro-batch of this mini-batch.
+def takes_token_advantages(loss: LossConfig) -> bool:
+    """Whether advantages may differ inside a sequence.
 
-    A token mean is over the whole mini-batch, sequences of advantage 0 included, so that the loss does not
-    depend on how it is cut into micro-batches: its divisor is the weighted mean response length.
+    Raises:
+        ValueError: an unknown variant.
+    """
+    return resolve_variant(loss.loss_variant)[0].takes_token_advantages
+
+
+def aggregation(config: Config, mean_length: float) -> str | float:
+    """What divides a sequence's sum over tokens in every micro-batch of a mini-batch.
+
+    Args:
+        mean_length: `planning.weighted_mean_length` of the mini-batch, which a token mean divides by.
     """
     chosen = config.loss.loss_aggregation
     if chosen == "variant":
-        chosen = resolve_variant(config.loss.loss_variant, None)[0].aggregation
+        chosen = resolve_variant(config.loss.loss_variant)[0].aggregation
     if chosen == "constant":
         return float(config.rollout.rollout_max_response_len)
-    if chosen == "sequence-mean":
-        return chosen
-    weight = sum(s.weight for s in minibatch)
-    tokens = sum(s.weight * len(s.response_token_ids) for s in minibatch)
-    return tokens / weight if weight > 0 and tokens > 0 else 1.0
+    return chosen if chosen == "sequence-mean" else mean_length
 
 
 def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
     """What will compute the loss on this device.
 
     Raises:
-        ValueError: --loss-backend triton where the kernels cannot be used.
+        ValueError: an unknown variant, or --loss-backend triton where the kernels cannot be used.
     """
-    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
-    return choose_backend(config.loss.loss_backend, device, dtype, config.loss.loss_variant)
+    loss = config.loss
+    resolve_variant(loss.loss_variant)  # a module of the user's registers its kernels when it is imported
+    return choose_backend(loss.loss_backend, device, _logits_dtype(config), loss.loss_variant)
+
+
+def _logits_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.model.bf16 else torch.float32

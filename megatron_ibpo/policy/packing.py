@@ -1,17 +1,54 @@
-"""From TrainSequences to packed micro-batches, the same on every rank without a word between them."""
+"""The trainer's half of packing: from a micro-batch's records to the tensors that model and loss take.
+
+Arrays and tensors are named by what they run over: S sequences, T tokens (prompts and responses), R response
+tokens, N rows of the model's output.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
 
-__all__ = ["PackedBatch", "pack", "plan_micro_batches", "split_minibatches"]
+__all__ = ["PackedArrays", "PackedBatch", "lay_out", "pack", "response_values", "split_sequences"]
+
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedArrays:
+    """A micro-batch's sequences laid end to end, on the host. May be empty."""
+
+    tokens_T: TokenIds
+    """Prompt and response of each sequence."""
+    prompt_lengths_S: Lengths
+    response_lengths_S: Lengths
+    loss_mask_R: Flags
+    weights_S: Weights
+    advantages_S: Floats
+    temperature_S: Floats
+    rollout_logprobs_R: Floats | None
+    """None where a sequence has none; so with returns and values."""
+    token_weights_R: Weights | None
+    """None where no sequence has any. Not rounded yet: truncated importance weights are multiplied in."""
+    token_advantages_R: Floats | None
+    """Instead of `advantages_S`; None where no sequence has any."""
+    returns_R: Floats | None
+    values_R: Floats | None
+    members_S: Lengths
+    """Index of each sequence in the list that was planned."""
+    old_logprobs_R: Floats | None = None
+    """Filled in by the rank itself, before its first step; None: the forward pass itself gives them."""
+    ref_logprobs_R: Floats | None = None
+    """Of the reference policy; filled in by the rank itself where there is one."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +66,11 @@ class PackedBatch:
     max_seqlen: int
     targets_N: Tensor
     response_mask_N: Tensor
+    """float32; 0 for prompts, padding, and response tokens that the policy did not write."""
     old_logprobs_N: Tensor | None
+    """None: the forward pass itself gives them."""
+    ref_logprobs_N: Tensor | None
+    """Of the reference policy; None where there is none."""
     rollout_logprobs_N: Tensor | None
     token_weights_N: Tensor | None
     returns_N: Tensor | None
@@ -38,123 +79,119 @@ class PackedBatch:
     """[S], or [N] where any of the sequences has one for each token."""
     weights_S: Tensor
     temperature_S: Tensor
-    members: tuple[int, ...]
-    """Index of each packed sequence in the list that was planned; shorter than S by the padding."""
+    num_sequences: int
+    """Without the padding."""
+    rows_R: Lengths
+    """Row of each response token."""
 
 
-def split_minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
-    """Cut a step's sequences into `count` mini-batches of whole groups, as equal as may be.
-
-    Weights are relative to the step; a mini-batch with a share of the groups gets them scaled up by the
-    inverse of that share, so that each update is an average over its own prompts.
-    """
-    groups = sorted({sequence.group for sequence in sequences})
-    cuts = [round(i * len(groups) / count) for i in range(count + 1)]
-    minibatches = []
-    for first, last in pairwise(cuts):
-        chosen = set(groups[first:last])
-        scale = len(groups) / max(1, len(chosen))
-        minibatches.append([_reweighted(s, scale) for s in sequences if s.group in chosen])
-    return minibatches
-
-
-def _reweighted(sequence: TrainSequence, scale: float) -> TrainSequence:
-    values = {name: getattr(sequence, name) for name in TrainSequence.__slots__}
-    return TrainSequence(**{**values, "weight": sequence.weight * scale})
-
-
-def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Which sequences go into which micro-batch of which data-parallel rank: [rank][micro-batch][index].
-
-    Sequences are dealt by length, so ranks get about the same work and a micro-batch holds sequences of
-    about the same length. Every rank gets the same number of micro-batches; some may be empty.
-    """
-    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    plan: list[list[list[int]]] = []
-    for rank in range(num_ranks):
-        batches: list[list[int]] = []
-        room = 0
-        for turn in range(0, len(by_length), num_ranks):
-            # deal back and forth, so that no rank always gets the longer one
-            place = rank if (turn // num_ranks) % 2 == 0 else num_ranks - 1 - rank
-            if turn + place >= len(by_length):
-                continue
-            index = by_length[turn + place]
-            if not batches or lengths[index] > room:
-                batches.append([])
-                room = max_tokens
-            batches[-1].append(index)
-            room -= lengths[index]
-        plan.append(batches)
-    most = max(1, *(len(batches) for batches in plan))
-    for batches in plan:
-        batches.extend([] for _ in range(most - len(batches)))
-    return plan
-
-
-def pack(
-    sequences: Sequence[TrainSequence],
-    members: Sequence[int],
-    *,
-    multiple: int,
-    own_old_logprobs: bool,
-    device: torch.device,
-) -> PackedBatch:
-    """Pack `sequences[i] for i in members`; the number of rows becomes a multiple of `multiple`.
-
-    With `own_old_logprobs` the forward pass itself gives the old log-probs.
-    """
-    chosen = [sequences[i] for i in members]
-    lengths = [s.num_tokens - 1 for s in chosen]
-    padding = -sum(lengths) % multiple or (0 if chosen else multiple)
-    all_lengths = lengths + ([padding] if padding else [])
-
-    def rows(parts: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        flat = [value for part in parts for value in part] + [0] * padding
-        return torch.tensor(flat, dtype=dtype, device=device)
-
-    def response_rows(values: list[tuple[float, ...]]) -> Tensor:
-        parts = [[0.0] * (len(s.prompt_token_ids) - 1) + list(v) for s, v in zip(chosen, values, strict=True)]
-        return rows(parts, torch.float32)
-
-    def per_sequence(values: list[float], fill: float) -> Tensor:
-        return torch.tensor([*values, *([fill] if padding else [])], dtype=torch.float32, device=device)
-
-    tokens = [[*s.prompt_token_ids, *s.response_token_ids] for s in chosen]
-    old = None if own_old_logprobs else response_rows([_required(s.old_logprobs) for s in chosen])
-    has_rollout = bool(chosen) and all(s.rollout_logprobs is not None for s in chosen)
-    has_returns = bool(chosen) and all(s.returns is not None and s.values is not None for s in chosen)
-    has_weights = any(s.token_weights is not None for s in chosen)
-    return PackedBatch(
-        input_ids_1N=rows([t[:-1] for t in tokens], torch.int64)[None],
-        position_ids_1N=torch.cat([torch.arange(n, device=device) for n in all_lengths])[None],
-        cu_seqlens=torch.tensor([0, *all_lengths], device=device).cumsum(0).to(torch.int32),
-        max_seqlen=max(all_lengths),
-        targets_N=rows([t[1:] for t in tokens], torch.int64),
-        response_mask_N=response_rows([(1.0,) * len(s.response_token_ids) for s in chosen]),
-        old_logprobs_N=old,
-        rollout_logprobs_N=(
-            response_rows([_required(s.rollout_logprobs) for s in chosen]) if has_rollout else None
+def pack(micro_batch: MicroBatch) -> PackedArrays:
+    """Its sequences, laid end to end."""
+    chosen = micro_batch.sequences
+    weighted = any(s.token_weights is not None for s in chosen)
+    differing = any(s.token_advantages is not None for s in chosen)
+    return PackedArrays(
+        tokens_T=_joined(
+            [ids for s in chosen for ids in (s.prompt_token_ids, s.response_token_ids)], np.int32
         ),
-        token_weights_N=(
-            response_rows([s.token_weights or (1.0,) * len(s.response_token_ids) for s in chosen])
-            if has_weights
+        prompt_lengths_S=np.array([len(s.prompt_token_ids) for s in chosen], np.int64),
+        response_lengths_S=np.array([len(s.response_token_ids) for s in chosen], np.int64),
+        loss_mask_R=_joined([s.loss_mask for s in chosen], np.bool_),
+        weights_S=np.array([s.weight for s in chosen], np.float64),
+        advantages_S=np.array([s.advantage for s in chosen], np.float32),
+        temperature_S=np.array([s.temperature for s in chosen], np.float32),
+        rollout_logprobs_R=_of_all([s.rollout_logprobs for s in chosen]),
+        token_weights_R=(
+            _joined([_or_all(s.token_weights, 1.0, s) for s in chosen], np.float64) if weighted else None
+        ),
+        token_advantages_R=(
+            _joined([_or_all(s.token_advantages, s.advantage, s) for s in chosen], np.float32)
+            if differing
             else None
         ),
-        returns_N=response_rows([s.returns or () for s in chosen]) if has_returns else None,
-        values_N=response_rows([s.values or () for s in chosen]) if has_returns else None,
-        advantages=(
-            response_rows([s.token_advantages or (s.advantage,) * len(s.response_token_ids) for s in chosen])
-            if any(s.token_advantages is not None for s in chosen)
-            else per_sequence([s.advantage for s in chosen], 0.0)
-        ),
-        weights_S=per_sequence([s.weight for s in chosen], 0.0),
-        temperature_S=per_sequence([s.temperature for s in chosen], 1.0),
-        members=tuple(members),
+        returns_R=_of_all([s.returns for s in chosen]),
+        values_R=_of_all([s.values for s in chosen]),
+        members_S=np.array(micro_batch.members, np.int64),
     )
 
 
-def _required(logprobs: tuple[float, ...] | None) -> tuple[float, ...]:
-    if logprobs is None:
-        raise ValueError("a TrainSequence has no old log-probs: compute them with Trainer.logprobs first")
-    return logprobs
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """float64 becomes float32 here, rounded once."""
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
+
+
+def _of_all(parts: Sequence[npt.NDArray[Any] | None]) -> Floats | None:
+    found = [part for part in parts if part is not None]
+    return _joined(found, np.float32) if parts and len(found) == len(parts) else None
+
+
+def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> Weights:
+    return np.full(len(sequence.response_token_ids), value) if values is None else values
+
+
+def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> PackedBatch:
+    """The tensors of a micro-batch; the number of rows becomes a multiple of `multiple`."""
+    lengths = arrays.prompt_lengths_S + arrays.response_lengths_S - 1
+    padding = -int(lengths.sum()) % multiple or (0 if len(lengths) else multiple)
+    all_lengths = np.append(lengths, padding) if padding else lengths
+    bounds = np.append(0, all_lengths.cumsum())
+    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], all_lengths)
+    prompts = np.append(arrays.prompt_lengths_S, padding + 1) if padding else arrays.prompt_lengths_S
+    rows_R = np.flatnonzero(positions >= np.repeat(prompts - 1, all_lengths))
+    ends = (arrays.prompt_lengths_S + arrays.response_lengths_S).cumsum()
+
+    def tensor(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(values).to(device=device, dtype=dtype)
+
+    def token_rows(tokens: npt.NDArray[Any]) -> Tensor:
+        return tensor(np.append(tokens, np.zeros(padding, tokens.dtype)), torch.int64)
+
+    def rows(values_R: npt.NDArray[Any]) -> Tensor:
+        values_N = np.zeros(bounds[-1], np.float32)
+        values_N[rows_R] = values_R
+        return tensor(values_N, torch.float32)
+
+    def optional_rows(values_R: npt.NDArray[Any] | None) -> Tensor | None:
+        return None if values_R is None else rows(values_R)
+
+    def sequences(values_S: npt.NDArray[Any], fill: float) -> Tensor:
+        return tensor(np.append(values_S, fill) if padding else values_S.copy(), torch.float32)
+
+    both = arrays.returns_R is not None and arrays.values_R is not None
+    return PackedBatch(
+        input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
+        position_ids_1N=tensor(positions, torch.int64)[None],
+        cu_seqlens=tensor(bounds, torch.int32),
+        max_seqlen=int(all_lengths.max()),
+        targets_N=token_rows(np.delete(arrays.tokens_T, np.append(0, ends[:-1])[: len(ends)])),
+        response_mask_N=rows(arrays.loss_mask_R),
+        old_logprobs_N=optional_rows(arrays.old_logprobs_R),
+        ref_logprobs_N=optional_rows(arrays.ref_logprobs_R),
+        rollout_logprobs_N=optional_rows(arrays.rollout_logprobs_R),
+        token_weights_N=optional_rows(arrays.token_weights_R),
+        returns_N=optional_rows(arrays.returns_R) if both else None,
+        values_N=optional_rows(arrays.values_R) if both else None,
+        advantages=(
+            sequences(arrays.advantages_S, 0.0)
+            if arrays.token_advantages_R is None
+            else rows(arrays.token_advantages_R)
+        ),
+        weights_S=sequences(arrays.weights_S, 0.0),
+        temperature_S=sequences(arrays.temperature_S, 1.0),
+        num_sequences=len(lengths),
+        rows_R=rows_R,
+    )
+
+
+def response_values(batch: PackedBatch, values_N: Tensor) -> Floats:
+    """[R] float32: `values_N` of each response token; 0 where a token is not in the loss."""
+    kept_N = torch.where(batch.response_mask_N.bool(), values_N, 0.0)
+    return kept_N.float().cpu().numpy()[batch.rows_R]
+
+
+def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, Floats]]:
+    """(index in the list that was planned, values of its response tokens) for each sequence."""
+    ends = arrays.response_lengths_S.cumsum()
+    starts = ends - arrays.response_lengths_S
+    spans = zip(arrays.members_S.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return [(member, values_R[start:end]) for member, start, end in spans]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import check_layout
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.shape import check_layout
 from megatron_ibpo.world import World
 
 __all__ = ["check_layout", "destroy", "initialize"]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import (
+    LossRows,
     LossStats,
+    Objective,
     linear_packed_logprobs,
     linear_packed_sequence_loss,
     packed_logprobs,
@@ -23,38 +25,55 @@ from megatron_ibpo.loss import (
     resolve_variant,
 )
 from megatron_ibpo.policy.forward_backward import (
-    Passes,
-    gather_found,
+    inference,
     is_reporting_rank,
+    lay_out_all,
     make_trainable,
-    micro_batches,
-    per_token,
     run_batches,
 )
 from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
-from megatron_ibpo.policy.objective import Objective, aggregation, backend_in_use, clip_params
-from megatron_ibpo.policy.packing import PackedBatch, split_minibatches
-from megatron_ibpo.records import TrainSequence
+from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, response_values, split_sequences
+from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
+from megatron_ibpo.policy.truncated_importance import Factor, truncate
+from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
-__all__ = ["Trainer"]
+__all__ = ["Reference", "Trainer"]
+
+
+class Reference(Protocol):
+    """Other weights of the same model, to which the loss may keep the policy close."""
+
+    def swapped_in(self, chunks: list[Any]) -> AbstractContextManager[Any]:
+        """The model computes with these weights until the context ends."""
 
 
 class Trainer:
     """This rank's part of the policy, its optimizer and schedule."""
 
-    def __init__(self, chunks: list[Any], vocab_size: int, config: Config, world: World, total_updates: int):
+    def __init__(
+        self,
+        chunks: list[Any],
+        vocab_size: int,
+        config: Config,
+        world: World,
+        total_updates: int,
+        reference: Reference | None = None,
+    ):
         """
         Args:
             chunks: what `build_model` made for this rank.
             vocab_size: true vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+            reference: its log-probs go with every micro-batch into the loss.
 
         Raises:
             ValueError: a loss that is unknown, or that its flags do not fit.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
-        self.clip_params = clip_params(config.loss)
+        self.reference = reference
+        check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         trainable = make_trainable(chunks, config, config.optimizer.lr, total_updates)
         self.chunks, self.optimizer, self.scheduler = (
@@ -62,102 +81,101 @@ class Trainer:
             trainable.optimizer,
             trainable.scheduler,
         )
-        self._passes = Passes()
 
-    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """One rollout's optimizer steps over the same sequences, given on every rank.
-
-        Sequences of advantage 0 have no gradient and are not computed, only counted.
+    def update(self, share: RankUpdate) -> dict[str, float]:
+        """One rollout's optimizer steps. Collective.
 
         Returns:
             metrics, the same on every rank. `updates_skipped` counts optimizer steps that were not taken
             because the loss or the gradient was not finite.
         """
         started = time.perf_counter()
-        loss_config = self.config.loss
-        minibatches = split_minibatches(sequences, loss_config.num_steps_per_rollout)
-        divisors = [aggregation(self.config, part) for part in minibatches]
-        live = [[s for s in part if s.has_advantage] for part in minibatches]
-        # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
-        for part in live if loss_config.use_tis else live[1:]:
-            self._fill_old_logprobs(part)
+        # all before the first step, when the weights are still those that the ratios are to
+        prepared = [self._prepared(part) for part in share.minibatches]
         seconds_logprobs = time.perf_counter() - started
-        tis_weights = [self._apply_tis(part) for part in live] if loss_config.use_tis else []
+        factors: list[float] = []
         totals = _Totals()
-        for number, part in enumerate(live):
-            own_old = number == 0 and not loss_config.use_tis
-            totals.merge(self._optimizer_step(part, own_old, divisors[number]))
+        for part, packs in zip(share.minibatches, prepared, strict=True):
+            if self.config.loss.use_tis:
+                packs, own = self._truncated(packs)
+                factors += self._in_order(own)
+            totals.merge(self._optimizer_step(packs, part.mean_length))
         metrics = totals.metrics()
-        metrics["loss"] /= len(live)
-        metrics["sequences_trained"] = sum(len(part) for part in live)
-        metrics["sequences_without_advantage"] = len(sequences) - metrics["sequences_trained"]
-        trained = [s for part in live for s in part]
-        metrics["tokens_trained"] = sum(s.num_tokens for s in trained)
-        metrics["tokens_trained_corrections"] = sum(s.num_tokens for s in trained if s.kind == "correction")
+        metrics["loss"] /= len(share.minibatches)
         metrics["seconds_old_logprobs"] = seconds_logprobs
-        if tis_weights and any(tis_weights):
-            weights = [w for part in tis_weights for w in part]
-            metrics["tis_weight_mean"] = sum(weights) / len(weights)
+        if factors:
+            metrics["tis_weight_mean"] = sum(factors) / len(factors)
         return metrics
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
-        """Log-prob of every response token under the present weights, on every rank, in order."""
-        if not sequences:
+    def logprobs(self, share: RankForward) -> list[tuple[int, Floats]]:
+        """Log-probs of the response tokens under the present weights. Collective.
+
+        Returns:
+            (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
+            False) of each sequence of this rank; nothing on ranks that do not report.
+        """
+        packs = [pack(micro_batch) for micro_batch in share.micro_batches]
+        found = self._logprobs(packs)
+        if not is_reporting_rank():
             return []
-        self._passes.forward += [s.num_tokens for s in sequences]
-        batches = self._micro_batches(sequences, own_old_logprobs=True)
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            stored = self._run(batches, self._logprob_output, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
-        parts = self.world.all_gather(stored if is_reporting_rank() else [])
-        return gather_found(parts, len(sequences))
+        pairs = zip(packs, found, strict=True)
+        return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
 
-    def take_passes(self) -> Passes:
-        """What was computed since the last take."""
-        taken, self._passes = self._passes, Passes()
-        return taken
+    def weighted(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
+        """With the weights that an update gives them: truncated importance weights included."""
+        if not self.config.loss.use_tis:
+            return list(packs)
+        weighted, _ = self._truncated(self._with_old_logprobs(packs))
+        return [replace(arrays, old_logprobs_R=None) for arrays in weighted]
 
-    def _fill_old_logprobs(self, sequences: list[TrainSequence]) -> None:
-        for sequence, logprobs in zip(sequences, self.logprobs(sequences), strict=True):
-            sequence.old_logprobs = logprobs
+    def _prepared(self, part: MiniBatch) -> list[PackedArrays]:
+        packs = [pack(micro_batch) for micro_batch in part.micro_batches]
+        return self._with_old_logprobs(packs) if part.needs_old_logprobs else packs
 
-    def _apply_tis(self, sequences: list[TrainSequence]) -> list[float]:
-        """Truncated importance weights of trainer over rollout (ibpo step 14): on the sequence's weight for
-        sequence-level variants, on each token's weight for token-level ones. Returns the weights."""
-        cap = self.config.loss.tis_clip
-        variant, _ = resolve_variant(self.config.loss.loss_variant, None)
+    def _logprobs(self, packs: Sequence[PackedArrays]) -> list[Any]:
+        """[R] float32 of each micro-batch, on ranks of the last stage; None of each elsewhere."""
+        if not packs:
+            return []
+        batches = lay_out_all(packs, self.world.device)
+        with inference(self.chunks):
+            found = self._run(batches, self._logprob_output, forward_only=True)
+        return found or [None] * len(batches)
+
+    def _with_old_logprobs(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
+        found = self._logprobs(packs)
+        return [replace(a, old_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
+
+    def _with_reference(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
+        if self.reference is None:
+            return list(packs)
+        with self.reference.swapped_in(self.chunks):
+            found = self._logprobs(packs)
+        return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
+
+    def _truncated(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Factor]]:
+        """Weighted by truncated importance, and the factors; unchanged but on the last stage, which alone
+        has log-probs and computes a loss."""
+        if not parallel_state.is_pipeline_last_stage():
+            return list(packs), []
+        loss = self.config.loss
+        variant, _ = resolve_variant(loss.loss_variant)
         token_level = variant.sequence_term is None and not variant.sequence_ratio
-        weights: list[float] = []
-        for s in sequences:
-            if s.rollout_logprobs is None or s.old_logprobs is None:
-                raise ValueError("--use-tis needs the rollout's log-probs with every sequence")
-            gaps = [old - rollout for old, rollout in zip(s.old_logprobs, s.rollout_logprobs, strict=True)]
-            if token_level:
-                truncated = [min(math.exp(min(gap, 50.0)), cap) for gap in gaps]
-                before = s.token_weights or (1.0,) * len(gaps)
-                s.token_weights = tuple(w * b for w, b in zip(truncated, before, strict=True))
-                weights.append(sum(truncated) / len(truncated))
-            else:
-                weights.append(min(math.exp(min(sum(gaps) / len(gaps), 50.0)), cap))
-                s.weight *= weights[-1]
-        return weights
+        pairs = [truncate(arrays, loss.tis_clip, token_level=token_level) for arrays in packs]
+        return [arrays for arrays, _ in pairs], [factor for _, own in pairs for factor in own]
 
-    def _optimizer_step(
-        self, sequences: list[TrainSequence], own_old_logprobs: bool, divisor: str | float
-    ) -> _Totals:
+    def _in_order(self, factors: list[Factor]) -> list[float]:
+        """Those of all ranks, in the order of the sequences."""
+        parts = self.world.all_gather(factors if is_reporting_rank() else [])
+        return [factor for _, factor in sorted(pair for part in parts for pair in part)]
+
+    def _optimizer_step(self, packs: Sequence[PackedArrays], mean_length: float) -> _Totals:
         totals = _Totals()
         self.scheduler.step(1)
-        if not sequences:
+        if not packs:
             totals.add("updates_empty", 1)
             return totals
-        self._passes.updates += [s.num_tokens for s in sequences]
-        pieces = self.accumulate_gradients(
-            sequences, self.objective(divisor), own_old_logprobs=own_old_logprobs
-        )
-        for piece in pieces:
+        objective = self.objective(aggregation(self.config, mean_length))
+        for piece in self.accumulate_gradients(packs, objective):
             totals.merge(piece)
         norm = self.gradient_norm()
         totals.add("learning_rate", self.scheduler.get_lr(self.optimizer.param_groups[0]), average=True)
@@ -171,15 +189,13 @@ class Trainer:
 
     def objective(self, divisor: str | float) -> Objective:
         """The run's loss, with the divisor of a mini-batch (`aggregation`)."""
-        return Objective(self.config.loss.loss_variant, self.clip_params, divisor, self.loss_backend.name)
+        return run_objective(self.config, divisor, self.loss_backend)
 
-    def accumulate_gradients(
-        self, sequences: Sequence[TrainSequence], objective: Objective, *, own_old_logprobs: bool
-    ) -> list[_Totals]:
-        """Fill the gradient buffers with the gradient of Σ weight x loss over `sequences`, which must not be
-        empty, reduced over the ranks; what was in them is gone. Returns what was observed on the way, the
-        same on every rank."""
-        batches = self._micro_batches(sequences, own_old_logprobs)
+    def accumulate_gradients(self, packs: Sequence[PackedArrays], objective: Objective) -> list[_Totals]:
+        """Fill the gradient buffers with the gradient of Σ weight x loss over the micro-batches of all ranks,
+        which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
+        was observed on the way, the same on every rank."""
+        batches = lay_out_all(self._with_reference(packs), self.world.device)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -203,20 +219,6 @@ class Trainer:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
         ]
 
-    def weighted(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-        """Copies of `sequences` with the weights that an update over all of them would give them: truncated
-        importance weights included."""
-        (copies,) = split_minibatches(sequences, 1)
-        if self.config.loss.use_tis:
-            live = [s for s in copies if s.has_advantage]
-            self._fill_old_logprobs(live)
-            self._apply_tis(live)
-        return copies
-
-    def _micro_batches(self, sequences: Sequence[TrainSequence], own_old_logprobs: bool) -> list[PackedBatch]:
-        max_tokens = self.config.model.max_tokens_per_gpu
-        return micro_batches(sequences, max_tokens, self.world.device, own_old_logprobs=own_old_logprobs)
-
     def _run(self, batches: list[PackedBatch], output: Callable, *, forward_only: bool) -> list[Any]:
         processor = whole_hidden_states if self.config.loss.fuse_lm_head else None
         return run_batches(
@@ -226,31 +228,28 @@ class Trainer:
     def _loss_output(
         self, scale: float, objective: Objective, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, _Totals]:
-        if self.config.loss.fuse_lm_head:
-            weight = head_weight(self.chunks[-1].module)
-            policy_loss = partial(linear_packed_sequence_loss, output[0], weight, into_main_grad=True)
-            width = len(weight)
-        else:
-            policy_loss = partial(packed_sequence_loss, output[0], inplace=True)
-            width = output.shape[-1]
-        loss, stats = policy_loss(
+        rows = LossRows(
             targets_N=batch.targets_N,
-            old_logprobs_N=batch.old_logprobs_N,
             response_mask_N=batch.response_mask_N,
             cu_seqlens=batch.cu_seqlens,
             advantages=batch.advantages,
+            old_logprobs_N=batch.old_logprobs_N,
             token_weights_N=batch.token_weights_N,
+            ref_logprobs_N=batch.ref_logprobs_N,
             sequence_weights_S=batch.weights_S,
-            variant=objective.variant,
-            params=objective.clip_params,
-            aggregation=objective.divisor,
             temperature=batch.temperature_S,
-            backend=objective.backend,
-            **self._vocabulary(width),
         )
+        if self.config.loss.fuse_lm_head:
+            weight = head_weight(self.chunks[-1].module)
+            loss, stats = linear_packed_sequence_loss(
+                output[0], weight, rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
+            )
+        else:
+            vocabulary = self._vocabulary(output.shape[-1])
+            loss, stats = packed_sequence_loss(output[0], rows, objective, inplace=True, **vocabulary)
         return loss * scale, _observed(batch, loss, stats)
 
-    def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, dict]:
+    def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Floats]:
         lengths = batch.cu_seqlens.diff().long()
         mask_N = batch.response_mask_N.bool()
         rows: dict[str, Any] = {
@@ -265,7 +264,7 @@ class Trainer:
         else:
             vocabulary = self._vocabulary(output.shape[-1])
             logprobs_N, _ = packed_logprobs(output[0], entropy=False, **rows, **vocabulary)
-        return output.new_zeros(()), per_token(batch, logprobs_N)
+        return output.new_zeros(()), response_values(batch, logprobs_N)
 
     def _vocabulary(self, width: int) -> dict[str, Any]:
         """This rank's columns of the vocabulary, of which there are `width` with padding."""
@@ -313,6 +312,8 @@ class _Totals:
         out["clip_fraction"] = sums.pop("clipped", 0.0) / terms
         out["ratio_mean"] = sums.pop("ratio", 0.0) / sequences
         out["entropy"] = sums.pop("entropy", 0.0) / tokens
+        if "kl" in sums:
+            out["kl"] = sums.pop("kl") / tokens
         if compared:
             out["logprob_diff_abs_mean"] = sums.pop("logprob_diff_abs") / compared
             out["logprob_diff_mean"] = sums.pop("logprob_diff") / compared
@@ -322,7 +323,7 @@ class _Totals:
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     """Plain numbers of one micro-batch; the padding sequence is left out."""
-    count = len(batch.members)
+    count = batch.num_sequences
     totals = _Totals()
     totals.add("loss", loss.item())
     if count == 0:
@@ -336,6 +337,8 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     totals.add("ratio", ratio_S.sum().item())
     totals.add("entropy", stats.entropy_N.sum().item())
     totals.maxima["ratio_max"] = ratio_S.max().item()
+    if stats.kl_N is not None:
+        totals.add("kl", stats.kl_N.sum().item())
     if batch.rollout_logprobs_N is not None:
         trainer_N = stats.logprobs_N if batch.old_logprobs_N is None else batch.old_logprobs_N
         gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]

@@ -1,5 +1,6 @@
 """What a run shows and keeps: metrics, progress, curves, summary, recorded rollouts."""
 
+from megatron_ibpo.report.alarms import RewardErrorRateError, check_reward_errors, step_alarms
 from megatron_ibpo.report.display import Size
 from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
@@ -11,8 +12,10 @@ from megatron_ibpo.report.stages import Stages
 
 __all__ = [
     "Report",
+    "RewardErrorRateError",
     "Size",
     "Stages",
+    "check_reward_errors",
     "checkpoint_bytes",
     "load_groups",
     "load_outcomes",
@@ -23,4 +26,5 @@ __all__ = [
     "run_sizes",
     "save_groups",
     "save_outcomes",
+    "step_alarms",
 ]

@@ -18,7 +18,7 @@ _LINES = {
     "Reward in training": ["reward", "shaped_reward"],
     "Corrections": ["correction_success", "rewrite_rate"],
     "Clip fraction": ["clip_fraction"],
-    "Trainer against engine, mean |Δ log-prob| a token": ["logprob_diff_abs_mean"],
+    "Trainer against engine, mean |Δ log-prob| per token": ["logprob_diff_abs_mean"],
     "Gradient norm": ["grad_norm"],
 }
 """Panel title → metrics drawn in it, where they exist."""
@@ -47,7 +47,7 @@ def plot_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> bo
         if present:
             panels.append((name, partial(_draw_lines, steps=steps, metrics=present)))
     if any(row.get("seconds") for row in steps):
-        panels.append(("Seconds a step, by stage", partial(_draw_seconds, steps=steps)))
+        panels.append(("Seconds per step, by stage", partial(_draw_seconds, steps=steps)))
     if not panels:
         return False
 

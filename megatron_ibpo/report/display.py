@@ -54,7 +54,7 @@ def open_console() -> Console:
 
 
 class ProgressDisplay:
-    """A live panel on a terminal; one plain line a step anywhere else."""
+    """A live panel on a terminal; one plain line per step anywhere else."""
 
     def __init__(self, num_steps: int, *, completed_steps: int = 0, console: Console | None = None):
         self.console = console or open_console()
@@ -103,7 +103,7 @@ class ProgressDisplay:
             values.add_column(justify="right")
         values.add_row(*(Text(SHOWN[name], style="dim") for name in shown))
         values.add_row(*(f"{metrics[name]:.4g}" for name in shown))
-        times = Text(f"{sum(seconds.values()):.1f} s a step: {_stages(seconds)}", style="dim")
+        times = Text(f"{sum(seconds.values()):.1f} s per step: {_stages(seconds)}", style="dim")
         bar = Table.grid(expand=True)
         bar.add_row(ProgressBar(total=self._num_steps, completed=self._step))
         title = f"step {self._step} of {self._num_steps}, {_clock(self._eta_seconds())} to go"

@@ -15,7 +15,7 @@ Kind = Literal["step", "evaluation"]
 
 
 class MetricsLog:
-    """Appends one row a step and one an evaluation, flushed at once.
+    """Appends one row per step and one per evaluation, flushed at once.
 
     A row is `{"kind", "step", name: value, …, "seconds": {stage: seconds}}`. `step` is the number of steps
     completed: 1 for the first step's row, 0 for the evaluation before it. A value that is not finite is

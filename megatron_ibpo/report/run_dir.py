@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
-from megatron_ibpo.cli import ConfigError, write_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ConfigError, read_yaml, write_config
+from megatron_ibpo.data import Tokenizer, load_tokenizer
+from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.versions import installed_versions, warn_on_differences
 
-__all__ = ["METRICS_FILE", "checkpoint_bytes", "prepare_run_dir"]
+__all__ = [
+    "METRICS_FILE",
+    "checkpoint_bytes",
+    "how_to_go_on",
+    "prepare_run_dir",
+    "run_settings",
+    "run_tokenizer",
+]
 
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+_TOKENIZER = "tokenizer"
+"""Directory with the tokenizer of the run's model, and what else describes that model but for its weights."""
 _SPARE_BYTES = 64 * 1024**2
 """For logs, metrics and curves."""
 
 
 def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
-    """Make the run's directory and write config.yaml and versions.json into it.
+    """Make the run's directory and write into it what whoever reads the run later needs: config.yaml,
+    versions.json, and the model's tokenizer and configuration.
 
     Args:
         checkpoint_bytes: that the checkpoints kept at one time will take; see `checkpoint_bytes`.
@@ -50,7 +64,9 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
             f"--run-dir: the disk of {run_dir} has {free / 1024**3:.2f} GiB free, checkpoints and logs need "
             f"{needed / 1024**3:.2f} GiB; free some room, choose another --run-dir, or pass --no-save"
         )
-    write_config(config, run_dir / "config.yaml")
+    write_config(config, run_dir / CONFIG_FILE)
+    if (hf_dir := config.model.hf_checkpoint) is not None:
+        _copy_tokenizer(hf_dir, run_dir / _TOKENIZER)
     versions = installed_versions()
     warn_on_differences(versions)
     written = json.dumps(versions | {"command": " ".join(sys.argv)}, indent=2)
@@ -66,3 +82,47 @@ def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:
     weight = 2 if bf16 else 4
     master = 4 if bf16 else 0
     return num_parameters * (weight + master + 8 + weight)
+
+
+def run_settings(run_dir: Path) -> dict[str, Any]:
+    """The recipe that a run was made with, all keys resolved.
+
+    Raises:
+        ValueError: `run_dir` is no run's directory, or its recipe cannot be read.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.exists():
+        raise ValueError(f"{run_dir.absolute()} holds no {CONFIG_FILE}: is it the directory of a run?")
+    return read_yaml(path, str(path))
+
+
+def run_tokenizer(run_dir: Path) -> Tokenizer:
+    """The tokenizer that a run was made with, from the run's own directory.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    return load_tokenizer(run_dir / _TOKENIZER)
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """What to do after a run that did not finish: the command that resumes it, where it left a checkpoint."""
+    steps = sorted((run_dir / "checkpoints").glob("step_*"))
+    if not steps:
+        return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
+    launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
+    here = run_dir.absolute()
+    command = shlex.join(
+        ["bash", str(launcher), "train", "--config", str(here / CONFIG_FILE), "--load", str(here)]
+    )
+    return (
+        f"to go on after step {int(steps[-1].name.removeprefix('step_'))} (a run on several nodes: by its "
+        f"script on every node, with --load {here}):\n  {command}"
+    )
+
+
+def _copy_tokenizer(hf_dir: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for name in (*TOKENIZER_FILES, "config.json", "generation_config.json"):
+        if (hf_dir / name).is_file():
+            shutil.copyfile(hf_dir / name, target / name)

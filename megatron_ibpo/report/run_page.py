@@ -1,8 +1,8 @@
 """The run page: one HTML file that shows a run and every wrong response of it, without a network.
 
-The page is three files beside this one (HTML, CSS, JavaScript) and the run's data, put into one. Data goes in
-as JSON that cannot end its element, and reaches the page as text nodes only; a content security policy with
-the hashes of the page's own script and style lets nothing else run.
+The page is three files next to this one (HTML, CSS, JavaScript) and the run's data, put into one. Data goes
+in as JSON that cannot end its element, and reaches the page as text nodes only; a content security policy
+with the hashes of the page's own script and style lets nothing else run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from string import Template
 from typing import Any
 
 import numpy as np
-import yaml
 
-from megatron_ibpo.data import Tokenizer, load_tokenizer
+from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.edit_distance import opcodes
 from megatron_ibpo.records import Correction, Floats, Group, Sample, Weights
 from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.rollout_data import Trained, load_groups, load_trained
-from megatron_ibpo.report.run_dir import METRICS_FILE
+from megatron_ibpo.report.run_dir import METRICS_FILE, run_settings, run_tokenizer
 
 __all__ = ["build_run_page"]
 
@@ -44,17 +43,17 @@ def build_run_page(
 
     Args:
         steps: of the recorded steps only these; all when None.
-        tokenizer: the run's own (of its --hf-checkpoint) when None.
+        tokenizer: the run's own when None.
 
     Raises:
         ValueError: `run_dir` holds no run, a step was not recorded, or a record cannot be read.
     """
     if not (run_dir / METRICS_FILE).exists():
         raise ValueError(f"{run_dir} holds no {METRICS_FILE}: is it the directory of a run?")
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    config = run_settings(run_dir)
     paths = _recorded(run_dir, steps)
     if tokenizer is None and paths:
-        tokenizer = load_tokenizer(config["hf-checkpoint"])
+        tokenizer = run_tokenizer(run_dir)
     vocabulary = _Vocabulary(tokenizer)
     data: dict[str, Any] = {
         "title": f"{config['advantage-estimator']}, {Path(config['hf-checkpoint']).name}: {run_dir.name}",

@@ -18,8 +18,9 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import Evaluation
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
-from megatron_ibpo.report.run_dir import METRICS_FILE
+from megatron_ibpo.report.run_dir import METRICS_FILE, how_to_go_on
 from megatron_ibpo.report.summary import summarise
+from megatron_ibpo.words import counted
 
 __all__ = ["Report"]
 
@@ -77,7 +78,7 @@ class Report:
             spent: metrics of what training had cost until then.
         """
         self._record("evaluation", step, evaluation.metrics() | dict(spent or {}), seconds)
-        self.note(f"evaluation after {step} steps: {evaluation}")
+        self.note(f"evaluation after {counted(step, 'step')}: {evaluation}")
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Record and show the `step`-th step, counted from 1, with its seconds by stage."""
@@ -104,13 +105,15 @@ class Report:
         drawn = plot_curves(self._log.rows, curves, title=self._title)
         path = self._run_dir / "summary.json"
         path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        self.note(f"{status}: {summary['steps']} steps")
+        self.note(f"{status}: {counted(summary['steps'], 'step')}")
         self._display.print(_results_table(summary))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
             self.note(f"in the whole run: {counts}")
         for file in [self._run_dir / METRICS_FILE, path, *([curves] if drawn else [])]:
             self.note(str(file))
+        if status != "finished":
+            self.note(how_to_go_on(self._run_dir))
         return summary
 
     def close(self) -> None:
@@ -147,15 +150,25 @@ def _jsonable(value: Any) -> Any:
 
 
 def _results_table(summary: dict[str, Any]) -> Table:
+    """Start and end of each measure of the summary; "–" where one was not measured."""
     table = Table("", show_edge=False, pad_edge=False)
     for column in ("start", "end"):
         table.add_column(column, justify="right")
-    names = {"accuracy": "accuracy, sampled", "greedy": "accuracy, greedy", "reward": "training reward"}
-    for key, name in names.items():
+    for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
         start, end = summary[f"{key}_start"], summary[f"{key}_end"]
-        if start is not None:
-            table.add_row(name, f"{start:.3f}", f"{end:.3f}")
+        table.add_row(_measure_name(key), *("–" if x is None else f"{x:.3f}" for x in (start, end)))
     return table
+
+
+def _measure_name(key: str) -> str:
+    """pass_at_4 → pass@4, best_of_4 → best-of-4, and the words of the others."""
+    names = {
+        "accuracy": "accuracy, sampled",
+        "greedy": "accuracy, greedy",
+        "corrected": "accuracy, corrected",
+        "reward": "training reward",
+    }
+    return names.get(key) or key.replace("_at_", "@").replace("_", "-")
 
 
 def _seconds_table(summary: dict[str, Any]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.report.display import Size
+from megatron_ibpo.words import counted
 
 __all__ = ["run_sizes"]
 
@@ -28,28 +29,28 @@ def run_sizes(
     )
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     sizes = [
-        Size("prompts a step (P)", prompts, "--rollout-batch-size"),
-        Size("responses a prompt (G)", samples, "--n-samples-per-prompt"),
-        Size("responses a step", prompts * samples, "P x G, each of weight 1/(P x G)"),
+        Size("prompts per step (P)", prompts, "--rollout-batch-size"),
+        Size("responses per prompt (G)", samples, "--n-samples-per-prompt"),
+        Size("responses per step", prompts * samples, "P x G, each of weight 1/(P x G)"),
         Size(
-            "corrections a step",
+            "corrections per step",
             f"≤ {prompts * samples * corrections:,}",
             "--ibpo-corrections for each wrong response",
         ),
         Size(
-            "updates a step",
+            "updates per step",
             loss.num_steps_per_rollout,
-            f"optimizer steps, of {prompts // loss.num_steps_per_rollout} prompts each",
+            f"optimizer steps, of {counted(prompts // loss.num_steps_per_rollout, 'prompt')} each",
         ),
         Size("response tokens", f"≤ {rollout.rollout_max_response_len:,}", "--rollout-max-response-len"),
         Size("context tokens", f"≤ {rollout.rollout_max_context_len or 0:,}", "prompt and response together"),
-        Size("tokens a micro-batch", config.model.max_tokens_per_gpu, "--max-tokens-per-gpu, packed"),
+        Size("tokens per micro-batch", config.model.max_tokens_per_gpu, "--max-tokens-per-gpu, packed"),
         Size("steps", config.run.num_rollout, "--num-rollout"),
         Size("budget", f"{config.run.budget or 0:g}", f"{config.run.budget_unit}; the run stops when spent"),
         Size(
             "layout",
             f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
-            f"of {world_size} ranks",
+            f"of {counted(world_size, 'rank')}",
         ),
         Size("loss", loss.loss_variant, _computed_by(loss, loss_backend)),
     ]
@@ -58,7 +59,7 @@ def run_sizes(
     if engines is not None:
         per_engine = rollout.rollout_num_gpus_per_engine
         sizes.append(Size("engines", engines, f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"))
-    unused = set() if corrections else {"corrections a step"}
+    unused = set() if corrections else {"corrections per step"}
     unused |= {"budget"} if config.run.budget is None else set()
     return [size for size in sizes if size.name not in unused]
 

@@ -31,30 +31,30 @@ _RUNNING_TOTALS = ("engine_restarts",)
 _SPENT = ("spent_accelerator_seconds", "spent_tokens", "spent_flops")
 """Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5
+_EVALUATED = {"accuracy": "accuracy", "greedy": "greedy_accuracy"}
+"""Measures of a summary → metrics of an evaluation, where those are always there."""
+
+Row = Mapping[str, Any]
 
 
 def summarise(
-    rows: Sequence[Mapping[str, Any]], *, seconds_total: float, seconds_by_stage: Mapping[str, float]
+    rows: Sequence[Row], *, seconds_total: float, seconds_by_stage: Mapping[str, float]
 ) -> dict[str, Any]:
     """The summary of a metrics log.
 
-    accuracy_* and greedy_* are those of the first and the last evaluation (sampled at the rollout
-    temperature, and greedy); reward_* the mean training reward of the first and the last five steps. Values
-    that were never measured are None. seconds_* are of this process: a resumed run counts from there.
+    Pairs NAME_start and NAME_end; what was not measured, or not so that the two can be compared, is None:
+        accuracy, greedy, and with several samples per prompt pass_at_K, maj_at_K, best_of_K, corrected: by
+            the evaluation before the first step and the one after the last step. A start that was measured on
+            another number of problems than the end is None.
+        reward: mean training reward of the first and of the last five steps, where there are ten.
+    seconds_* are of this process: a resumed run counts from there.
     """
-    evaluations = [row for row in rows if row["kind"] == "evaluation"]
     steps = [row for row in rows if row["kind"] == "step"]
-    first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-    rewards = [row["reward"] for row in steps if row.get("reward") is not None]
     counts = {name: sum(row[name] or 0 for row in rows if name in row) for name in COUNTS}
     counts |= {name: max((row.get(name) or 0 for row in rows), default=0) for name in _RUNNING_TOTALS}
     return {
-        "accuracy_start": first.get("accuracy"),
-        "accuracy_end": last.get("accuracy"),
-        "greedy_start": first.get("greedy_accuracy"),
-        "greedy_end": last.get("greedy_accuracy"),
-        "reward_start": _mean(rewards[:_REWARD_STEPS]),
-        "reward_end": _mean(rewards[-_REWARD_STEPS:]),
+        **_accuracies(rows, steps),
+        **_rewards(steps),
         "spent": {name: rows[-1][name] for name in _SPENT if rows and name in rows[-1]},
         "steps": max((row["step"] for row in steps), default=0),
         "seconds_total": round(seconds_total, 2),
@@ -63,5 +63,44 @@ def summarise(
     }
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _accuracies(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, float | None]:
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    start: Row = {}
+    end: Row = {}
+    if evaluations and (not steps or evaluations[0]["step"] < steps[0]["step"]):
+        start = evaluations[0]
+    if steps and evaluations and evaluations[-1]["step"] >= steps[-1]["step"]:
+        end = evaluations[-1]
+    if start and end and start.get("num_prompts") != end.get("num_prompts"):
+        start = {}
+    measures = {**_measures(start), **_measures(end)}
+    return {
+        f"{name}_{when}": row.get(metric) if name in _measures(row) else None
+        for name, metric in measures.items()
+        for when, row in (("start", start), ("end", end))
+    }
+
+
+def _measures(evaluation: Row) -> dict[str, str]:
+    """Measures of one evaluation and the metrics that hold them."""
+    samples = evaluation.get("samples_per_prompt")
+    several = {
+        **{name: name for name in evaluation if name.startswith("pass_at_")},
+        f"maj_at_{samples}": "majority_accuracy",
+        f"best_of_{samples}": "best_of_accuracy",
+        "corrected": "corrected_accuracy",
+    }
+    return _EVALUATED | {name: metric for name, metric in several.items() if metric in evaluation}
+
+
+def _rewards(steps: Sequence[Row]) -> dict[str, float | None]:
+    rewards = [row["reward"] for row in steps if row.get("reward") is not None]
+    enough = len(rewards) >= 2 * _REWARD_STEPS  # fewer, and some steps would be start and end at once
+    return {
+        "reward_start": _mean(rewards[:_REWARD_STEPS]) if enough else None,
+        "reward_end": _mean(rewards[-_REWARD_STEPS:]) if enough else None,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ibpo.config import DataConfig
+from megatron_ibpo.config import DataConfig, is_import_path, nearest
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
@@ -116,12 +115,11 @@ def open_verifier(data: DataConfig) -> Verifier:
         ValueError: an unknown name (with the nearest), or a function that cannot be loaded.
     """
     target = VERIFIERS.get(data.rm_type, data.rm_type)
-    if not all(target.partition(":")):
-        nearest = difflib.get_close_matches(data.rm_type, VERIFIERS, n=1)
-        hint = f" (nearest: {nearest[0]})" if nearest else ""
+    if not is_import_path(target):
+        hint = nearest(data.rm_type, VERIFIERS)
         raise ValueError(
-            f"--rm-type {data.rm_type}: no such verifier{hint}; there are {', '.join(VERIFIERS)}, or give an "
-            "import path package.module:function"
+            f"--rm-type {data.rm_type}: no such verifier; there are {', '.join(VERIFIERS)}, or give an "
+            f"import path package.module:function{hint}"
         )
     return Verifier(
         target, threshold=data.reward_threshold, timeout=data.reward_timeout, workers=data.reward_workers

@@ -11,7 +11,6 @@ at once, as a list for each argument, and returns a number for each call; others
 from __future__ import annotations
 
 import ctypes
-import importlib
 import math
 import os
 import signal
@@ -20,6 +19,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
+
+from megatron_ibpo.config import ConfigError, load_hook
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ERROR = 500
@@ -32,9 +33,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it may finish its step
     connection = Connection(fd)
     try:
-        function = load_function(target)
+        function = load_hook("--rm-type", target)
+        if not callable(function):
+            raise ConfigError(f"--rm-type {target}: is not a function")
+    except ConfigError as error:
+        connection.send(("failed", str(error)))
+        return
     except BaseException as error:
-        connection.send(("failed", _in_words(error)))
+        connection.send(("failed", f"--rm-type {target}: {_in_words(error)}"))
         return
     connection.send(("ready", bool(getattr(function, "batched", False))))
     while True:
@@ -43,15 +49,6 @@ def main() -> None:
         except (EOFError, OSError):
             return
         connection.send(_answer(function, calls))
-
-
-def load_function(target: str) -> Callable[..., Any]:
-    """The function at `package.module:function`."""
-    module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{target} is not a function")
-    return function
 
 
 def _answer(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> tuple[str, Any]:

@@ -226,7 +226,7 @@ class _Worker:
                 f"{self.process.wait(_CLOSE_TIMEOUT)}); the reason is in the lines above"
             ) from None
         if status != "ready":
-            raise WorkerError(f"reward function {self._target}: cannot be loaded: {content}")
+            raise WorkerError(f"the reward function cannot be loaded: {content}")
         self.batched = content
 
     def ask(self, calls: list[tuple[Any, ...]], timeout: float) -> tuple[list[Outcome], str | None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_ibpo.records import Floats, SampleRequest, TokenIds, token_ids
-from megatron_ibpo.rollout.engine import Engine
-from megatron_ibpo.weights.transfer import WeightMismatchError
+from megatron_ibpo.records import Floats, Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.weights.transfer.errors import WeightMismatchError
 
 __all__ = ["Probe", "compare_probes", "probe"]
 
@@ -22,6 +23,18 @@ LOGPROB_TOLERANCE = 1e-5
 """Between two runs of the same kernels on the same weights; other weights differ by far more."""
 
 
+class IdleEngine(Protocol):
+    """An engine that nobody else asks meanwhile: `rollout.Engine`, or one in another process."""
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """One sample for each request, in order."""
+        ...
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """What a control method of vLLM's process gives."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """What an engine answered."""
@@ -33,7 +46,7 @@ class Probe:
     sight and only the greedy output speaks for them."""
 
 
-def probe(engine: Engine, version: int) -> Probe:
+def probe(engine: IdleEngine, version: int) -> Probe:
     """Ask for the greedy responses to fixed prompts, and for digests of the weights."""
     requests = [
         SampleRequest(

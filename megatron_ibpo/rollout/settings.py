@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_ibpo.config import RolloutConfig
-
-if TYPE_CHECKING:  # the room of weights imports torch, which the driver does without
-    from megatron_ibpo.weights.transfer import TransportName
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.weights.transfer.order import TransportName
 
 __all__ = ["EngineSettings", "engine_settings", "read_eos_token_ids"]
 
@@ -63,13 +62,13 @@ def engine_settings(
         extra_arguments: what `vllm_arguments` made of --vllm-arg.
 
     Raises:
+        ModelConfigError: there is no usable config.json.
         ValueError: the checkpoint names no end-of-sequence token.
-        OSError: the checkpoint's config.json cannot be read.
     """
     on_cpu = transport == "gloo"
     # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token
     # sampled after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset").
-    recurrent = _is_recurrent(_read_json(hf_dir / "config.json"))
+    recurrent = read_hf_config(hf_dir).is_recurrent
     return EngineSettings(
         model=str(hf_dir),
         eos_token_ids=read_eos_token_ids(hf_dir),
@@ -108,10 +107,6 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
         f"{hf_dir}: neither generation_config.json nor config.json names eos_token_id, so sampling would "
         "never stop; add it to config.json"
     )
-
-
-def _is_recurrent(config: dict[str, Any]) -> bool:
-    return config.get("model_type") == "qwen3_next" or "linear_attention" in config.get("layer_types", ())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

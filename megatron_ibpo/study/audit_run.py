@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_ibpo.cli import parse_config
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import is_wrong
@@ -27,6 +26,7 @@ from megatron_ibpo.data import (
     token_texts,
 )
 from megatron_ibpo.edit_distance import unmodified_mask
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout import Engine
@@ -35,7 +35,6 @@ from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
 from megatron_ibpo.sampling.groups import Rules, sample_batch
 from megatron_ibpo.seeds import derive_seed
-from megatron_ibpo.shape import read_hf_config
 from megatron_ibpo.study.credit_audit import AuditedResponse
 
 __all__ = ["audit_responses", "modified_tokens", "prefix_requests"]

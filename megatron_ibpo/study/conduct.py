@@ -14,12 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.study.curves import plot_comparison
 from megatron_ibpo.study.plan import PlannedRun, Settings, Study, plan_main, plan_tuning
 from megatron_ibpo.study.results import RunResult, best_setting, compare, read_run, write_results
 from megatron_ibpo.study.runs import execute, is_finished
 from megatron_ibpo.study.table import markdown_table
+from megatron_ibpo.words import counted
 
 __all__ = ["conduct"]
 
@@ -90,7 +91,7 @@ def _accuracy(run: PlannedRun) -> str:
         return f"see {run.directory.with_suffix('.log')}"
     content = json.loads(summary.read_text())
     found = content["accuracy_end"]
-    return f"{content['steps']} steps, accuracy {found if found is None else round(found, 4)}"
+    return f"{counted(content['steps'], 'step')}, accuracy {found if found is None else round(found, 4)}"
 
 
 def _chosen(study: Study, tuning: Sequence[PlannedRun]) -> dict[str, Settings] | None:
@@ -123,9 +124,9 @@ def _announce(
     # whether a main run has the settings that are tuned is known after tuning only
     known = [run for run in runs if (run.directory / "summary.json").exists()]
     seconds = _predicted(study, known, [run for run in runs if run not in known])
-    parts = [f"{study.name}: {len(study.methods)} methods x {len(study.seeds)} seeds"]
+    parts = [f"{study.name}: {counted(len(study.methods), 'method')} x {counted(len(study.seeds), 'seed')}"]
     if tuning:
-        parts.append(f"{len(tuning)} tuning runs")
+        parts.append(counted(len(tuning), "tuning run"))
     parts += [
         f"budget {study.budget:g} {study.budget_unit}, {sum(run.budget for run in runs):g} in all",
         f"{len(known)} of {len(runs)} runs are there already",

@@ -5,7 +5,6 @@ Each run gets a recipe of its own, written beside its directory.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from megatron_ibpo.cli import ConfigError, check_config, config_yaml, parse_config, read_yaml
+from megatron_ibpo.checks import check_run
+from megatron_ibpo.config import ConfigError, config_yaml, nearest, parse_config, path_in_recipe, read_yaml
 
 __all__ = ["PlannedRun", "Study", "Tuning", "plan_main", "plan_tuning", "read_study"]
 
@@ -97,13 +97,15 @@ def read_study(paths: Sequence[Path], overrides: Settings | None = None) -> Stud
     known = {item.name for item in fields(Study)}
     for key in raw:
         if key not in known:
-            raise ConfigError(f"{paths[0]}: unknown key {key!r}{_nearest(key, known)}")
+            raise ConfigError(
+                f"{paths[0]}: unknown key {key!r}{nearest(key, [name.replace('_', '-') for name in known])}"
+            )
     if missing := {"methods", "baseline", "budget"} - raw.keys():
         raise ConfigError(f"{paths[0]}: a study needs {', '.join(sorted(missing))}")
     if raw.get("tune") is not None:
         raw["tune"] = _tuning(raw["tune"], paths[0])
     if raw.get("recipe") is not None:
-        raw["recipe"] = Path(raw["recipe"])
+        raw["recipe"] = path_in_recipe(raw["recipe"])
     if isinstance(raw.get("seeds"), int):
         raw["seeds"] = range(raw["seeds"])
     raw["seeds"] = tuple(raw.get("seeds", (0, 1, 2, 3, 4)))
@@ -178,7 +180,7 @@ def _planned(
     arguments = (*base, "--config", str(recipe), "--run-dir", str(directory))
     try:
         config = parse_config(arguments)
-        check_config(config)
+        check_run(config)
     except ConfigError as error:
         raise ConfigError(f"method {method}: {error}") from error
     return PlannedRun(method, seed, directory, arguments, config_yaml(config), budget, value)
@@ -210,8 +212,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold `key: value` lines")
     return content
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"; did you mean {close[0].replace('_', '-')!r}?" if close else ""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ibpo.cli import ConfigError
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.study.plan import PlannedRun, Study
@@ -78,14 +78,8 @@ def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None
 
 
 def _command(run: PlannedRun, processes: int) -> list[str]:
-    launcher = ["-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", str(processes)]
-    return [
-        sys.executable,
-        *(launcher if processes > 1 else []),
-        "-m",
-        "megatron_ibpo.train",
-        *run.arguments,
-    ]
+    # last, so that the study's number of processes wins over a recipe's
+    return [sys.executable, "-m", "megatron_ibpo.train", *run.arguments, "--num-trainers", str(processes)]
 
 
 def _planned_path(run: PlannedRun) -> Path:

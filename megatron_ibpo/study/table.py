@@ -11,7 +11,7 @@ from megatron_ibpo.study.plan import Study
 __all__ = ["markdown_table"]
 
 _COLUMNS = (
-    "method", "G", "sequences a prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
+    "method", "G", "sequences per prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
     "accuracy [95 %]", "greedy", "against baseline [95 %]", "p bootstrap", "p sign flip (floor)",
     "cost to threshold, of baseline",
 )  # fmt: skip
@@ -61,7 +61,7 @@ def _legend(study: Study, lines: Sequence[dict[str, Any]]) -> str:
         default=math.nan,
     )
     return (
-        f"Budget {study.budget:g} {study.budget_unit.replace('-', ' ')} a run; sampling, corrections, "
+        f"Budget {study.budget:g} {study.budget_unit.replace('-', ' ')} per run; sampling, corrections, "
         "scoring, updates and weight transfer are paid, evaluation is not. A run stops after the step that "
         f"spends the budget: at most {max(0.0, overshoot):.1%} over, on average over a method's seeds. "
         f"Baseline: {study.baseline}. Intervals: percentile bootstrap over seeds and problems together "

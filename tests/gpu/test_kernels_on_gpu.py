@@ -8,8 +8,9 @@ import torch
 from kernel_cases import make_batch, options_for, run
 from kernel_suite import *  # noqa: F403
 from linear_cases import batch_of, fused, plain, to_device
+from loss_calls import loss_of_logits
 
-from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
 
 MIB = 2**20
 
@@ -63,7 +64,7 @@ def test_no_memory_of_the_logits_size_is_taken(device):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss, _ = packed_sequence_loss(**{**batch, "logits_NV": logits}, backend="triton", inplace=True)
+    loss, _ = loss_of_logits(**{**batch, "logits_NV": logits}, backend="triton", inplace=True)
     loss.backward()
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= 64 * MIB

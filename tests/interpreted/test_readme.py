@@ -1,33 +1,33 @@
-"""The README's worked example of a new loss variant does what it says, as written."""
+"""The worked example of a new loss variant in docs/loss_variants.md does what it says, as written."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import kernel_cases as cases
 import pytest
 import torch
+from loss_calls import loss_of_logits
 
 from megatron_ibpo.kernels.variants import KERNEL_TERMS
-from megatron_ibpo.loss import VARIANTS, packed_logprobs, packed_sequence_loss
+from megatron_ibpo.loss import packed_logprobs, resolve_variant
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/loss_variants.md"
 
 
 @pytest.fixture
-def spo(tmp_path):
-    section = README.read_text().split("\n## Add a loss variant\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    file = tmp_path / "spo.py"  # Triton reads the source of its functions
-    file.write_text(code)
-    before = set(VARIANTS), set(KERNEL_TERMS)
-    spec = importlib.util.spec_from_file_location("spo", file)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert (set(VARIANTS) - before[0], set(KERNEL_TERMS) - before[1]) == ({"spo"}, {"spo"})
-    yield "spo"
-    del VARIANTS["spo"], KERNEL_TERMS["spo"]
+def spo(tmp_path, monkeypatch):
+    section = PAGE.read_text().split("\n## Add a loss variant\n")[1].split("\n## ")[0]
+    torch_part, kernel_part = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "spo.py").write_text(torch_part + kernel_part)  # Triton reads the source of its functions
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(KERNEL_TERMS)
+    assert resolve_variant("spo:SPO")[1] == {"eps": 0.2}
+    assert set(KERNEL_TERMS) - before == {"spo:SPO"}
+    yield "spo:SPO"
+    del KERNEL_TERMS["spo:SPO"], sys.modules["spo"]
 
 
 def test_the_kernel_equals_the_torch_lines(spo):
@@ -41,7 +41,7 @@ def test_the_derivatives_are_right(spo):
     batch["old_logprobs_N"] = packed_logprobs(logits, batch["targets_N"])[0] + 0.1
 
     def loss(logits):
-        return packed_sequence_loss(**{**batch, "logits_NV": logits}, variant=spo)[0]
+        return loss_of_logits(**{**batch, "logits_NV": logits}, variant=spo)[0]
 
     assert torch.autograd.gradcheck(loss, logits.requires_grad_())
     cases.check_finite_differences("cpu", spo)
@@ -50,7 +50,7 @@ def test_the_derivatives_are_right(spo):
 def test_without_its_kernel_a_variant_says_so(spo):
     terms = KERNEL_TERMS.pop(spo)
     try:
-        with pytest.raises(ValueError, match="'spo' has no terms in kernels/variants"):
+        with pytest.raises(ValueError, match="'spo:SPO' has no terms in kernels/variants"):
             cases.run(cases.make_batch("cpu"), variant=spo, backend="triton")
     finally:
         KERNEL_TERMS[spo] = terms

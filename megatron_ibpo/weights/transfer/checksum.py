@@ -6,18 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_ibpo.weights.regions import Message, box_name, unpack
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.weights.layout.regions import Message, box_name, unpack
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.weights.transfer.errors import WeightMismatchError
 
-__all__ = ["WeightMismatchError", "checksum", "compare_checksums", "part_checksums"]
+__all__ = ["checksum", "compare_checksums", "part_checksums"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd, as a signed 64-bit number
 CHUNK_WORDS = 16 * 1024**2
 SHOWN = 5
-
-
-class WeightMismatchError(RuntimeError):
-    """An engine does not have the weights that were sent to it."""
 
 
 def checksum(tensor: torch.Tensor) -> int:

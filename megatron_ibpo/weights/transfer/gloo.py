@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ibpo.weights.memory import Memory
-from megatron_ibpo.weights.regions import (
+from megatron_ibpo.weights.layout.regions import (
     Message,
     Need,
     Sender,
@@ -30,9 +29,10 @@ from megatron_ibpo.weights.regions import (
     parts_by_tensor,
     plan_buckets,
 )
-from megatron_ibpo.weights.source import TensorMeta, WeightSource
+from megatron_ibpo.weights.layout.weight_source import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import part_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
+from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.wire import WirePlan, encode_metas, read_answers
 from megatron_ibpo.world import World
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.weights.regions import Need, intersect, whole
-from megatron_ibpo.weights.source import Box, TensorMeta
+from megatron_ibpo.weights.layout.regions import Need, intersect, whole
+from megatron_ibpo.weights.layout.weight_source import Box, TensorMeta
 
 __all__ = ["Rehearsal"]
 

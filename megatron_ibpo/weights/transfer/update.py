@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ibpo.weights.source import WeightSource
+from megatron_ibpo.weights.layout.weight_source import WeightSource
 from megatron_ibpo.weights.transfer.checksum import compare_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask
+from megatron_ibpo.weights.transfer.order import Order
 from megatron_ibpo.world import World
 
-__all__ = ["Order", "Transport", "update_engines"]
+__all__ = ["Transport", "update_engines"]
 
 
 class Transport(Protocol):
@@ -35,20 +35,6 @@ class Transport(Protocol):
     ) -> Sent:
         """Send one pass over `source` to `engines`, which wait for it; with `check`, take checksums."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """How an update is done."""
-
-    version: int
-    """Of the policy whose weights are sent."""
-    sleeping: bool
-    """The engines sleep, and wake in the order that needs the least memory: weights, update, KV cache."""
-    check: bool
-    """Compare checksums of everything as sent and as received."""
-    timeout: float
-    """Seconds that each step may take."""
 
 
 def update_engines(

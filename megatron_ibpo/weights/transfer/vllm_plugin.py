@@ -19,8 +19,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from megatron_ibpo.weights.regions import Need
-from megatron_ibpo.weights.source import TensorMeta
+from megatron_ibpo.weights.layout.regions import Need
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.weights.regions import Buckets, Need, Sender, plan_buckets
-from megatron_ibpo.weights.source import Box, TensorMeta
+from megatron_ibpo.weights.layout.regions import Buckets, Need, Sender, plan_buckets
+from megatron_ibpo.weights.layout.weight_source import Box, TensorMeta
+from megatron_ibpo.weights.transfer.errors import WeightPlanError
 
-__all__ = ["WeightPlanError", "WirePlan", "decode_metas", "encode_answer", "encode_metas", "read_answers"]
+__all__ = ["WirePlan", "decode_metas", "encode_answer", "encode_metas", "read_answers"]
 
 SHOWN = 5
 """Names listed in an error before it only counts."""
-
-
-class WeightPlanError(ValueError):
-    """The trainer's tensors are not those that the engine's model loads."""
 
 
 @dataclass(frozen=True)

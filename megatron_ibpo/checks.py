@@ -1,0 +1,59 @@
+"""The checks of a configuration that need a room's registry."""
+
+from __future__ import annotations
+
+from megatron_ibpo.config import Config, ConfigError, check_config
+from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
+
+__all__ = ["check_loss_of_run", "check_run", "check_settings"]
+
+
+def check_run(config: Config) -> None:
+    """Refuse a run that cannot work, as far as that shows without a model or data.
+
+    Raises:
+        ConfigError: naming the flags.
+    """
+    check_settings(config)
+    check_loss_of_run(config)
+
+
+def check_settings(config: Config) -> None:
+    """The part of `check_run` that needs no torch.
+
+    Raises:
+        ConfigError: with all problems at once, each naming its flag.
+    """
+    check_config(config, [_check_operator, _check_estimator, _check_group_filter])
+
+
+def _check_operator(config: Config) -> None:
+    find_operator(config.algorithm)
+
+
+def _check_estimator(config: Config) -> None:
+    find_estimator(config.algorithm.advantages)
+
+
+def _check_group_filter(config: Config) -> None:
+    find_group_filter(config.algorithm)
+
+
+def check_loss_of_run(config: Config) -> None:
+    """The other part: a loss that cannot work. Importing torch takes a second.
+
+    Raises:
+        ConfigError: an unknown variant, parameters that it has not or that lie outside its ranges, or a
+            combination that no loss has.
+    """
+    from megatron_ibpo.policy.objective import check_loss, takes_token_advantages
+
+    try:
+        check_loss(config.loss)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if config.algorithm.advantages == CRITIC and not takes_token_advantages(config.loss):
+        raise ConfigError(
+            "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
+            "whole sequence; take ppo-clip, grpo or dapo"
+        )

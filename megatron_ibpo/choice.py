@@ -1,0 +1,209 @@
+"""Which recipe and layout a model gets on the devices at hand: what `examples/run.sh` asks first.
+
+    python -m megatron_ibpo.choice --hf-checkpoint DIR -- FLAGS…
+
+Prints the choice for a shell, one word per line: recipe, nodes, trainers per node, flags of the layout. What
+was chosen and how to choose otherwise goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
+from megatron_ibpo.words import counted
+
+__all__ = ["Choice", "Devices", "choose", "main"]
+
+RECIPES = Path(__file__).resolve().parents[1] / "examples/recipes"
+BAD_INPUT = 2
+LARGEST_ON_CPUS = 1e9
+"""Parameters. A step of more takes longer on CPUs than anybody waits for."""
+LARGEST_SMALL = 9e9
+"""Parameters up to which a dense model takes the recipe for small ones: its optimizer fits one node."""
+CLUSTER = (4, 8)
+"""Nodes and GPUs per node that the recipes of large models are written for."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a run may use."""
+
+    nodes: int
+    gpus_per_node: int
+    """0: CPUs alone."""
+    gpu_memory_gib: float
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        if self.gpus == 0:
+            return "CPUs alone"
+        where = f" on {counted(self.nodes, 'node')}" if self.nodes > 1 else ""
+        return f"{counted(self.gpus, 'GPU')} of {self.gpu_memory_gib:.0f} GiB{where}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe and how it is laid out."""
+
+    recipe: Path
+    trainers_per_node: int
+    layout: tuple[str, ...]
+    """Flags that follow the recipe."""
+
+
+def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
+    """The recipe for the model in `hf_dir`, and the first layout under which its plan fits the devices: least
+    tensor parallelism first, which sends least between GPUs.
+
+    Args:
+        hf_dir: only config.json is read.
+        flags: the user's own, which win over recipe and layout.
+
+    Raises:
+        ValueError: there is no recipe for such a model on such devices, or none fits.
+    """
+    shape = read_hf_config(hf_dir)
+    parameters = count_parameters(shape)
+    if devices.gpus == 0:
+        return _on_cpus(shape, parameters)
+    from megatron_ibpo.config import parse_config  # slow to import, and for GPUs only
+    from megatron_ibpo.plan.feasibility import make_plan
+
+    small = not shape.is_moe and parameters <= LARGEST_SMALL
+    name = "small_dense_gpu" if small else "qwen3_next_80b_a3b_ibpo" if shape.is_moe else "qwen3_32b_ibpo"
+    recipe = RECIPES / f"{name}.yaml"
+    problems: list[str] = []
+    if not small and (devices.nodes, devices.gpus_per_node) == CLUSTER:
+        return Choice(recipe, devices.gpus_per_node, ())  # the recipe's own layout, written for these devices
+    for layout in _layouts(shape, devices):
+        arguments = ["--config", str(recipe), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
+        config = parse_config(arguments)
+        config.run.dry_run_gpus_per_node = devices.gpus_per_node
+        config.run.dry_run_gpu_memory_gib = devices.gpu_memory_gib
+        if not (problems := make_plan(config, devices.gpus).problems):
+            return Choice(recipe, devices.gpus_per_node, layout)
+    raise ValueError(
+        f"{hf_dir.name} (about {parameters / 1e9:.1f} B parameters) does not fit on {devices}: "
+        + "; ".join(problems)
+        + ". More devices: NNODES=… and GPUS_PER_NODE=…; --dry-run plans without having them"
+    )
+
+
+def count_parameters(shape: ModelShape) -> float:
+    """About how many parameters a model has: those that take part in matrix products."""
+    every_expert = replace(shape, experts_per_token=shape.num_experts)
+    return forward_flops(every_expert, 1) / 2
+
+
+def _on_cpus(shape: ModelShape, parameters: float) -> Choice:
+    if parameters > LARGEST_ON_CPUS:
+        raise ValueError(
+            f"about {parameters / 1e9:.1f} B parameters are too many for CPUs, and no GPU was found here. To "
+            "plan for a cluster add --dry-run; NNODES=… and GPUS_PER_NODE=… say which"
+        )
+    if not shape.is_moe:
+        return Choice(RECIPES / "small_dense_cpu.yaml", 1, ())
+    if not shape.is_recurrent:
+        raise ValueError(
+            f"there is no recipe for {shape.family} on CPUs; write one (examples/recipes/ has the others) "
+            "and give it to `bash tools/ibpo.sh train --config FILE`"
+        )
+    recipe = RECIPES / "tiny_qwen3_next_ibpo.yaml"
+    two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
+    if not check_layout(shape, two, world_size=2):
+        return Choice(recipe, 2, ())  # the recipe's own
+    return Choice(recipe, 1, _flags(tensor=1, expert=1))
+
+
+def _layouts(shape: ModelShape, devices: Devices) -> Iterator[tuple[str, ...]]:
+    """Layouts to try, in order."""
+    per_node = devices.gpus_per_node
+    heads = shape.num_key_value_heads
+    tensor_sizes = [size for size in (1, 2, 4, 8) if per_node % size == 0 and heads % size == 0]
+    if not shape.is_moe:
+        yield from (_flags(tensor=size, engine=size) for size in tensor_sizes)
+        return
+    stages = [size for size in (1, 2, 4, 8) if devices.nodes % size == 0]
+    yield from (
+        _flags(tensor=tensor, expert=per_node, pipeline=pipeline, engine=per_node)
+        for pipeline in stages
+        for tensor in tensor_sizes[:2]
+    )
+
+
+def _flags(*, tensor: int, expert: int = 1, pipeline: int = 1, engine: int = 1) -> tuple[str, ...]:
+    return (
+        "--tensor-model-parallel-size", str(tensor),
+        "--expert-model-parallel-size", str(expert),
+        "--pipeline-model-parallel-size", str(pipeline),
+        "--sequence-parallel" if tensor > 1 else "--no-sequence-parallel",
+        "--rollout-num-gpus-per-engine", str(engine),
+    )  # fmt: skip
+
+
+def find_devices(nodes: int | None, gpus_per_node: int | None, *, planning: bool, large: bool) -> Devices:
+    """What the user named, else what this machine has. To plan for a large model no device is needed: it gets
+    the cluster that its recipe is written for."""
+    memories = _gpu_memories()
+    found, memory = len(memories), min(memories, default=80.0)
+    if planning and large and not found:
+        return Devices(nodes or CLUSTER[0], CLUSTER[1] if gpus_per_node is None else gpus_per_node, memory)
+    return Devices(nodes or 1, found if gpus_per_node is None else gpus_per_node, memory)
+
+
+def _gpu_memories() -> list[float]:
+    """GiB of each GPU of this machine that CUDA_VISIBLE_DEVICES leaves. nvidia-smi answers before torch would
+    be imported."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    memories = [float(line) / 1024 for line in done.stdout.splitlines()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return memories if visible is None else memories[: len([gpu for gpu in visible.split(",") if gpu])]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 after saying why nothing was chosen."""
+    parser = argparse.ArgumentParser(prog="megatron_ibpo.choice", description=__doc__)
+    parser.add_argument("--hf-checkpoint", type=Path, required=True)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--gpus-per-node", type=int)
+    parser.add_argument("flags", nargs="*", help="of the training run, after --")
+    known = parser.parse_args(argv)
+    try:
+        large = count_parameters(read_hf_config(known.hf_checkpoint)) > LARGEST_ON_CPUS
+        planning = "--dry-run" in known.flags
+        devices = find_devices(known.nodes, known.gpus_per_node, planning=planning, large=large)
+        choice = choose(known.hf_checkpoint, devices, known.flags)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    layout = " ".join(choice.layout) or "the recipe's own"
+    trainers = devices.nodes * choice.trainers_per_node
+    print(
+        f"{known.hf_checkpoint.name} on {devices}:\n"
+        f"  recipe  {choice.recipe}\n"
+        "          (any key of it is a flag, --config FILE adds another recipe)\n"
+        f"  layout  {counted(trainers, 'trainer')}, {layout}\n"
+        "          (flags of yours win; NNODES and GPUS_PER_NODE name other devices)",
+        file=sys.stderr,
+    )
+    print(choice.recipe, devices.nodes, choice.trainers_per_node, *choice.layout, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

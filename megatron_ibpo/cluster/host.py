@@ -1,0 +1,189 @@
+"""The one kind of Ray actor there is: a process that builds an object of ours and runs its methods."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+__all__ = ["Host", "ProcessDiedError", "Where", "awaited", "gather", "result"]
+
+GRACE_S = 5.0
+"""After the first failure of several processes: what the others have to fail too, for the better message."""
+
+
+class ProcessDiedError(RuntimeError):
+    """A process of the run ended, or did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a process runs."""
+
+    address: str
+    gpus: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES names those that Ray gave it."""
+
+
+class _Process:
+    """Runs inside the actor."""
+
+    def __init__(self, name: str, environment: Mapping[str, str], paths: Sequence[str]) -> None:
+        os.environ.update(environment)
+        sys.path += [path for path in paths if path not in sys.path]
+        self._name = name
+        self._built: Any = None
+
+    def where(self) -> Where:
+        address = ray.util.get_node_ip_address()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Where(address, tuple(gpu for gpu in visible.split(",") if gpu))
+
+    def free_port(self) -> int:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> None:
+        os.environ.update(environment)
+        module, _, name = factory.partition(":")
+        self._built = getattr(importlib.import_module(module), name)(*arguments)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._built, method)(*arguments, **named)
+
+
+class Host:
+    """A process of the run, as the driver holds it."""
+
+    def __init__(
+        self,
+        name: str,
+        group: PlacementGroup,
+        bundle: int,
+        *,
+        gpus: int,
+        threads: int = 1,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start it, without waiting.
+
+        Args:
+            name: for messages, such as "trainer 3".
+            bundle: of the placement group that it lives in.
+            gpus: of the bundle's, that are its own.
+            threads: calls that it runs at the same time. With 1 they run in its main thread.
+        """
+        self.name = name
+        self.built: Any = None
+        self._actor: Any = (
+            ray.remote(_Process)
+            .options(
+                num_cpus=0,
+                num_gpus=gpus,
+                max_concurrency=threads,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            )
+            .remote(name, dict(environment), [path or os.getcwd() for path in sys.path])
+        )
+
+    def where(self) -> Any:
+        return self._actor.where.remote()
+
+    def free_port(self) -> Any:
+        return self._actor.free_port.remote()
+
+    def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> Any:
+        """Let it make its object: `factory` is module:name. Returns what to wait for, which `built` keeps."""
+        self.built = self._actor.build.remote(factory, dict(environment), *arguments)
+        return self.built
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Let its object run a method. Returns what to wait for."""
+        return self._actor.call.remote(method, *arguments, **named)
+
+    def kill(self) -> None:
+        with suppress(Exception):  # whatever is wrong with it, it is to go
+            ray.kill(self._actor)
+
+
+def result(answer: Any, who: str, timeout: float | None = None) -> Any:
+    """What a call gave.
+
+    Raises:
+        ProcessDiedError: its process ended, or there was no answer within `timeout` seconds.
+        the exception that the call raised in its process.
+    """
+    try:
+        return ray.get(answer, timeout=timeout)
+    except (RayTaskError, RayActorError) as error:
+        raise plain(error, who) from None
+    except GetTimeoutError:
+        raise ProcessDiedError(f"{who} did not answer within {timeout:g} seconds") from None
+
+
+async def awaited(answer: Any, who: str) -> Any:
+    """`result` for asyncio, without a time-out."""
+    try:
+        return await answer
+    except (RayTaskError, RayActorError) as error:
+        raise plain(error, who) from None
+
+
+def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
+    """The exception that the process raised, or that says that it ended, without Ray's wrapping."""
+    if isinstance(error, RayActorError):
+        return ProcessDiedError(f"{who} has ended: {_first_line(error)}")
+    return error.cause if isinstance(error.cause, Exception) else error
+
+
+def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:
+    """What calls gave that work together, in order.
+
+    When one fails the others may be waiting for it for good: the first failure is raised, after a moment in
+    which a better one may show itself (an exception says more than a process that ended over it).
+    """
+    waiting = list(answers)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
+        if not done:
+            late = ", ".join(who[answers.index(answer)] for answer in waiting)
+            raise ProcessDiedError(f"{late} did not answer within {timeout:g} seconds")
+        if _failed(done[0]):
+            more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
+            _raise_first([answer for answer in [*done, *more] if _failed(answer)], answers, who)
+    return ray.get(list(answers))
+
+
+def _failed(answer: Any) -> bool:
+    try:
+        ray.get(answer, timeout=0)
+    except GetTimeoutError:
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[str]) -> None:
+    errors = []
+    for answer in failed:
+        try:
+            result(answer, who[answers.index(answer)])
+        except Exception as error:
+            errors.append(error)
+    raise next((error for error in errors if not isinstance(error, ProcessDiedError)), errors[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,185 @@
+"""Which process runs on which node and which GPUs: planned before anything starts, then reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Engines", "Node", "Placement", "PlacementError", "Slot", "plan_placement"]
+
+
+class PlacementError(ValueError):
+    """The cluster has not what the run asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster, with what is free on it."""
+
+    node_id: str
+    address: str
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One process: the index of its node, and how many GPUs are reserved for it there."""
+
+    node: int
+    gpus: int
+    """0 on CPUs, for an engine on the trainers' GPUs, and for one that spans nodes: vLLM's own Ray back end
+    reserves those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines that are asked for."""
+
+    tensor_parallel_size: int
+    """GPUs (or CPU workers) of one engine."""
+    colocate: bool
+    """They share the trainers' GPUs."""
+    num_gpus: int | None = None
+    """Of all engines together, where they have GPUs of their own; None: as many as there are trainers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every process of a run is."""
+
+    nodes: list[Node]
+    trainers: list[Slot]
+    """By rank. Consecutive ranks lie on one node."""
+    engines: list[Slot]
+    partners: list[tuple[int, ...]]
+    """The trainer ranks whose GPUs an engine shares; empty for engines with their own. On CPUs they are the
+    ranks that an engine is next to."""
+    colocated: bool
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(node, trainers, engines) for people to read."""
+        rows = []
+        for index, node in enumerate(self.nodes):
+            ranks = [rank for rank, slot in enumerate(self.trainers) if slot.node == index]
+            engines = [number for number, slot in enumerate(self.engines) if slot.node == index]
+            rows.append((node.address, _ranges(ranks), _ranges(engines)))
+        return rows
+
+    @property
+    def owners(self) -> list[int]:
+        """Of each engine, the trainer rank that speaks with it during a weight update."""
+        return [
+            partners[0] if partners else number % len(self.trainers)
+            for number, partners in enumerate(self.partners)
+        ]
+
+
+def plan_placement(
+    nodes: Sequence[Node], *, num_trainers: int, engines: Engines | None, on_gpu: bool
+) -> Placement:
+    """Trainers node by node, then engines: colocated ones on the GPUs of consecutive trainers, others on what
+    the trainers leave, nodes without trainers first.
+
+    Args:
+        nodes: that the run may use, the driver's first.
+        engines: None for a run without any (recorded rollouts are replayed).
+        on_gpu: every trainer takes one GPU, every engine its tensor-parallel size; otherwise each process
+            takes one CPU.
+
+    Raises:
+        PlacementError: with what is missing, what there is, and what to change.
+    """
+    nodes = sorted(nodes, key=lambda node: -(node.gpus if on_gpu else 0))  # stable: the driver's stays first
+    free = [node.gpus if on_gpu else node.cpus for node in nodes]
+    trainers = _fill(free, num_trainers, "GPUs" if on_gpu else "CPUs", nodes, on_gpu)
+    if engines is None:
+        return Placement(nodes, trainers, [], [], colocated=False)
+    if engines.colocate:
+        return _colocated(nodes, trainers, engines, on_gpu)
+    return _apart(nodes, trainers, free, engines, on_gpu)
+
+
+def _fill(free: list[int], count: int, unit: str, nodes: Sequence[Node], on_gpu: bool) -> list[Slot]:
+    if count > sum(free):
+        raise PlacementError(
+            f"--num-trainers {count}: the cluster has {sum(free)} {unit} ({_described(nodes, on_gpu)}); add "
+            "nodes, or take a smaller layout"
+        )
+    slots: list[Slot] = []
+    for index in range(len(nodes)):
+        taken = min(free[index], count - len(slots))
+        slots += [Slot(index, 1 if on_gpu else 0)] * taken
+        free[index] -= taken
+    return slots
+
+
+def _colocated(nodes: Sequence[Node], trainers: Sequence[Slot], engines: Engines, on_gpu: bool) -> Placement:
+    size = engines.tensor_parallel_size
+    places, partners = [], []
+    for first in range(0, len(trainers), size):
+        ranks = tuple(range(first, first + size))
+        if ranks[-1] >= len(trainers) or len({trainers[rank].node for rank in ranks}) > 1:
+            raise PlacementError(
+                f"--rollout-num-gpus-per-engine {size}: a colocated engine lies within one node, and that "
+                f"does not divide its trainers ({_trainers_by_node(nodes, trainers)})"
+            )
+        places.append(Slot(trainers[first].node, 0))
+        partners.append(ranks)
+    return Placement(list(nodes), list(trainers), places, partners, colocated=True)
+
+
+def _apart(
+    nodes: Sequence[Node], trainers: Sequence[Slot], free: list[int], engines: Engines, on_gpu: bool
+) -> Placement:
+    size = engines.tensor_parallel_size
+    total = engines.num_gpus or len(trainers)
+    if total % size:
+        raise PlacementError(
+            f"--rollout-num-gpus {total}: is no multiple of --rollout-num-gpus-per-engine {size}"
+        )
+    with_trainers = {slot.node for slot in trainers}
+    order = sorted(range(len(nodes)), key=lambda index: index in with_trainers)
+    step = size if on_gpu else 1
+    places: list[Slot] = []
+    if on_gpu and size > max(node.gpus for node in nodes):
+        while sum(free) >= size and len(places) < total // size:
+            places.append(Slot(next(index for index in order if free[index]), 0))
+            _take(free, order, size)
+    for index in order:
+        while free[index] >= step and len(places) < total // size:
+            places.append(Slot(index, size if on_gpu else 0))
+            free[index] -= step
+    if len(places) < total // size:
+        unit = "GPUs" if on_gpu else "CPUs"
+        raise PlacementError(
+            f"--no-colocate --rollout-num-gpus {total}: alongside {len(trainers)} trainers there is room for "
+            f"{len(places)} of {total // size} engines of {step} {unit} each "
+            f"({_described(nodes, on_gpu)}); add nodes, ask for fewer, or drop --no-colocate"
+        )
+    return Placement(list(nodes), list(trainers), places, [()] * len(places), colocated=False)
+
+
+def _take(free: list[int], order: Sequence[int], count: int) -> None:
+    for index in order:
+        taken = min(free[index], count)
+        free[index] -= taken
+        count -= taken
+
+
+def _described(nodes: Sequence[Node], on_gpu: bool) -> str:
+    return ", ".join(f"{node.address}: {node.gpus if on_gpu else node.cpus}" for node in nodes)
+
+
+def _trainers_by_node(nodes: Sequence[Node], trainers: Sequence[Slot]) -> str:
+    counts = [sum(slot.node == index for slot in trainers) for index in range(len(nodes))]
+    return ", ".join(f"{node.address}: {count}" for node, count in zip(nodes, counts, strict=True) if count)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """3, 4, 5 as 3-5; nothing as –."""
+    if not numbers:
+        return "–"
+    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers))

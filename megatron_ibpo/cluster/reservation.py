@@ -1,0 +1,58 @@
+"""The nodes that Ray knows, and a placement reserved on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from megatron_ibpo.cluster.placement import Node, Placement, PlacementError
+
+__all__ = ["cluster_nodes", "reserved"]
+
+RESERVE_TIMEOUT_S = 30.0
+"""What is free is reserved in well under a second; what others hold may stay theirs for hours."""
+
+
+def cluster_nodes() -> list[Node]:
+    """The living nodes of the cluster, the driver's first."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [
+        Node(
+            found["NodeID"],
+            found["NodeManagerAddress"],
+            int(found["Resources"].get("CPU", 0)),
+            int(found["Resources"].get("GPU", 0)),
+        )
+        for found in ray.nodes()
+        if found["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: node.node_id != own)
+
+
+@contextmanager
+def reserved(placement: Placement) -> Iterator[PlacementGroup]:
+    """All of a placement or nothing, given back on the way out. Bundle r is trainer rank r's; engines that do
+    not share the trainers' have the bundles after those.
+
+    Raises:
+        PlacementError: something else in the cluster holds what is to be reserved.
+    """
+    slots = placement.trainers + ([] if placement.colocated else placement.engines)
+    bundles = [{"CPU": 1.0} | ({"GPU": float(slot.gpus)} if slot.gpus else {}) for slot in slots]
+    labels = [{"ray.io/node-id": placement.nodes[slot.node].node_id} for slot in slots]
+    group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+    try:
+        if not group.wait(RESERVE_TIMEOUT_S):
+            free = {
+                name: value for name, value in ray.available_resources().items() if name in ("CPU", "GPU")
+            }
+            raise PlacementError(
+                f"the cluster has enough for {len(placement.trainers)} trainers and {len(placement.engines)} "
+                f"engines, but others hold them (free: {free or 'nothing'}); end those, or wait for them"
+            )
+        yield group
+    finally:
+        remove_placement_group(group)

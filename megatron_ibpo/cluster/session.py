@@ -1,0 +1,187 @@
+"""Ray for the length of a run: one of its own on this machine, or a place in a cluster that exists.
+
+A Ray of the run's own listens on the loopback interface only, keeps its files in a temporary directory and
+leaves nothing behind, however the run ends: a small process waits for the end of the driver, kills what is
+left of that Ray and removes its directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["QUIET", "ClusterError", "answers", "open_ray", "swept"]
+
+SWEEP_TIMEOUT_S = 15.0
+"""For the process that clears up, once Ray itself has been told to stop."""
+OBJECT_STORE_BYTES = 1024**3
+"""Of a Ray of the run's own. It holds what is on its way between processes, the packed arrays of a step above
+all: 16 bytes for each token of 67 million."""
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without GPUs of Ray's may be given some by us
+    "RAY_SCHEDULER_EVENTS": "0",
+}
+LOOPBACK = "127.0.0.2"
+"""Ray replaces 127.0.0.1 by an address that others reach; this one is as local and is left alone."""
+
+
+CONNECT_TIMEOUT_S = 10.0
+NO_CLUSTER = (
+    "start a cluster with `ray start --head`, or leave out --ray-address and RAY_ADDRESS for a Ray of the "
+    "run's own"
+)
+
+
+class ClusterError(ValueError):
+    """Ray cannot be started or joined, or it has not what the run needs."""
+
+
+@contextmanager
+def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | None = None) -> Iterator[None]:
+    """Connect this process to Ray, and disconnect it on the way out.
+
+    Args:
+        address: of an existing cluster (host:port, or "auto" for the one on this machine); None starts one.
+        num_cpus: processes that a Ray of the run's own may hold at once. They share the processors.
+        object_store_bytes: shared memory of a Ray of the run's own.
+
+    Raises:
+        ClusterError: there is no such cluster, it runs another version of Ray or Python, or Ray does not
+            start.
+    """
+    os.environ |= QUIET
+    if address is not None:
+        _connect(address)
+        try:
+            yield
+        finally:
+            _disconnect()
+        return
+    # Not below the run's directory: the path of a socket in it may have 107 bytes at most.
+    directory = Path(tempfile.mkdtemp(prefix="ibpo-ray-"))
+    with swept(directory):
+        try:
+            _start(directory, num_cpus, object_store_bytes or OBJECT_STORE_BYTES)
+            yield
+        finally:
+            _disconnect()
+
+
+def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
+    import ray
+
+    room = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    if room < object_store_bytes:
+        raise ClusterError(
+            f"--object-store-bytes: /dev/shm has {room / 1024**2:.0f} MiB free and Ray is to take "
+            f"{object_store_bytes / 1024**2:.0f} MiB of it; enlarge it (docker: --shm-size), or ask for less"
+        )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(directory),
+        )
+    except Exception as error:
+        raise ClusterError(f"Ray does not start on this machine: {error}") from error
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit() and not answers(host, int(port), CONNECT_TIMEOUT_S):  # Ray would try for minutes
+        raise ClusterError(f"--ray-address {address}: nothing answers there; {NO_CLUSTER}")
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        text = str(error)
+        if "ersion mismatch" in text:
+            raise ClusterError(
+                f"--ray-address {address}: that cluster runs other versions than this process, which has Ray "
+                f"{ray.__version__}: {text.splitlines()[0]} Start both from the same environment"
+            ) from error
+        raise ClusterError(f"--ray-address {address}: {text.splitlines()[0]}; {NO_CLUSTER}") from error
+
+
+def answers(host: str, port: int, timeout: float) -> bool:
+    """Whether something listens there."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout):
+            return True
+    except OSError:
+        return False
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+# ------------------------------------------------------------------------------------------ clearing up
+
+SWEEP = """
+import os, shutil, signal, sys, time
+directory, spared = sys.argv[1], {int(sys.argv[2]), os.getpid()}
+sys.stdin.read()  # until the driver has closed it, or is no more
+def held(pid):
+    try:
+        files = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+        command = open(f"/proc/{pid}/cmdline").read()
+    except OSError:
+        return False
+    return directory in command or any(file.startswith(directory) for file in files)
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline:
+    left = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in spared and held(pid)]
+    if not left:
+        break
+    for pid in left:
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except OSError:
+            pass
+    time.sleep(0.1)
+shutil.rmtree(directory, ignore_errors=True)
+"""
+"""Ends what still uses the directory of a Ray whose driver is gone. After an orderly end that is nothing;
+after a kill Ray's own agents would stay."""
+
+
+@contextmanager
+def swept(directory: Path) -> Iterator[None]:
+    """`directory`, and what still uses it, are gone when this block or this process has ended."""
+    sweeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", SWEEP, str(directory), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C is not for it
+    )
+    assert sweeper.stdin is not None
+    try:
+        yield
+    finally:
+        sweeper.stdin.close()
+        try:
+            sweeper.wait(SWEEP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            sweeper.kill()
+            shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,90 @@
+"""The trainers: one process for each rank of Megatron's world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from megatron_ibpo.cluster.host import Host, gather, result
+from megatron_ibpo.cluster.placement import Placement
+
+__all__ = ["Trainers"]
+
+START_TIMEOUT_S = 300.0
+"""For a process to come up, before it imports anything large."""
+FACTORY = "megatron_ibpo.policy.rank:TrainerRank"
+
+
+class Trainers:
+    """All trainer ranks, as the driver holds them. What one of them raises is raised here."""
+
+    def __init__(self, group: PlacementGroup, placement: Placement) -> None:
+        """Start the processes, without waiting."""
+        environment = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores of a node
+            # Megatron's overlap of communication under TP asks for it
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        }
+        self._slots = placement.trainers
+        self.hosts = [
+            Host(f"trainer {rank}", group, rank, gpus=slot.gpus, environment=environment)
+            for rank, slot in enumerate(placement.trainers)
+        ]
+
+    def build(self, *arguments: Any) -> list[Any]:
+        """Let every rank build its part of the model; returns what `wait` takes.
+
+        Raises:
+            ProcessDiedError: a process did not start.
+        """
+        self.places = gather([host.where() for host in self.hosts], self._names, START_TIMEOUT_S)
+        address = self.places[0].address
+        port = result(self.hosts[0].free_port(), "trainer 0", START_TIMEOUT_S)
+        world = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        return [
+            host.build(FACTORY, world | self._local(rank), *arguments) for rank, host in enumerate(self.hosts)
+        ]
+
+    def wait(self, answers: Sequence[Any]) -> list[Any]:
+        """What calls of all ranks gave, by rank."""
+        return gather(answers, self._names)
+
+    def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Let every rank run `method` with its own arguments; returns what `wait` takes."""
+        return [host.call(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What `method` gives on every rank, called with its own arguments."""
+        return self.wait(self.start(method, arguments))
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` gives on every rank, called with the same arguments."""
+        return self.each(method, [arguments] * len(self.hosts))
+
+    def share(self, value: Any) -> Any:
+        """An argument that several ranks get: it is sent to each node once."""
+        return ray.put(value)
+
+    def gpus(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Of these ranks, as CUDA_VISIBLE_DEVICES names them."""
+        return tuple(gpu for rank in ranks for gpu in self.places[rank].gpus)
+
+    def close(self) -> None:
+        """End the processes at once: what is to be kept has been saved."""
+        for host in self.hosts:
+            host.kill()
+
+    @property
+    def _names(self) -> list[str]:
+        return [host.name for host in self.hosts]
+
+    def _local(self, rank: int) -> dict[str, str]:
+        """What torchrun tells a rank of its node. A rank sees the one GPU that Ray gave it, as number 0."""
+        node = self._slots[rank].node
+        peers = [other for other, slot in enumerate(self._slots) if slot.node == node]
+        local = 0 if self._slots[rank].gpus else peers.index(rank)
+        return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(peers))}

@@ -1,0 +1,52 @@
+"""What a run is told: fields with range and reason, flags, recipes, presets, and what cannot work."""
+
+from megatron_ibpo.config.checks import check_algorithm, check_config
+from megatron_ibpo.config.errors import ConfigError
+from megatron_ibpo.config.fields import (
+    AlgorithmConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megatron_ibpo.config.flags import parse_config
+from megatron_ibpo.config.hooks import is_import_path, load_hook
+from megatron_ibpo.config.names import nearest
+from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, user_directory
+from megatron_ibpo.config.presets import PRESETS
+from megatron_ibpo.config.ranges import named_values
+from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
+
+__all__ = [
+    "PRESETS",
+    "AlgorithmConfig",
+    "ClusterConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "check_algorithm",
+    "check_config",
+    "config_yaml",
+    "is_import_path",
+    "load_hook",
+    "named_values",
+    "nearest",
+    "parse_config",
+    "path_in_recipe",
+    "path_of_user",
+    "read_yaml",
+    "searched",
+    "user_directory",
+    "write_config",
+]

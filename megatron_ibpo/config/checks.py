@@ -1,0 +1,207 @@
+"""What cannot work, as far as that shows without a model, data or another room's registry."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+
+from megatron_ibpo.config.entries import ENTRIES, flag
+from megatron_ibpo.config.errors import ConfigError
+from megatron_ibpo.config.fields import AlgorithmConfig, Config
+from megatron_ibpo.config.hooks import is_import_path
+from megatron_ibpo.config.paths import searched
+from megatron_ibpo.config.presets import PRESETS, unknown_preset
+
+__all__ = ["check_algorithm", "check_config"]
+
+
+def check_config(config: Config, rooms: Iterable[Callable[[Config], object]] = ()) -> None:
+    """Refuse what cannot work.
+
+    Args:
+        rooms: checks of those who know more, such as which loss variants there are; each raises ValueError
+            with a line for every problem.
+
+    Raises:
+        ConfigError: with all problems at once, each naming its flag.
+    """
+    problems = [*_out_of_range(config), *_missing_inputs(config), *_contradictions(config)]
+    problems += _algorithm_problems(config.algorithm, config.data.reward_threshold)
+    for check in rooms:
+        try:
+            check(config)
+        except ValueError as error:
+            problems += str(error).splitlines()
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(
+            f"{count} in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
+        )
+
+
+def check_algorithm(algorithm: AlgorithmConfig, reward_threshold: float = 1.0) -> None:
+    """Refuse settings under which credit would not mean what it says.
+
+    Args:
+        reward_threshold: the smallest reward of a correct response (--reward-threshold); a wrong one, with
+            reward 0 and the whole bonus, must stay below it (ibpo steps 2 and 8).
+
+    Raises:
+        ConfigError: with every problem, each naming its flag.
+    """
+    ranges = _out_of_range(Config(algorithm=algorithm))
+    if problems := [*ranges, *_algorithm_problems(algorithm, reward_threshold)]:
+        raise ConfigError("\n".join(problems))
+
+
+def _out_of_range(config: Config) -> list[str]:
+    """Each field by itself."""
+    return [
+        f"{flag(entry.name)}: must be {allowed.rule}, is {value}"
+        for entry in ENTRIES.values()
+        for allowed in entry.ranges
+        if (value := entry.get(config)) is not None and not allowed.holds(value)
+    ]
+
+
+def _missing_inputs(config: Config) -> list[str]:
+    """What has to be named or to exist; a dry run needs the model only."""
+    run, data = config.run, config.data
+    problems = []
+    if config.model.hf_checkpoint is None:
+        problems.append("--hf-checkpoint: required, a directory in Hugging Face format")
+    for name in ("hf_checkpoint", "ref_load", "load", "load_debug_rollout_data"):
+        path = ENTRIES[name].get(config)
+        if path is not None and not path.is_dir():
+            problems.append(f"{flag(name)}: {path} is not a directory{searched(path)}")
+    if run.use_wandb and importlib.util.find_spec("wandb") is None:
+        problems.append("--use-wandb: the package wandb is not installed; pip install wandb")
+    if run.dry_run or run.load_debug_rollout_data is not None:
+        return problems
+    if data.prompt_data is None:
+        problems.append(
+            "--prompt-data: required, PATH.jsonl, a generated task such as reasoning_gym://chain_sum, or "
+            "import://package.module:function"
+        )
+    if run.eval_num_prompts > 0 and data.eval_prompt_data is None:
+        problems.append(
+            "--eval-prompt-data: required for evaluation; --eval-num-prompts 0 turns evaluation off"
+        )
+    return problems
+
+
+def _contradictions(config: Config) -> list[str]:
+    """Fields that are fine alone and not together."""
+    rollout, loss, run = config.rollout, config.loss, config.run
+    problems = []
+    if loss.num_steps_per_rollout >= 1 and rollout.rollout_batch_size % loss.num_steps_per_rollout:
+        problems.append(
+            f"--num-steps-per-rollout: {loss.num_steps_per_rollout} mini-batches of whole prompts cannot be "
+            f"made equally from --rollout-batch-size {rollout.rollout_batch_size}"
+        )
+    advantages = config.algorithm.advantages
+    if rollout.n_samples_per_prompt == 1 and advantages != "critic" and not is_import_path(advantages):
+        problems.append(
+            "--n-samples-per-prompt: 1 leaves nothing to compare; at least 2, or --advantages critic"
+        )
+    if run.eval_compare_and_correct and run.n_samples_per_eval_prompt < config.algorithm.ibpo_k:
+        problems.append(
+            f"--eval-compare-and-correct: shows --ibpo-k {config.algorithm.ibpo_k} samples of a prompt, and "
+            f"--n-samples-per-eval-prompt is {run.n_samples_per_eval_prompt}"
+        )
+    context = rollout.rollout_max_context_len
+    if context is not None and context <= rollout.rollout_max_response_len:
+        problems.append(
+            f"--rollout-max-context-len: {context} leaves no room for a prompt next to "
+            f"--rollout-max-response-len {rollout.rollout_max_response_len}"
+        )
+    if rollout.rollout_num_gpus is not None and rollout.colocate:
+        problems.append(
+            "--rollout-num-gpus: only engines with GPUs of their own count them; add --no-colocate"
+        )
+    if config.model.ref_load is not None and loss.kl_coef == 0:
+        problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
+    schedule = config.optimizer
+    if run.budget is not None and (schedule.lr_decay_style != "constant" or schedule.lr_warmup_fraction > 0):
+        problems.append(
+            "--budget: how many steps it allows is not known beforehand, so the learning rate can follow no "
+            "schedule; use --lr-decay-style constant --lr-warmup-fraction 0"
+        )
+    if run.debug_rollout_only and run.load_debug_rollout_data is not None:
+        problems.append("--debug-rollout-only: cannot be combined with --load-debug-rollout-data")
+    return problems
+
+
+def _algorithm_problems(algorithm: AlgorithmConfig, reward_threshold: float) -> list[str]:
+    name = algorithm.advantage_estimator
+    unknown = [] if name in PRESETS else [unknown_preset(name)]
+    rules = [*_bonus_rules(algorithm, reward_threshold), *_prerequisites(algorithm)]
+    return [*unknown, *(problem for holds, problem in rules if not holds)]
+
+
+_Rule = tuple[bool, str]
+
+_KNOWN_BONUS = ("compare-and-correct", "span-masking")
+"""Operators whose φ is β or 0."""
+
+
+def _bonus_rules(algorithm: AlgorithmConfig, reward_threshold: float) -> list[_Rule]:
+    """A wrong response, however near, is worth less than a correct one."""
+    # φ is β, or a share that may come to 1
+    is_beta = algorithm.ibpo_variant != "ratio" and algorithm.ibpo_operator in _KNOWN_BONUS
+    bonus = algorithm.ibpo_lambda * (algorithm.ibpo_beta if is_beta else 1.0)
+    factor = f"--ibpo-beta {algorithm.ibpo_beta}" if is_beta else "a share of up to 1"
+    product = f"--ibpo-lambda {algorithm.ibpo_lambda} times {factor}"
+    return [
+        (
+            not bonus >= 1,
+            f"{product} is {bonus:g}: λΔ must stay below 1, or a corrected wrong response is worth a correct "
+            "one",
+        ),
+        (
+            bonus >= 1 or not bonus >= reward_threshold,
+            f"{product} is {bonus:g}: a wrong response with that bonus reaches the smallest correct reward, "
+            f"--reward-threshold {reward_threshold:g}; lower λ or β",
+        ),
+    ]
+
+
+def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
+    """What a setting needs along with it."""
+    operator = algorithm.ibpo_operator
+    own = is_import_path(operator)  # may do all that an operator can
+    corrects = own or (operator == "compare-and-correct" and algorithm.ibpo_corrections != 0)
+    judges = corrects or operator == "agreement"
+    needs = "needs corrections: --ibpo-operator compare-and-correct and --ibpo-corrections of at least 1"
+    return [
+        (
+            judges or not algorithm.ibpo_lambda > 0,
+            f"--ibpo-lambda {algorithm.ibpo_lambda}: without corrections there is nothing to shape rewards "
+            "with; set --ibpo-corrections or --ibpo-lambda 0",
+        ),
+        (corrects or not algorithm.ibpo_joint, f"--ibpo-joint {needs}"),
+        (corrects or algorithm.ibpo_variant != "ratio", f"--ibpo-variant ratio {needs}"),
+        (
+            judges or algorithm.ibpo_variant != "mask",
+            f"--ibpo-variant mask {needs}, or --ibpo-operator agreement",
+        ),
+        (
+            not algorithm.ibpo_mask_insertions or (corrects and algorithm.ibpo_variant == "mask"),
+            "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask and corrections",
+        ),
+        (
+            not algorithm.ciw_inverted or operator == "span-masking",
+            "--ciw-inverted turns the importance of steps round: it needs --ibpo-operator span-masking",
+        ),
+        (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
+        (
+            algorithm.ibpo_correction_group != "pair" or algorithm.ibpo_corrections >= 2,
+            "--ibpo-correction-group pair compares the corrections of a pair: it needs --ibpo-corrections of "
+            "at least 2",
+        ),
+        (
+            not algorithm.ibpo_rewrite_penalty > 0 or algorithm.ibpo_joint,
+            "--ibpo-rewrite-penalty acts on the rewards of corrections in the joint loss: it needs "
+            "--ibpo-joint",
+        ),
+    ]

@@ -1,0 +1,70 @@
+"""The fields of all sections by their own names, which are unique: what flags, recipes and checks go by."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from megatron_ibpo.config.fields import Config
+from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user
+from megatron_ibpo.config.ranges import NAMED_VALUES, Range
+
+__all__ = ["ENTRIES", "Entry", "flag"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One field of one section."""
+
+    name: str
+    section: str
+    type: Any
+    ranges: tuple[Range, ...]
+    kind: Kind | None
+    """None also of fields whose type says whether they hold a path."""
+
+    def get(self, config: Config) -> Any:
+        return getattr(getattr(config, self.section), self.name)
+
+    def put(self, config: Config, value: Any) -> None:
+        setattr(getattr(config, self.section), self.name, value)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether it holds "name=value" settings, of which a later one adds to earlier ones."""
+        return NAMED_VALUES in self.ranges
+
+    def located(self, value: Any, *, in_recipe: bool) -> Any:
+        """`value` with an absolute path where it is one; what is no path is returned as it is."""
+        is_url = self.kind is Kind.FILE_OR_URL and "://" in str(value)
+        if value is None or is_url or not (self.kind or isinstance(value, Path)):
+            return value
+        locate = path_in_recipe if in_recipe and self.kind is not Kind.WRITTEN else path_of_user
+        return type(value)(locate(value))
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _entry(name: str, section: str, hint: Any) -> Entry:
+    plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    ranges = tuple(extra for extra in extras if isinstance(extra, Range))
+    kinds = [extra for extra in extras if isinstance(extra, Kind)]
+    return Entry(name, section, plain, ranges, kinds[0] if kinds else None)
+
+
+def _entries() -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for section, kind in typing.get_type_hints(Config).items():
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            if name in entries:
+                raise AssertionError(f"two configuration fields are called {name}")
+            entries[name] = _entry(name, section, hint)
+    return entries
+
+
+ENTRIES = _entries()

@@ -1,0 +1,417 @@
+"""Every knob of a run: typed, with its range, its unit and the reason for its default.
+
+The dataclasses are the one source of flags (`--tensor-model-parallel-size 2`), of recipe keys (YAML, same
+names) and of `--print-config`. Spelling follows Megatron-LM where it has the flag, and otherwise what users
+of Megatron-based RL systems type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import UseAppendAction
+
+from megatron_ibpo.config.paths import Kind
+from megatron_ibpo.config.ranges import (
+    BELOW_1,
+    NAMED_VALUES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    UNIT,
+    above,
+    at_least,
+    each,
+    only,
+    or_word,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RolloutConfig",
+    "RunConfig",
+]
+
+
+@dataclass
+class ModelConfig:
+    """The policy and how it is computed."""
+
+    hf_checkpoint: Path | None = None
+    """Directory in Hugging Face format: config.json, safetensors, tokenizer. Required."""
+    ref_load: Path | None = None
+    """Directory in Hugging Face format of the reference policy of --kl-coef. None: the policy that the run
+    starts from."""
+    bf16: bool = False
+    """Train in bfloat16 with float32 master weights and gradients; otherwise in float32."""
+    max_tokens_per_gpu: Annotated[int, at_least(1)] = 16384
+    """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
+    micro-batch of its own. Bounds activation memory."""
+    recompute_granularity: Literal["none", "full", "selective"] = "none"
+    """Megatron's activation recomputation; "full" for long contexts on GPUs."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Which layers "full" recomputes; Megatron's --recompute-method."""
+    recompute_num_layers: Annotated[int, at_least(1)] = 1
+    """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
+    moe_aux_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Router load-balancing loss. 0: the objective is the policy loss alone."""
+
+
+@dataclass
+class ParallelConfig:
+    """Layout of the trainer over its ranks. Data parallel is what remains of the world size."""
+
+    tensor_model_parallel_size: Annotated[int, at_least(1)] = 1
+    """TP: ranks that share each matrix."""
+    pipeline_model_parallel_size: Annotated[int, at_least(1)] = 1
+    """PP: consecutive groups of layers."""
+    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
+    """Layers of the first pipeline stage, which also holds the embeddings; an even share when None."""
+    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
+    """Layers of the last pipeline stage, which also holds the head; an even share when None."""
+    expert_model_parallel_size: Annotated[int, at_least(1)] = 1
+    """EP: ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: Annotated[int, at_least(1)] = 1
+    """ETP: ranks that share one expert's matrices. 1, since experts are small and EP scales better."""
+    context_parallel_size: Annotated[int, only(1, "context parallel is not built yet")] = 1
+    """CP: ranks that share one sequence. Only 1 is supported."""
+    sequence_parallel: bool = True
+    """Shard activations of norms over TP. On: MoE with TP needs it, and the gated delta net's norm
+    gradient is wrong across TP ranks without it. Has no effect at TP=1."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks (ZeRO-1). For models that do not fit otherwise."""
+    distributed_timeout_minutes: Annotated[float, POSITIVE] = 30.0
+    """Minutes after which a collective gives up. 30: a step's longest forward pass stays far below it."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule. Defaults are the paper's, and the field's where the paper is silent."""
+
+    lr: Annotated[float, POSITIVE] = 5e-7
+    """Peak learning rate (paper: 5e-7)."""
+    critic_lr: Annotated[float, POSITIVE] = 5e-6
+    """Peak learning rate of the critic (--advantages critic); ten times the policy's, as is usual, since its
+    head starts from nothing."""
+    min_lr_ratio: Annotated[float, UNIT] = 0.1
+    """Final learning rate as a share of the peak (paper: 0.1)."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """Paper: cosine."""
+    lr_warmup_fraction: Annotated[float, BELOW_1] = 0.03
+    """Share of all optimizer steps spent in linear warm-up (paper: 3 %)."""
+    adam_beta1: Annotated[float, BELOW_1] = 0.9
+    """Decay of Adam's mean of gradients, per optimizer step. 0.9 as everywhere."""
+    adam_beta2: Annotated[float, BELOW_1] = 0.95
+    """Decay of Adam's mean of squared gradients, per optimizer step. 0.95 as for large language models."""
+    adam_eps: Annotated[float, POSITIVE] = 1e-8
+    """Added to the root of that mean. 1e-8 as in Megatron-LM."""
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    """0: reinforcement learning moves the weights so little that decay would dominate."""
+    clip_grad: Annotated[float, POSITIVE] = 1.0
+    """Largest global gradient norm. 1 as in Megatron-LM."""
+
+
+@dataclass
+class LossConfig:
+    """The policy-gradient loss."""
+
+    loss_variant: str = "gspo"
+    """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
+    dapo, dr-grpo, cispo, sapo, gmpo; or an import path package.module:VARIANT. It owns its parameters: naming
+    another one forgets the clips and --loss-param that were given for the one before."""
+    loss_param: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    """Parameters of the loss variant as name=value, such as sapo's tau_pos=1.2; in a recipe also a mapping.
+    Defaults and ranges stand with the variant."""
+    eps_clip: float | None = None
+    """Lower clip range, the variant's parameter eps_low. Its own when None: 3e-4 for gspo, as the field uses
+    with its length-normalised ratio, .2 for grpo."""
+    eps_clip_high: float | None = None
+    """Upper clip range, the variant's parameter eps_high. When None equal to --eps-clip, or where that is
+    None too the variant's own: 4e-4 for gspo, .2 for grpo, .28 for dapo."""
+    loss_aggregation: Literal["variant", "sequence-mean", "token-mean", "constant"] = "variant"
+    """What a sequence's sum over tokens is divided by: its own length, the mean length of the mini-batch
+    (every token counts the same), or --rollout-max-response-len. "variant" is as it was published."""
+    loss_backend: Literal["auto", "triton", "torch"] = "auto"
+    """What computes the loss. "auto" takes the Triton kernels on GPUs wherever they can be used, else plain
+    torch; the one in use is printed at start."""
+    fuse_lm_head: bool = False
+    """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
+    held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
+    of the LM head's size. Off because its speed on GPUs has not been measured."""
+    kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the KL divergence from the reference policy (--ref-load) in the loss. 0: no reference, as in
+    the paper."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of that divergence from the sampled tokens: -d, d²/2 or e^d - d - 1 of the log-ratio
+    d = log π_ref - log π. "k3" has no bias and is never negative."""
+    value_clip: Annotated[float, POSITIVE] = 0.2
+    """How far the critic's new value may move from its old one before its loss stops following (PPO)."""
+    use_tis: bool = False
+    """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
+    tis_clip: Annotated[float, POSITIVE] = 2.0
+    """Largest such weight."""
+    num_steps_per_rollout: Annotated[int, at_least(1)] = 1
+    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1 nothing is off-policy."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """Credit: from scored responses to advantages. `advantage_estimator` names a preset; the other
+    fields default to what that preset says."""
+
+    advantage_estimator: str = "ibpo"
+    """Preset in `megatron_ibpo.config.PRESETS`: ibpo, ibpo-ratio, ibpo-mask, ibpo-k1, ibpo-shaping-only,
+    ibpo-joint-only, ibpo-rewrite-penalty, gspo, grpo, dapo, ppo, ciw, ciw-inverted, cipo."""
+    ibpo_operator: str = "compare-and-correct"
+    """What compares responses. "compare-and-correct": corrections of wrong ones by the policy (the paper's);
+    "agreement": without any generation, the share of their steps that correct ones of the group have too;
+    "span-masking": for token weights alone, what the probability of a response's answer loses when a step of
+    it is masked (CIW); or an import path package.module:name."""
+    ibpo_variant: Literal["base", "ratio", "mask"] = "base"
+    """How a successful correction is turned into credit: Δ = β; Δ = the share of tokens that it keeps; or
+    Δ = β and a gradient through the tokens that it changes only."""
+    ibpo_mask_insertions: bool = False
+    """In the mask, a token counts as changed too if the correction inserts something after it. Off: a
+    correction that only inserts then leaves a response without gradient, which is counted."""
+    ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
+    """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
+    ibpo_beta: Annotated[float, UNIT] = 0.5
+    """β: Δ of a successful correction that is no rewrite."""
+    ibpo_k: Annotated[int, at_least(1, "the wrong response itself")] = 2
+    """K: solutions compared in one correction prompt, the wrong one included."""
+    ibpo_corrections: Annotated[int, at_least(0)] = 1
+    """M: corrections sampled for each wrong response; 0 turns compare-and-correct off."""
+    ibpo_rewrite_threshold: Annotated[float | Literal["adaptive"], or_word("adaptive", at_least(0))] = 0.6
+    """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
+    2 population standard deviations over the step's corrections."""
+    ibpo_joint: bool = True
+    """Train on the corrections as samples of their own."""
+    ibpo_correction_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Weight of a correction relative to a response in the joint loss."""
+    ibpo_correction_group: Literal["prompt", "pair"] = "prompt"
+    """What a correction's advantage is relative to: all corrections made for its prompt, or those of its own
+    pair (which needs several, --ibpo-corrections)."""
+    ibpo_rewrite_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
+    """ρ: what a correction loses of its own reward in the joint loss if its distance from the response
+    exceeds α. Off in the paper's base variant."""
+    ibpo_strip_thinking: bool = False
+    """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
+    ciw_inverted: bool = False
+    """The control of span-masking: the less a step matters for the answer, the more its tokens weigh."""
+    ciw_placeholder: Literal["pad", "unk"] = "pad"
+    """The token that stands for a masked one; "pad" exists in every tokenizer."""
+    advantages: str = "group"
+    """What a reward is relative to: the mean and spread of its group's rewards ("group"), their mean alone
+    ("group-mean", Dr. GRPO), the mean of the others ("leave-one-out"), token by token what a critic expected
+    ("critic", PPO); or an import path package.module:name."""
+    group_filter: str | None = None
+    """Import path package.module:name of a function that says of a scored group whether to train on it; all
+    groups are when None."""
+    gae_gamma: Annotated[float, UNIT] = 1.0
+    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for
+    a long response."""
+    gae_lambda: Annotated[float, UNIT] = 0.95
+    """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
+    dynamic_sampling: bool = False
+    """DAPO: sample other prompts in the place of those that all or no responses answer correctly."""
+    dynamic_sampling_rounds: Annotated[int, at_least(1)] = 10
+    """Batches of --rollout-batch-size prompts that a step may sample for that. Prompts of rounds that a step
+    does not need are passed over, so that the order of prompts depends on no result. 10 as in DAPO."""
+    overlong_buffer_share: Annotated[float, UNIT] = 0.0
+    """DAPO: the last part of --rollout-max-response-len in which a response loses reward, up to 1 at the full
+    length. 0: off; DAPO has 0.2 (4,096 of 20,480 tokens)."""
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from and who scores the responses."""
+
+    prompt_data: Annotated[str | None, Kind.FILE_OR_URL] = None
+    """PATH.jsonl; a generated task such as
+    reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1; or a source of your own,
+    import://package.module:function. Required."""
+    eval_prompt_data: Annotated[str | None, Kind.FILE_OR_URL] = None
+    """Held-out prompts, same forms. Required when evaluation is on. A generated task is drawn with its
+    own seed, disjoint from training's."""
+    input_key: str = "prompt"
+    """JSONL field with the question: text, or a list of chat messages."""
+    label_key: str = "label"
+    """JSONL field with the ground truth."""
+    apply_chat_template: bool = False
+    """Wrap questions with the tokenizer's chat template."""
+    rm_type: str = "reasoning_gym"
+    """Verifier: reasoning_gym, math, or an import path package.module:function."""
+    reward_threshold: float = 1.0
+    """A response is correct when its reward is at least this."""
+    reward_timeout: Annotated[float, POSITIVE] = 10.0
+    """Seconds a verifier may take for one response before it is killed and counted as an error."""
+    reward_workers: Annotated[int, at_least(1)] = 2
+    """Verifier processes, for verifiers that need isolation."""
+    data_seed: Annotated[int, at_least(0)] = 0
+    """Order of prompts and drawing of generated tasks."""
+
+
+@dataclass
+class RolloutConfig:
+    """Sampling by vLLM."""
+
+    rollout_batch_size: Annotated[int, at_least(1)] = 32
+    """P: prompts per rollout."""
+    n_samples_per_prompt: Annotated[int, at_least(1)] = 8
+    """G: responses per prompt."""
+    rollout_max_response_len: Annotated[int, at_least(1)] = 8192
+    """Tokens a response may have."""
+    rollout_max_context_len: int | None = None
+    """Tokens that prompt and response may have together; the model's own limit when None."""
+    rollout_temperature: Annotated[float, above(0, "greedy samples of a prompt are all the same")] = 1.0
+    """Divides the logits before sampling. 1: the policy that the trainer sees."""
+    rollout_top_p: Annotated[float, SHARE] = 1.0
+    """Sample from the likeliest tokens that together have this probability. 1: off, for the reason below."""
+    rollout_top_k: Annotated[int, or_word(-1, at_least(1), "off")] = -1
+    """Sample from this many of the likeliest tokens. -1: off, since cutting the distribution makes it differ
+    from the trainer's; the difference is logged."""
+    rollout_temperature_cycle: Annotated[tuple[float, ...], each(POSITIVE)] = ()
+    """Temperatures of a group's responses in turn, for more diverse trajectories; corrections and evaluation
+    stay at --rollout-temperature, and so do the responses when it is empty."""
+    rollout_top_p_cycle: Annotated[tuple[float, ...], each(SHARE)] = ()
+    """The same for --rollout-top-p."""
+    rollout_top_k_cycle: Annotated[tuple[int, ...], each(or_word(-1, at_least(1), "off"))] = ()
+    """The same for --rollout-top-k."""
+    rollout_prompt_suffixes: tuple[str, ...] = ()
+    """Texts appended to the question in turn over a group's responses (prompt perturbation); an empty one
+    leaves it as it is. Each response is trained on with the prompt that it answered."""
+    rollout_num_gpus_per_engine: Annotated[int, at_least(1)] = 1
+    """Tensor-parallel size of one engine."""
+    colocate: bool = True
+    """Engines share the trainers' devices and sleep while those train."""
+    rollout_num_gpus: Annotated[int | None, at_least(1)] = None
+    """GPUs of the engines in all, where they have some of their own (--no-colocate)."""
+    vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    """Any other argument of vLLM's engine, name=value with the names of its EngineArgs; in a recipe also a
+    mapping."""
+    vllm_dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    """Precision of sampling; bfloat16 is the only one vLLM's CPU kernels take for Qwen3-Next."""
+    vllm_gpu_memory_utilization: Annotated[float, SHARE] = 0.6
+    """Share of a GPU's memory for weights and KV cache of a colocated engine."""
+    vllm_kv_cache_bytes: Annotated[int | None, at_least(1)] = None
+    """KV-cache bytes per engine rank. On CPUs 512 MiB when None (vLLM's default takes a share of all
+    RAM); on GPUs None leaves it to the utilization."""
+    vllm_max_num_seqs: Annotated[int, at_least(1)] = 256
+    """Sequences decoded at once by one engine."""
+    vllm_enforce_eager: bool = False
+    """Do not compile or capture graphs. Always so on CPUs, where compiling was 20x slower."""
+    vllm_start_timeout: Annotated[float, POSITIVE] = 600.0
+    """Seconds an engine may take to start."""
+    rollout_timeout: Annotated[float, POSITIVE] = 3600.0
+    """Seconds one batch of sampling may take."""
+    update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
+    """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
+    512 MiB: large enough to keep the transport busy."""
+    update_weight_timeout: Annotated[float, POSITIVE] = 600.0
+    """Seconds that one stage of a weight update may take. 600: 150 GB at 0.25 GB/s."""
+    check_weight_update_equal: bool = False
+    """After each update compare checksums at receipt, and once per run the engine's output with that of
+    a freshly loaded engine."""
+
+
+@dataclass
+class RunConfig:
+    """The run itself: how long, what is kept, what is shown."""
+
+    run_dir: Annotated[Path, Kind.WRITTEN] = Path("runs/latest")
+    """Everything of the run lands here: metrics.jsonl, summary.json, curves.png, config.yaml, versions,
+    checkpoints, hf."""
+    num_rollout: Annotated[int, at_least(1)] = 60
+    """Steps: one rollout and its updates each."""
+    budget: Annotated[float | None, POSITIVE] = None
+    """Stop after the step with which so much is spent, in --budget-unit; --num-rollout steps at most. What
+    only observes (evaluation, saving, reports, the gradient meter) is free. None: no such limit."""
+    budget_unit: Literal["accelerator-seconds", "tokens", "flops"] = "accelerator-seconds"
+    """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
+    floating-point operations."""
+    seed: Annotated[int, at_least(0)] = 0
+    """Of sampling, pairing and initialisation."""
+    save: bool = True
+    """Write a Megatron checkpoint and a Hugging Face export at the end."""
+    save_interval: Annotated[int | None, at_least(1)] = None
+    """Steps between Megatron checkpoints; only at the end when None."""
+    load: Path | None = None
+    """Run directory or its checkpoints directory to resume from."""
+    eval_interval: Annotated[int | None, at_least(1)] = None
+    """Steps between evaluations; only at start and end when None."""
+    eval_num_prompts: Annotated[int, at_least(0)] = 2048
+    """Held-out prompts used; 0 turns evaluation off."""
+    n_samples_per_eval_prompt: Annotated[int, at_least(1)] = 1
+    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it. With several,
+    pass@k, maj@k and best-of-k of them too."""
+    eval_compare_and_correct: bool = False
+    """At evaluation, also let the policy correct --ibpo-k of a prompt's samples into one answer. They are
+    drawn without knowing which are right (the paper's GSPO+Prompt)."""
+    save_debug_rollout_data: bool = False
+    """Keep every step's records as readable JSON in run_dir/rollouts, with token weights and the trainer's
+    log-probs before and after the update: two more forward passes a step. tools/run_page.py shows them."""
+    load_debug_rollout_data: Path | None = None
+    """Train on the records kept in this directory instead of sampling; no engine is started."""
+    debug_rollout_only: bool = False
+    """Sample and score, do not train."""
+    gradient_meter_interval: Annotated[int | None, at_least(1)] = None
+    """Steps between measurements of the policy gradient's noise over prompts, for the objective in use and
+    for GSPO on the same responses; never when None."""
+    gradient_meter_blocks: Annotated[int, at_least(2, "a spread needs two of them")] = 4
+    """Parts that the prompts of a measurement are cut into, a backward pass each. From --rollout-batch-size
+    on each prompt is one, which is exact; 2 are two halves, the cheapest. All are unbiased; more are less
+    scattered. 4 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
+    use_wandb: bool = False
+    """Also log to Weights & Biases."""
+    max_reward_error_rate: Annotated[float, UNIT] = 0.5
+    """Share of a step's responses whose verifier failed above which the run stops. 0.5: single failures are
+    counted and left out, but a verifier that fails on most responses is broken."""
+    max_nonfinite_steps: Annotated[int, at_least(1)] = 3
+    """Stop after this many steps in a row were skipped for a loss or gradient that is not finite."""
+    dry_run: bool = False
+    """Print the plan (layout, memory, batch sizes, who runs where) and exit."""
+    dry_run_world_size: Annotated[int | None, at_least(1)] = None
+    """Ranks to plan for in a dry run; the launcher's world size when None."""
+    dry_run_gpu_memory_gib: Annotated[float, POSITIVE] = 80.0
+    """Memory of one GPU that the plan must fit."""
+    dry_run_gpus_per_node: Annotated[int, at_least(1)] = 8
+    """GPUs of one node in a dry run."""
+
+
+@dataclass
+class ClusterConfig:
+    """The machines and processes of a run."""
+
+    ray_address: str | None = None
+    """Address of a Ray cluster to join, HOST:PORT or "auto". None: $RAY_ADDRESS where that is set, else a Ray
+    of the run's own."""
+    num_trainers: Annotated[int | None, at_least(1)] = None
+    """Trainer processes in all, one per GPU. None: one for every GPU of the cluster that engines of their own
+    leave; 1 without GPUs."""
+    object_store_bytes: Annotated[int | None, at_least(1)] = None
+    """Shared memory of each node's object store, through which records travel. Follows the size of a step's
+    records when None."""
+
+
+@dataclass
+class Config:
+    """All of it, by section. Flags and recipe keys do not name the section."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

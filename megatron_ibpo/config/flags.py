@@ -1,0 +1,70 @@
+"""A command line to `Config`.
+
+Every field is a flag (`--tensor-model-parallel-size 2`, `--no-sequence-parallel`) and a key of a flat YAML
+recipe (dash or underscore). What wins, weakest first: the fields' defaults, `--config` files in the order
+given, flags. `megatron_ibpo.config.presets` says where a preset counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import tyro
+
+from megatron_ibpo.config.entries import ENTRIES
+from megatron_ibpo.config.fields import Config
+from megatron_ibpo.config.paths import path_of_user
+from megatron_ibpo.config.presets import resolve
+from megatron_ibpo.config.recipes import config_yaml, read_recipe
+
+__all__ = ["parse_config"]
+
+_DESCRIPTION = """Train a policy by IBPO: Megatron-core trains, vLLM samples.
+
+Besides the flags below: --config FILE.yaml reads a recipe with these flags as keys (may be repeated, the
+later file wins, flags win over files); --print-config prints the resolved recipe and exits."""
+
+
+def parse_config(argv: Sequence[str]) -> Config:
+    """The configuration that a command line means, with absolute paths (see `megatron_ibpo.config.paths`).
+
+    `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2); under a launcher only
+    rank 0 prints.
+
+    Raises:
+        ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
+            type; an unknown preset.
+    """
+    speaks = int(os.environ.get("RANK", 0)) == 0
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", type=path_of_user, action="append", default=[])
+    early.add_argument("--print-config", "--print_config", action="store_true")
+    # these two decide what earlier layers still mean
+    early.add_argument("--advantage-estimator", "--advantage_estimator", default=argparse.SUPPRESS)
+    early.add_argument("--loss-variant", "--loss_variant", default=argparse.SUPPRESS)
+    known, flags = early.parse_known_args(list(argv))
+
+    layers = [read_recipe(path) for path in known.config]
+    layers.append({name: value for name, value in vars(known).items() if name in ENTRIES})
+    defaults = Config()
+    for name, value in resolve(layers, defaults.algorithm.advantage_estimator).items():
+        ENTRIES[name].put(defaults, value)
+
+    config = tyro.cli(
+        Config,
+        args=flags,
+        default=defaults,
+        prog="megatron_ibpo.train",
+        description=_DESCRIPTION,
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=speaks,
+    )
+    for entry in ENTRIES.values():
+        entry.put(config, entry.located(entry.get(config), in_recipe=False))
+    if known.print_config:
+        if speaks:
+            print(config_yaml(config), end="")
+        raise SystemExit(0)
+    return config

@@ -1,0 +1,22 @@
+"""What was probably meant by a name that nobody knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["nearest"]
+
+_RESEMBLANCE = 0.5
+"""Share of equal letters below which a suggestion would only puzzle."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: `; did you mean 'lr'?`, or nothing if none resembles it.
+
+    Args:
+        known: names as the user types them; dashes and underscores count as equal.
+    """
+    spellings = {str(other).replace("_", "-"): other for other in known}
+    close = difflib.get_close_matches(str(name).replace("_", "-"), spellings, n=1, cutoff=_RESEMBLANCE)
+    return f"; did you mean {spellings[close[0]]!r}?" if close else ""

@@ -1,0 +1,155 @@
+"""Recipes: flat YAML files whose keys are the names of flags. Read with keys and types checked; written."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megatron_ibpo.config.entries import ENTRIES, Entry
+from megatron_ibpo.config.errors import ConfigError
+from megatron_ibpo.config.fields import Config
+from megatron_ibpo.config.names import nearest
+
+__all__ = ["config_yaml", "read_recipe", "read_yaml", "write_config"]
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe as {field name: value}, its paths absolute.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown or repeated key, a value of the wrong type.
+    """
+    content = read_yaml(path, f"--config {path}")
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
+    recipe: dict[str, Any] = {}
+    for key, value in content.items():
+        entry = ENTRIES.get(str(key).replace("-", "_"))
+        if entry is None:
+            keys = [name.replace("_", "-") for name in ENTRIES]
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, keys)}")
+        try:
+            recipe[entry.name] = entry.located(_value(value, entry), in_recipe=True)
+        except TypeError as error:
+            raise ConfigError(f"{path}: {key}: {value!r} is not {error}") from error
+    return recipe
+
+
+def read_yaml(path: Path, name: str) -> Any:
+    """What the file holds.
+
+    Args:
+        name: of the file, for messages.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or gives a key twice in one mapping; dashes and
+            underscores count as equal.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
+    except _RepeatedKeyError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: is not YAML: {error}") from error
+
+
+def config_yaml(config: Config) -> str:
+    """The configuration as a flat recipe; read back by `--config` it gives an equal `Config`."""
+    text = io.StringIO()
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        flat = {
+            field.name.replace("_", "-"): _plain(getattr(part, field.name))
+            for field in dataclasses.fields(part)
+        }
+        text.write(f"# {section.name}\n")
+        yaml.safe_dump(flat, text, sort_keys=False, allow_unicode=True, width=1000)
+    return text.getvalue()
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration of a run as a recipe."""
+    path.write_text(config_yaml(config), encoding="utf-8")
+
+
+class _RepeatedKeyError(yaml.YAMLError):
+    """A key is given twice in one mapping."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own rule that keys are unique, which PyYAML does not keep: there the last one wins silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+            if name in lines:
+                raise _RepeatedKeyError(
+                    f"key {key.value!r} is given twice, on lines {lines[name]} and {line}"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def _value(value: Any, entry: Entry) -> Any:
+    if entry.has_names and isinstance(value, dict):
+        # JSON spells numbers and truth values as they are typed in a flag
+        value = [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in value.items()]
+    return _typed(value, entry.type)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """`value` as the type `hint` says; TypeError with the expected type in words when it is not one."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        for choice in typing.get_args(hint):
+            try:
+                return _typed(value, choice)
+            except TypeError:
+                continue
+    elif origin is Literal:
+        if value in typing.get_args(hint):
+            return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            return tuple(_typed(item, typing.get_args(hint)[0]) for item in value)
+    elif hint is float and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML 1.1 reads 3e-4 as text
+        except (TypeError, ValueError):
+            pass
+    elif hint is int and isinstance(value, bool):
+        pass
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif isinstance(value, hint):
+        return value
+    raise TypeError(_words(hint))
+
+
+def _words(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_words(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each item {_words(typing.get_args(hint)[0])}"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+    return names.get(hint, "null")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value

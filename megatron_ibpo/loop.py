@@ -1,0 +1,280 @@
+"""The loop's verbs: what one step does, each in a method that `train.py` calls by name. On the driver."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
+from megatron_ibpo.cost import CostMeter
+from megatron_ibpo.credit import (
+    Credit,
+    CreditContext,
+    LogProbQuery,
+    assign_credit,
+)
+from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.records import Floats, Group, TrainSequence
+from megatron_ibpo.report import (
+    Report,
+    Stages,
+    check_reward_errors,
+    outcomes_path,
+    rollout_path,
+    save_groups,
+    save_outcomes,
+    step_alarms,
+)
+from megatron_ibpo.rollout.probe import compare_probes, probe
+from megatron_ibpo.sampling.rollouts import Rollouts
+from megatron_ibpo.task import Task
+
+__all__ = ["NotFiniteError", "Progress", "Run"]
+
+
+GSPO = AlgorithmConfig(
+    **{name: value for name, value in PRESETS["gspo"].items() if name in AlgorithmConfig.__dataclass_fields__}
+)
+"""Plain advantages of the responses alone: what the gradient meter compares with."""
+
+
+class NotFiniteError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on."""
+
+    step: int = 0
+    """Steps that are behind it."""
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    skipped_in_a_row: int = 0
+    """Steps whose update was not taken."""
+    weights_checked: bool = False
+    """--check-weight-update-equal has compared an engine with a fresh one."""
+    old_logprobs: list[Floats] | None = None
+    """With --save-debug-rollout-data the trainers' before this step's update, and the new ones after it."""
+    new_logprobs: list[Floats] | None = None
+
+
+@dataclass
+class Run:
+    """A run in progress."""
+
+    config: Config
+    task: Task
+    rollouts: Rollouts
+    """Where samples and rewards come from: engines and verifiers, or a recording."""
+    policy: Policy
+    engines: Engines | None
+    """None when recorded rollouts are replayed."""
+    reporter: Report
+    stages: Stages
+    cost: CostMeter
+    progress: Progress
+
+    def done(self) -> bool:
+        """Whether so many steps as were asked for are taken, or the budget is spent."""
+        run = self.config.run
+        within = run.budget is None or self.cost.spent.of(run.budget_unit) < run.budget
+        return self.progress.step >= run.num_rollout or not within
+
+    def sample(self) -> list[Group]:
+        """This step's groups: responses, scores, and the corrections that the algorithm asks for."""
+        if self.engines is not None:
+            self.engines.wake()
+        with self.stages("sample"):
+            groups = self.rollouts.groups(self.progress.step, self._context(self.config.algorithm))
+        self.cost.sampling(self.rollouts.sampled())
+        return groups
+
+    def credit(self, groups: list[Group]) -> Credit:
+        """Advantages and weights: what the algorithm makes of the groups."""
+        if self.engines is not None:
+            self.engines.sleep()  # credit may ask the policy or the critic, and training follows
+        with self.stages("credit"):
+            credit = assign_credit(groups, self._context(self.config.algorithm))
+        self._count_passes()
+        return credit
+
+    def measure_gradient_if_due(
+        self, groups: list[Group], sequences: Sequence[TrainSequence]
+    ) -> dict[str, float]:
+        """Every --gradient-meter-interval steps, before the update: how noisy the gradient is over prompts,
+        and what GSPO's would be on the same responses."""
+        run = self.config.run
+        interval = run.gradient_meter_interval
+        if interval is None or self.progress.step % interval or run.debug_rollout_only:
+            return {}
+        with self.stages("gradient meter"):
+            plain = assign_credit(groups, self._context(GSPO)).sequences
+            metrics = self.policy.measure_gradient(sequences, plain)
+        self.policy.take_passes()  # an instrument's are free
+        return metrics
+
+    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """The optimizer steps of one rollout.
+
+        Raises:
+            NotFiniteError: --max-nonfinite-steps steps in a row had to be skipped.
+        """
+        if self.config.run.debug_rollout_only:
+            return {}
+        self.progress.old_logprobs = self._observed_logprobs(sequences)
+        with self.stages("train"):
+            metrics = self.policy.update(sequences)
+        self._count_passes()
+        self.progress.new_logprobs = self._observed_logprobs(sequences)
+        progress, most = self.progress, self.config.run.max_nonfinite_steps
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
+        if progress.skipped_in_a_row >= most:
+            raise NotFiniteError(
+                f"{most} steps in a row had a loss or gradient that is not finite; lower --lr, or look at "
+                "the records kept by --save-debug-rollout-data"
+            )
+        return metrics
+
+    def sync(self) -> dict[str, float]:
+        """Count the step, and give the engines the trainers' weights.
+
+        Raises:
+            WeightMismatchError: with --check-weight-update-equal, the engines have other weights.
+        """
+        self.progress.step += 1
+        if self.engines is None or self.config.run.debug_rollout_only:
+            return {}
+        with self.stages("sync"):
+            metrics = self.engines.update_weights(self.progress.step)
+        if self.config.rollout.check_weight_update_equal and not self.progress.weights_checked:
+            with self.stages("check weights"):
+                self._check_against_fresh_engine(self.engines)
+        return metrics
+
+    def report(self, groups: list[Group], credit: Credit, metrics: dict[str, float]) -> None:
+        """Record the step, and what was spent with it.
+
+        Raises:
+            RewardErrorRateError: the verifier failed on more of it than --max-reward-error-rate allows.
+        """
+        seconds = self.stages.take()
+        self.cost.time(seconds)
+        step, run = self.progress.step, self.config.run
+        with self.stages("report"):
+            if run.save_debug_rollout_data:
+                path = rollout_path(run.run_dir / "rollouts", step)
+                save_groups(
+                    path,
+                    step,
+                    groups,
+                    self.task.tokenizer.decode,
+                    credit.sequences,
+                    old_logprobs=self.progress.old_logprobs,
+                    new_logprobs=self.progress.new_logprobs,
+                )
+            counts = {"engine_restarts": 0 if self.engines is None else self.engines.restarts}
+            metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics() | counts
+            responses = [response for group in groups for response in group.responses]
+            errors = [response.reward_error for response in responses if response.reward_error is not None]
+            first = errors[0] if errors else None
+            for alarm in step_alarms(metrics, responses=len(responses), first_reward_error=first):
+                self.reporter.note(alarm)
+            self.reporter.step(step, metrics, seconds)
+        check_reward_errors(len(errors), len(responses), run.max_reward_error_rate, first_reward_error=first)
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate at the start, at the end, and every --eval-interval steps."""
+        run, step = self.config.run, self.progress.step
+        at_interval = run.eval_interval is not None and step % run.eval_interval == 0
+        if self.engines is None or not self.task.eval_prompts:
+            return
+        if step > 0 and not self.done() and not at_interval:
+            return
+        self.engines.wake()
+        with self.stages("evaluate"):
+            evaluation, sampled = self.rollouts.evaluation(self.task)
+        save_outcomes(outcomes_path(run.run_dir, step), step, sampled)
+        self.reporter.evaluation(step, evaluation, self.stages.take(), self.cost.spent.metrics())
+
+    def save_if_due(self, *, stopping: bool) -> None:
+        """A Megatron checkpoint at the end, every --save-interval steps, and before stopping early."""
+        run, step = self.config.run, self.progress.step
+        at_interval = run.save_interval is not None and step % run.save_interval == 0
+        if run.save and (at_interval or stopping or self.done()):
+            state = {"seed": run.seed, "spent": asdict(self.cost.spent)}
+            with self.stages("save"):
+                self.policy.save(run.run_dir / "checkpoints", step, state)
+
+    def finish(self, status: str) -> None:
+        """Export the policy in Hugging Face format, draw the curves, write the summary."""
+        run = self.config.run
+        if run.save:
+            with self.stages("save"):
+                self.policy.save_hf(run.run_dir / "hf")
+        seconds = self.progress.start_seconds | self.stages.take()
+        self.reporter.finish(status=status, seconds=seconds)
+
+    def _context(self, algorithm: AlgorithmConfig) -> CreditContext:
+        limit = self.config.rollout.rollout_max_context_len
+        assert limit is not None  # start-up resolved it
+        return CreditContext(
+            algorithm,
+            self.config.rollout,
+            self.task.vocabulary,
+            limit,
+            self.config.run.seed,
+            self.progress.step,
+            self.config.data.reward_threshold,
+            self._logprobs,
+            self.policy.values,
+        )
+
+    def _logprobs(self, queries: list[LogProbQuery]) -> list[Floats]:
+        with self.stages("log-probs"):
+            return self.policy.logprobs([_as_sequence(query) for query in queries])
+
+    def _observed_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Floats] | None:
+        """For the record: free, and no part of training."""
+        if not self.config.run.save_debug_rollout_data:
+            return None
+        with self.stages("record"):
+            logprobs = self.policy.logprobs(sequences)
+        self.policy.take_passes()
+        return logprobs
+
+    def _count_passes(self) -> None:
+        for passes in self.policy.take_passes():
+            self.cost.training(passes.forward, passes.updates)
+
+    def _check_against_fresh_engine(self, engines: Engines) -> None:
+        """After the run's first update, for what goes wrong inside engines goes wrong at once.
+
+        The fresh engine takes the place of engine 0, so that no two models need memory at once, and stays.
+        """
+        directory = self.config.run.run_dir / "weight_check"
+        self.policy.save_hf(directory)
+        updated = probe(engines.idle(0), engines.version)
+        engines.replaced(0, directory)
+        compare_probes(updated, probe(engines.idle(0), 0))
+        engines.replaced(0, None)
+        shutil.rmtree(directory)
+        self.progress.weights_checked = True
+
+
+def _as_sequence(query: LogProbQuery) -> TrainSequence:
+    """What the trainers compute log-probs of; nothing of it is trained on."""
+    return TrainSequence(
+        query.context,
+        query.continuation,
+        np.ones(len(query.continuation), bool),
+        advantage=0.0,
+        weight=0.0,
+        prompt_index=0,
+        group=0,
+        index=0,
+        temperature=query.temperature,
+    )

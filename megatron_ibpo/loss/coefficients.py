@@ -1,0 +1,206 @@
+"""What each row's gradient is scaled by, while the chunks of the fused LM head reveal it.
+
+The loss moves with the log-prob of row t of sequence i by
+
+    c_t = slope_i · policy_t + penalty_t
+
+policy_t (the token term's derivative, times its weights) and penalty_t (the KL estimate's) are known as soon
+as the row's log-prob is. slope_i, the derivative of sequence i's loss by the mean of its token values, needs
+all rows of the sequence, and a chunk may end in the middle of one. Holding the chunk's logits until the
+sequence ends would hold them whole, and computing them again is a fourth product. So rows whose slope is
+missing are summed without it: one number scales the whole sum later.
+
+A worked example: GSPO of sequence A with 3 response rows and B with 2, advantages 2 and -1, weights ½, chunks
+of 2 rows. No clip is reached, so slope = -s·advantage with s the sequence's ratio, and policy is the weight
+over the length: 1/6 in A, 1/4 in B.
+
+    chunk      knows                  final_C                open_C    closing
+    A0 A1      nothing yet            -                      1/6 1/6   -
+    A2 B0      A ends: slope -2·s_A   A2: -2·s_A/6           B0: 1/4   -2·s_A, for A0 and A1
+    B1         B ends: slope s_B      B1: s_B/4              -         s_B, for B0
+
+final_C enters the weight's gradient at once, open_C a second sum, and `closing` scales that sum and moves it
+into the first. One second sum is enough: sequences lie end to end, so at most one is open behind a chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ibpo.loss.kl import KL_ESTIMATORS
+from megatron_ibpo.loss.objective import Objective
+from megatron_ibpo.loss.rows import LossRows
+from megatron_ibpo.loss.segments import divisors, sum_over_ranks
+
+__all__ = ["ChunkCoefficients", "RowCoefficients", "Step", "schedule"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One chunk: response rows start to stop; behind it sequences before `closed` are complete."""
+
+    start: int
+    stop: int
+    closed: int
+
+
+def schedule(rows: LossRows, rows_R: Tensor, ends: list[int], chunk: int) -> list[Step]:
+    """Steps of `chunk` response rows. Ranks that share sequences have different response rows and must close
+    the same sequences at the same step: there it is `chunk` rows of any kind.
+
+    Args:
+        ends: each sequence's end among the response rows.
+    """
+    if rows.cp_group is None:
+        stops = [*range(chunk, len(rows_R), chunk), len(rows_R)]
+        closed = [bisect_right(ends, stop) for stop in stops]
+    else:
+        num_rows, bounds = len(rows.response_mask_N), rows.cu_seqlens[1:].tolist()
+        cuts = [*range(chunk, num_rows, chunk), num_rows]
+        stops = torch.searchsorted(rows_R, torch.tensor(cuts, device=rows_R.device)).tolist()
+        closed = [bisect_right(bounds, cut) for cut in cuts]
+    return [Step(*step) for step in zip([0, *stops[:-1]], stops, closed, strict=True)]
+
+
+@dataclass(frozen=True)
+class ChunkCoefficients:
+    """How the rows of a chunk enter the weight's gradient."""
+
+    final_C: Tensor
+    """Rows from the first on by their coefficient; of the open sequence's, if it has any, the part of the
+    coefficient that does not wait for its end (the KL penalty's)."""
+    open_C: Tensor
+    """The last rows, those of the sequence that stays open, by their coefficient without its slope."""
+    closing: Tensor | None
+    """The slope of the sequence that earlier chunks left open, if it ended in this one."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What is known of the R response rows before their log-probs."""
+
+    sequence_R: Tensor
+    advantages_R: Tensor
+    factor_R: Tensor
+    """The sequence's weight over its divisor."""
+    old_R: Tensor | None
+    ref_R: Tensor | None
+    token_weights_R: Tensor | None
+
+
+class RowCoefficients:
+    """The coefficients of the response rows, as far as they are known; see above."""
+
+    def __init__(self, rows: LossRows, objective: Objective, rows_R: Tensor, dtype: torch.dtype):
+        """
+        Args:
+            rows: as `LossRows.checked` returns them.
+            rows_R: the response rows among them, rising.
+        """
+        self.rows, self.objective = rows, objective
+        sequence_R = rows.sequence_of_row()[rows_R]
+        self.local_S = torch.bincount(sequence_R, minlength=rows.num_sequences)
+        self.ends = self.local_S.cumsum(0).tolist()
+        """Each sequence's end among the response rows."""
+        self.counts_S = sum_over_ranks(self.local_S.to(dtype), rows.cp_group)
+        assert rows.sequence_weights_S is not None
+        weights_S = rows.sequence_weights_S.to(dtype)
+        factor_S = weights_S / divisors(objective.aggregation, self.counts_S, weights_S)
+
+        def of_rows(values_N: Tensor | None) -> Tensor | None:
+            return None if values_N is None else values_N[rows_R].to(dtype)
+
+        self.advantages = rows.advantages.to(dtype)
+        per_token = len(self.advantages) != rows.num_sequences
+        self.given = _Given(
+            sequence_R,
+            self.advantages[rows_R if per_token else sequence_R],
+            factor_S[sequence_R],
+            of_rows(rows.old_logprobs_N),
+            of_rows(rows.ref_logprobs_N),
+            of_rows(rows.token_weights_N),
+        )
+        self.slope_S = torch.ones_like(factor_S)
+        self.value_R, self.policy_R, self.penalty_R = (
+            torch.zeros_like(self.given.factor_R) for _ in range(3)
+        )
+        self.closed = 0
+        """Sequences whose slope is known: those before this one."""
+        self.open: int | None = None
+        """The sequence of which earlier chunks hold rows without their slope."""
+
+    def see(self, step: Step, logprobs_C: Tensor) -> None:
+        """Take in the log-probs of a step's rows, and the slopes of the sequences that it completes."""
+        part = slice(step.start, step.stop)
+        with torch.enable_grad():
+            logprobs_C = logprobs_C.detach().requires_grad_()
+            value_C = self._token_values(part, logprobs_C)
+            (policy_C,) = torch.autograd.grad(value_C.sum(), logprobs_C)
+        if self.given.token_weights_R is not None:
+            policy_C = policy_C * self.given.token_weights_R[part]
+        self.value_R[part] = value_C.detach()
+        self.policy_R[part] = policy_C * self.given.factor_R[part]
+        if self.given.ref_R is not None:
+            self.penalty_R[part] = self._penalty(part, logprobs_C) * self.given.factor_R[part]
+        if step.closed > self.closed:
+            self._close(self.closed, step.closed)
+            self.closed = step.closed
+
+    def of_chunk(self, step: Step) -> ChunkCoefficients:
+        """How the rows of the step that was seen last enter the weight's gradient."""
+        ended = self.ends[self.closed - 1] if self.closed else 0
+        open_from = min(max(ended, step.start), step.stop)
+        waits = open_from if self.given.ref_R is None else step.stop
+        final_C = self.penalty_R[step.start : waits].clone()
+        slope_C = self.slope_S[self.given.sequence_R[step.start : open_from]]
+        final_C[: open_from - step.start] += slope_C * self.policy_R[step.start : open_from]
+        closing = None
+        if self.open is not None and self.open < self.closed:
+            closing, self.open = self.slope_S[self.open], None
+        if open_from < step.stop:
+            self.open = self.closed
+        return ChunkCoefficients(final_C, self.policy_R[open_from : step.stop], closing)
+
+    def of_all_rows(self) -> Tensor:
+        """[R], after all rows."""
+        return self.slope_S[self.given.sequence_R] * self.policy_R + self.penalty_R
+
+    def _token_values(self, part: slice, logprobs_C: Tensor) -> Tensor:
+        old_C = logprobs_C.detach() if self.given.old_R is None else self.given.old_R[part]
+        log_ratio_C = logprobs_C - old_C
+        term = self.objective.variant.token_term
+        if term is None:
+            return log_ratio_C
+        advantages_C = self.given.advantages_R[part]
+        live_C = advantages_C != 0
+        seen_C = torch.where(live_C, log_ratio_C, 0.0)
+        value_C, _ = term(seen_C, logprobs_C, advantages_C, **self.objective.params)
+        return torch.where(live_C, value_C, 0.0)
+
+    def _penalty(self, part: slice, logprobs_C: Tensor) -> Tensor:
+        assert self.given.ref_R is not None
+        with torch.enable_grad():
+            estimate_C = KL_ESTIMATORS[self.objective.kl](logprobs_C - self.given.ref_R[part])
+            (slope_C,) = torch.autograd.grad(estimate_C.sum(), logprobs_C)
+        return self.objective.kl_coef * slope_C
+
+    def _close(self, first: int, last: int) -> None:
+        term = self.objective.variant.sequence_term
+        if term is None:
+            return
+        part = slice(self.ends[first - 1] if first else 0, self.ends[last - 1])
+        lengths_S = self.local_S[first:last]
+        sums_S = torch.segment_reduce(self.value_R[part], "sum", lengths=lengths_S)
+        sums_S = sum_over_ranks(sums_S, self.rows.cp_group)
+        counts_S, advantages_S = self.counts_S[first:last], self.advantages[first:last]
+        live_S = (advantages_S != 0) & (counts_S > 0)
+        n_S = counts_S.clamp(min=1.0)
+        with torch.enable_grad():
+            mean_S = torch.where(live_S, sums_S / n_S, 0.0).requires_grad_()
+            loss_S, _ = term(mean_S, n_S, advantages_S, **self.objective.params)
+            (slope_S,) = torch.autograd.grad(loss_S.sum(), mean_S)
+        self.slope_S[first:last] = torch.where(live_S, slope_S, 0.0)

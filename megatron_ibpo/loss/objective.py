@@ -1,0 +1,86 @@
+"""What a loss minimises, as one object from the entry points down to the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ibpo.loss.backend import LossBackend
+from megatron_ibpo.loss.kl import KL_ESTIMATORS, KLEstimator
+from megatron_ibpo.loss.variants import Variant, resolve_variant
+
+__all__ = ["Objective", "make_objective"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A variant with its parameters, how tokens become one loss, the KL penalty, and what computes it.
+
+    `make_objective` fills in what the variant says itself.
+    """
+
+    name: str
+    """Of the variant: the kernels know it by its name."""
+    variant: Variant
+    params: Mapping[str, float]
+    """All that the variant takes, in its order."""
+    aggregation: str | float
+    """What divides the sum over a sequence's tokens: "sequence-mean", its response tokens; "token-mean", the
+    weighted mean of response tokens over the sequences of the call, so that every token counts the same; a
+    number, itself (for a token mean over several micro-batches, or for "constant"). A sequence term's loss
+    counts once for each token, and so once for the sequence under "sequence-mean"."""
+    kl: KLEstimator = "k3"
+    kl_coef: float = 0.0
+    """Times the estimate of KL(π ‖ π_ref), added for each response token. 0: it is only measured, where there
+    are reference log-probs."""
+    backend: LossBackend = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kl not in KL_ESTIMATORS:
+            raise ValueError(f"unknown KL estimator {self.kl!r}; there are {', '.join(KL_ESTIMATORS)}")
+        if self.aggregation == "constant":
+            raise ValueError(
+                "this loss variant divides by a constant: give the number of tokens, such as the longest "
+                "response allowed (aggregation=8192)"
+            )
+        if isinstance(self.aggregation, str):
+            if self.aggregation not in ("sequence-mean", "token-mean"):
+                raise ValueError(
+                    f"unknown aggregation {self.aggregation!r}; there are 'sequence-mean', 'token-mean' "
+                    "and a number of tokens"
+                )
+        elif not self.aggregation > 0:
+            raise ValueError(
+                f"aggregation {self.aggregation}: a number of tokens to divide by must be above 0"
+            )
+
+
+def make_objective(
+    variant: str,
+    params: Mapping[str, float] | None = None,
+    *,
+    aggregation: str | float | None = None,
+    kl: KLEstimator = "k3",
+    kl_coef: float = 0.0,
+    backend: LossBackend = "auto",
+) -> Objective:
+    """The objective of a variant, as it was published but for what is given.
+
+    Args:
+        variant: as in `resolve_variant`.
+        params: overrides of its parameters.
+
+    Raises:
+        ValueError: as `resolve_variant`; an unknown aggregation or KL estimator, a number that is not above
+            0, or a variant that divides by a constant and got none.
+    """
+    chosen, resolved = resolve_variant(variant, params)
+    return Objective(
+        variant,
+        chosen,
+        resolved,
+        chosen.aggregation if aggregation is None else aggregation,
+        kl,
+        kl_coef,
+        backend,
+    )

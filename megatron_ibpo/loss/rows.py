@@ -1,0 +1,118 @@
+"""The packed rows that a loss is of: everything known of them besides their logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ibpo.loss.objective import Objective
+
+__all__ = ["LossRows"]
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """N rows of S sequences, laid end to end. Row t of the logits predicts targets_N[t]."""
+
+    targets_N: Tensor
+    """[N] int64."""
+    response_mask_N: Tensor
+    """[N], 0 for rows that take no part in anything: prompt, padding, and inside a response tokens that the
+    policy did not write. Their other values may be rubbish."""
+    cu_seqlens: Tensor
+    """[S + 1] int32 boundaries of the sequences, from 0 to N. A sequence must lie in one call whole."""
+    advantages: Tensor
+    """[S], or [N] for variants without a sequence term; [S] is meant where N = S."""
+    old_logprobs_N: Tensor | None = None
+    """[N] log-probs under the policy that sampled; None: the present values, detached, which is the first
+    update after a rollout."""
+    ref_logprobs_N: Tensor | None = None
+    """[N] log-probs under the reference policy, for the KL estimate."""
+    token_weights_N: Tensor | None = None
+    """[N] factors on the policy gradient of each token; they change neither the ratio's value (IBPO's mask,
+    `ibpo` step 10) nor the KL penalty."""
+    sequence_weights_S: Tensor | None = None
+    """[S], 1/S each when None."""
+    temperature: Tensor | float = 1.0
+    """Of sampling, a number or [S]; logits are divided by it."""
+    cp_group: Any = None
+    """Ranks that share every sequence equally: each has 1/size of its rows, in any order, and everything [N]
+    is of those; cu_seqlens and everything [S] are of the whole sequences. None: this rank alone."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def sequence_of_row(self) -> Tensor:
+        """[N] int64."""
+        device, rows = self.response_mask_N.device, len(self.response_mask_N)
+        numbers = torch.arange(self.num_sequences, device=device)
+        return torch.repeat_interleave(numbers, self.cu_seqlens.diff().long(), output_size=rows)
+
+    def temperature_of_row(self) -> Tensor | float:
+        """A temperature for each sequence as [N]; a number stays one."""
+        if not isinstance(self.temperature, Tensor) or self.temperature.ndim == 0:
+            return self.temperature
+        return self.temperature[self.sequence_of_row()]
+
+    def checked(self, num_rows: int, objective: Objective) -> LossRows:
+        """These rows as the loss takes them: a mask of bools, this rank's own cu_seqlens (those given,
+        divided by the ranks of cp_group), weights filled in. One copy to the host.
+
+        Raises:
+            ValueError: what does not fit the number of rows, the sequences or the objective, with its shape.
+        """
+        if objective.kl_coef != 0 and self.ref_logprobs_N is None:
+            raise ValueError(f"kl_coef={objective.kl_coef} needs ref_logprobs_N")
+        bounds = self._own_boundaries(num_rows)
+        self._check_sizes(num_rows, objective)
+        weights_S = self.sequence_weights_S
+        if weights_S is None:
+            equal, device = 1.0 / self.num_sequences, self.response_mask_N.device
+            weights_S = torch.full((self.num_sequences,), equal, dtype=torch.float64, device=device)
+        return replace(
+            self,
+            response_mask_N=self.response_mask_N.to(torch.bool),
+            cu_seqlens=bounds,
+            sequence_weights_S=weights_S,
+        )
+
+    def _own_boundaries(self, num_rows: int) -> Tensor:
+        size = 1 if self.cp_group is None else dist.get_world_size(self.cp_group)
+        bounds = self.cu_seqlens.tolist()
+        lengths = [after - before for before, after in pairwise(bounds)]
+        if not lengths or bounds[0] != 0 or bounds[-1] != num_rows * size or min(lengths) < 0:
+            shared = f", {size} times over for the ranks of cp_group" if size > 1 else ""
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of rows ({num_rows}{shared}) and goes from "
+                f"{bounds[0]} to {bounds[-1]}: a sequence cannot be cut across micro-batches, since its "
+                "ratio needs all its tokens"
+            )
+        uneven = [length for length in lengths if length % size]
+        if uneven:
+            raise ValueError(
+                f"a sequence of {uneven[0]} rows does not divide among the {size} ranks of cp_group"
+            )
+        return self.cu_seqlens if size == 1 else self.cu_seqlens // size
+
+    def _check_sizes(self, num_rows: int, objective: Objective) -> None:
+        for name in ("response_mask_N", "old_logprobs_N", "token_weights_N", "ref_logprobs_N"):
+            _check_shape(name, getattr(self, name), num_rows)
+        _check_shape("sequence_weights_S", self.sequence_weights_S, self.num_sequences)
+        if isinstance(self.temperature, Tensor) and self.temperature.ndim > 0:
+            _check_shape("temperature", self.temperature, self.num_sequences)
+        per_token = objective.variant.takes_token_advantages
+        sizes = [self.num_sequences, num_rows] if per_token else [self.num_sequences]
+        if self.advantages.ndim != 1 or len(self.advantages) not in sizes:
+            wanted = " or ".join(f"({size},)" for size in sizes)
+            raise ValueError(f"advantages have shape {tuple(self.advantages.shape)}, wanted {wanted}")
+
+
+def _check_shape(name: str, tensor: Tensor | None, size: int) -> None:
+    if tensor is not None and tensor.shape != (size,):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, wanted ({size},)")

@@ -1,0 +1,21 @@
+"""The models that can be trained. What is special to a family lies in its folder, what is common here.
+
+Nothing here imports torch or Megatron when it is imported: weight maps import torch, layer specs Megatron.
+"""
+
+from __future__ import annotations
+
+from megatron_ibpo.models.cost import forward_flops
+from megatron_ibpo.models.families import FAMILIES
+from megatron_ibpo.models.layout import check_layout, pipeline_layers
+from megatron_ibpo.models.shape import ModelConfigError, ModelShape, read_hf_config
+
+__all__ = [
+    "FAMILIES",
+    "ModelConfigError",
+    "ModelShape",
+    "check_layout",
+    "forward_flops",
+    "pipeline_layers",
+    "read_hf_config",
+]

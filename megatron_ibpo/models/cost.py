@@ -1,0 +1,105 @@
+"""What a model's layers cost: operations of a forward pass, and memory for its backward pass.
+
+Estimates from the shape. What the mixer of a layer costs (attention, or what a family has in its place) is
+the family's to say; everything around it is common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.shape import ModelShape
+
+__all__ = ["EXPERT_IMBALANCE", "MixerCost", "attention_cost", "forward_flops", "kept_elements", "mixer_cost"]
+
+EXPERT_IMBALANCE = 2.0
+"""Tokens that the fullest expert-parallel rank gets, relative to an even share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerCost:
+    """The mixer of one layer, over all tensor-parallel ranks."""
+
+    weights: int
+    """That a token meets in matrix products."""
+    flops_per_token: int = 0
+    """Operations beyond those products, for each token."""
+    flops_per_pair: int = 0
+    """The same for each pair of a token and one that it sees, itself among them."""
+    kept: int
+    """Elements per token that the backward pass needs."""
+    recurrent_state: int = 0
+    """fp32 elements of one sequence that an engine holds in place of keys and values."""
+    convolution_state: int = 0
+    """The same in the engine's dtype."""
+
+
+def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
+    cost: MixerCost = family_part(shape.family, "cost").mixer_cost(shape, layer)
+    return cost
+
+
+def attention_cost(shape: ModelShape) -> MixerCost:
+    """Softmax attention. A causal token meets itself and all before it, once for the scores and once for the
+    values."""
+    query = shape.num_attention_heads * shape.head_dim
+    key = shape.num_key_value_heads * shape.head_dim
+    gated = shape.attention_output_gate
+    projected = query + 2 * key
+    normed_and_rotated = 2 * (query + key)
+    return MixerCost(
+        weights=shape.hidden_size * ((2 if gated else 1) * query + 2 * key + query),
+        flops_per_pair=4 * query,
+        kept=projected + normed_and_rotated + query + (2 * query if gated else 0),
+    )
+
+
+def forward_flops(shape: ModelShape, length: int) -> float:
+    """Floating-point operations of one causal forward pass over a sequence of `length` tokens.
+
+    2 for each weight that a token meets in a matrix product, and what the mixers do with the sequence. Norms,
+    embeddings, short convolutions and activations are left out.
+    """
+    per_token, per_pair = _flops(shape)
+    return float(per_token * length + per_pair * (length * (length + 1) // 2))
+
+
+@lru_cache(maxsize=8)
+def _flops(shape: ModelShape) -> tuple[int, int]:
+    """(operations per token, per pair of tokens)"""
+    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
+    weights = sum(mixer.weights for mixer in mixers) + shape.num_layers * _mlp_weights(shape)
+    per_token = 2 * (weights + shape.hidden_size * shape.vocab_size)
+    return (
+        per_token + sum(mixer.flops_per_token for mixer in mixers),
+        sum(mixer.flops_per_pair for mixer in mixers),
+    )
+
+
+def _mlp_weights(shape: ModelShape) -> int:
+    """Weights that a token meets in a layer's MLP or experts."""
+    hidden = shape.hidden_size
+    if not shape.is_moe:
+        return 3 * hidden * shape.ffn_hidden_size
+    experts = shape.experts_per_token * shape.expert_hidden_size + shape.shared_expert_hidden_size
+    shared_gate = hidden if shape.shared_expert_hidden_size else 0
+    return 3 * hidden * experts + hidden * shape.num_experts + shared_gate
+
+
+def kept_elements(shape: ModelShape, parallel: ParallelConfig, layer: int) -> float:
+    """Elements per token that one layer keeps for its backward pass on one rank."""
+    tensor = parallel.tensor_model_parallel_size
+    sequence = tensor if parallel.sequence_parallel else 1
+    hidden = shape.hidden_size
+    # around both norms: their input, output, residual
+    elements = 6 * hidden / sequence + mixer_cost(shape, layer).kept / tensor
+    if not shape.is_moe:
+        return elements + 4 * shape.ffn_hidden_size / tensor
+    elements += 3 * shape.shared_expert_hidden_size / tensor
+    elements += 3 * 2 * shape.num_experts / sequence  # router logits and probabilities in fp32
+    # each chosen expert: its input before and after the exchange, both layers, its output
+    routed = shape.experts_per_token * EXPERT_IMBALANCE * (3 * hidden + 3 * shape.expert_hidden_size)
+    return elements + routed / sequence

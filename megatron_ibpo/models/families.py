@@ -1,0 +1,32 @@
+"""The families of models that can be trained: a folder and a line for each."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal
+
+__all__ = ["FAMILIES", "family_part"]
+
+FAMILIES = {
+    "qwen3": "megatron_ibpo.models.qwen3",
+    "qwen3_moe": "megatron_ibpo.models.qwen3_moe",
+    "qwen3_next": "megatron_ibpo.models.qwen3_next",
+}
+"""By `model_type` of config.json: the package with everything that is special to the family."""
+
+Part = Literal["shape", "cost", "weight_map", "spec"]
+
+
+def family_part(family: str, part: Part) -> Any:
+    """A module of a family's package, imported when it is first asked for.
+
+    | module       | imports  | gives                                                                     |
+    |--------------|----------|---------------------------------------------------------------------------|
+    | `shape`      | –        | `read(fields) -> ModelShape`                                              |
+    | `cost`       | –        | `mixer_cost(shape, layer) -> MixerCost`                                   |
+    | `weight_map` | torch    | `layer_entries(shape, layer) -> list[Entry]`, and `mtp_entries` alike     |
+    |              |          | where checkpoints hold multi-token prediction layers                      |
+    | `spec`       | Megatron | `layer_spec(shape, layer, backend) -> ModuleSpec`, and                    |
+    |              |          | `config_fields(shape)` for Megatron's TransformerConfig                   |
+    """
+    return import_module(f"{FAMILIES[family]}.{part}")

@@ -1,0 +1,117 @@
+"""What a parallel layout asks of a model, and how it divides the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models.shape import ModelShape
+
+__all__ = ["check_layout", "pipeline_layers"]
+
+
+def pipeline_layers(
+    num_layers: int, parallel: ParallelConfig, virtual_stages: int = 1
+) -> list[tuple[range, ...]]:
+    """Which layers each pipeline stage holds: for every stage, one range for each of its model chunks.
+
+    With one virtual stage a stage holds consecutive layers. With more the pipeline is interleaved: it runs
+    through all stages once for each virtual stage.
+
+    Raises:
+        ValueError: the layers cannot be divided so; names the flags.
+    """
+    stages = parallel.pipeline_model_parallel_size
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if stages == 1 and (first, last) != (None, None):
+        raise ValueError("layers of the first or last pipeline stage need --pipeline-model-parallel-size > 1")
+    counts: list[int | None] = [None] * stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    given = [count for count in counts if count is not None]
+    others, left = stages - len(given), num_layers - sum(given)
+    if left < 0 or (left % others if others else left):
+        if not given:
+            raise ValueError(
+                f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})"
+            )
+        raise ValueError(
+            f"--pipeline-model-parallel-size={stages}: {left} of {num_layers} layers remain for the "
+            f"{others} stages besides those of --decoder-first/last-pipeline-num-layers"
+        )
+    sizes = [left // others if count is None else count for count in counts]
+    for stage, size in enumerate(sizes):
+        if size == 0 or size % virtual_stages:
+            raise ValueError(
+                f"pipeline stage {stage} would hold {size} layers, "
+                f"not a positive multiple of its {virtual_stages} virtual stages"
+            )
+    chunks: list[list[range]] = [[] for _ in sizes]
+    start = 0
+    for _ in range(virtual_stages):
+        for stage, size in enumerate(sizes):
+            chunks[stage].append(range(start, start + size // virtual_stages))
+            start += size // virtual_stages
+    return [tuple(ranges) for ranges in chunks]
+
+
+def check_layout(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> list[str]:
+    """What is wrong with training `shape` under `parallel` on `world_size` ranks; empty if nothing is."""
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size,
+    }
+    problems = [f"{flag}={size}: must be at least 1" for flag, size in sizes.items() if size < 1]
+    return problems or list(_layout_problems(shape, parallel, world_size))
+
+
+def _layout_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.context_parallel_size != 1:
+        yield (
+            f"--context-parallel-size={parallel.context_parallel_size}: context parallelism is not "
+            "supported yet; use 1"
+        )
+    divided = {
+        **shape.divided_by_tp(),
+        "the key/value heads": shape.num_key_value_heads,
+        "the vocabulary": shape.vocab_size,
+    }
+    yield from _undivided("--tensor-model-parallel-size", tp, divided)
+    try:
+        pipeline_layers(shape.num_layers, parallel)
+    except ValueError as error:
+        yield str(error)
+    yield from _expert_problems(shape, parallel, world_size)
+    if world_size % (tp * pp):
+        yield f"TP x PP = {tp * pp} does not divide the world size ({world_size})"
+
+
+def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if not shape.is_moe:
+        if ep > 1 or etp > 1:
+            yield (
+                f"{shape.family} has no experts: --expert-model-parallel-size {ep} and "
+                f"--expert-tensor-parallel-size {etp} must be 1; is this the recipe of a mixture of experts? "
+                "examples/run.sh chooses a recipe by the model"
+            )
+        return
+    yield from _undivided("--expert-model-parallel-size", ep, {"the experts": shape.num_experts})
+    hidden = {"an expert's hidden size": shape.expert_hidden_size}
+    yield from _undivided("--expert-tensor-parallel-size", etp, hidden)
+    if tp > 1 and not parallel.sequence_parallel:
+        yield "a mixture of experts with --tensor-model-parallel-size > 1 needs --sequence-parallel"
+    if world_size % (ep * etp * pp):
+        yield f"EP x ETP x PP = {ep * etp * pp} does not divide the world size ({world_size})"
+
+
+def _undivided(flag: str, size: int, counts: dict[str, int]) -> Iterator[str]:
+    for what, count in counts.items():
+        if count % size:
+            yield f"{flag}={size} does not divide {what} ({count})"

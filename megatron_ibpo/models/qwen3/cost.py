@@ -1,0 +1,10 @@
+"""What dense Qwen3's layers cost: attention in all of them."""
+
+from __future__ import annotations
+
+from megatron_ibpo.models.cost import MixerCost, attention_cost
+from megatron_ibpo.models.shape import ModelShape
+
+
+def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
+    return attention_cost(shape)

@@ -1,0 +1,18 @@
+"""Layers of Qwen3 mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_ibpo.models.shape import ModelShape
+from megatron_ibpo.models.spec import Backend, attention, moe, transformer_layer
+
+
+def layer_spec(shape: ModelShape, layer: int, backend: Backend) -> ModuleSpec:
+    return transformer_layer(attention(backend), moe(shape, backend))
+
+
+def config_fields(shape: ModelShape) -> dict[str, Any]:
+    return {}

@@ -1,0 +1,11 @@
+"""Tensors of Qwen3 mixtures of experts."""
+
+from __future__ import annotations
+
+from megatron_ibpo.models.shape import ModelShape
+from megatron_ibpo.models.shared_entries import attention, moe
+from megatron_ibpo.models.weight_map import Entry
+
+
+def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
+    return [*attention(shape), *moe(shape)]

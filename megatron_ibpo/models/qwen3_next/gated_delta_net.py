@@ -1,0 +1,253 @@
+"""The gated delta net in plain torch, over packed sequences.
+
+Megatron's layer needs flash-linear-attention's CUDA kernels and refuses to start without them; this one
+keeps its parameters and checkpoint and computes the same. Gated DeltaNet: Yang, Kautz and Hatamizadeh,
+"Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
+from torch import Tensor
+
+from megatron_ibpo.models import packed
+
+__all__ = ["PackedGatedDeltaNet", "causal_conv", "gated_delta_rule"]
+
+CHUNK = 32
+"""Tokens per chunk of the delta rule."""
+
+
+class PackedGatedDeltaNet(GatedDeltaNet):
+    """Megatron's GatedDeltaNet with a forward pass of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        with mock.patch.object(common, "HAVE_FLA", True):
+            super().__init__(*args, **kwargs)
+
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = gated_delta_rule
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert packed_seq_params is not None, "sequences must be packed"
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        projected, _bias = self.in_proj(hidden_states)
+        qkv, gate, beta, alpha = projected.squeeze(1).split(self.feat_dim_split, dim=-1)
+
+        qkv = F.silu(causal_conv(qkv, self.conv1d.weight.squeeze(1), packed.positions(cu_seqlens)))
+        query, key, value = qkv.split(
+            [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1
+        )
+        decay_NH = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        output_NHD = self.gated_delta_rule(
+            query.unflatten(-1, (-1, self.key_head_dim)),
+            key.unflatten(-1, (-1, self.key_head_dim)),
+            value.unflatten(-1, (-1, self.value_head_dim)),
+            decay_NH,
+            beta.sigmoid(),
+            cu_seqlens,
+        )
+        normed = self.out_norm(output_NHD)
+        gated = normed * F.silu(gate.unflatten(-1, (-1, self.value_head_dim)).float())
+        return self.out_proj(gated.to(output_NHD.dtype).flatten(1).unsqueeze(1))
+
+
+class _CausalConv(torch.autograd.Function):
+    """Written out because autograd's version takes four times as long on CPUs."""
+
+    @staticmethod
+    def forward(ctx, x_NC, weight_CK, positions_N):
+        weights_KC = weight_CK.t().contiguous()
+        output = x_NC * weights_KC[-1]
+        for back in range(1, len(weights_KC)):
+            output[back:].addcmul_(x_NC[:-back] * _inside(positions_N, back, x_NC), weights_KC[-1 - back])
+        ctx.save_for_backward(x_NC, weights_KC, positions_N)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_NC):
+        x_NC, weights_KC, positions_N = ctx.saved_tensors
+        grad_x = grad_NC * weights_KC[-1]
+        grad_weights = torch.empty_like(weights_KC)
+        grad_weights[-1] = (grad_NC * x_NC).sum(0)
+        for back in range(1, len(weights_KC)):
+            grad = grad_NC[back:] * _inside(positions_N, back, x_NC)
+            grad_x[:-back].addcmul_(grad, weights_KC[-1 - back])
+            grad_weights[-1 - back] = grad.mul_(x_NC[:-back]).sum(0)
+        return grad_x, grad_weights.t(), None
+
+
+def _inside(positions_N: Tensor, back: int, like: Tensor) -> Tensor:
+    """1 for each token (from the `back`-th on) whose sequence reaches `back` tokens back, else 0."""
+    return (positions_N[back:] >= back).to(like.dtype).unsqueeze(1)
+
+
+def causal_conv(x_NC: Tensor, weight_CK: Tensor, positions_N: Tensor) -> Tensor:
+    """Each channel's last K tokens, weighted, within its own sequence. [N, C]."""
+    return _CausalConv.apply(x_NC, weight_CK, positions_N)
+
+
+def gated_delta_rule(
+    query_NGD: Tensor,
+    key_NGD: Tensor,
+    value_NHE: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """The gated delta rule over packed sequences. [N, H, E] in the dtype of `value`.
+
+    Each of the H value heads has a state S [D, E], zero at a sequence's start, and at every token:
+    S ← exp(decay)·S;  S ← S + k ⊗ β(v − Sᵀk);  output = Sᵀq/√D, where q and k are of unit length and
+    every G-th head shares them. float32 inside.
+    """
+    rectangles = packed.by_chunks(cu_seqlens, CHUNK)
+    (groups, dim), heads = query_NGD.shape[1:], value_NHE.shape[1]
+
+    def in_chunks(x_NHX: Tensor) -> Tensor:
+        """[rows x heads, chunk, …]"""
+        x_RLHX = packed.take(x_NHX.float(), rectangles).unflatten(0, (-1, CHUNK))
+        x_RHLX = x_RLHX.transpose(1, 2)
+        if len(x_NHX[0]) < heads:
+            x_RHLX = x_RHLX.repeat_interleave(heads // groups, dim=1)
+        return x_RHLX.flatten(0, 1)
+
+    query_key = torch.cat((query_NGD, key_NGD), dim=-1).float().unflatten(-1, (2, dim))
+    query_key = query_key * torch.rsqrt(query_key.square().sum(-1, keepdim=True) + 1e-6)
+    query, key = in_chunks(query_key.flatten(-2)).split(dim, dim=-1)
+    output = _ChunkedDeltaRule.apply(
+        query * dim**-0.5,
+        key,
+        in_chunks(value_NHE),
+        in_chunks(decay_NH),
+        in_chunks(beta_NH),
+        [rows * heads for rows in rectangles.rows],
+    )
+    output_RLHE = output.unflatten(0, (-1, heads)).transpose(1, 2)
+    return packed.drop(output_RLHE.flatten(0, 1), rectangles).to(value_NHE.dtype)
+
+
+class _ChunkedDeltaRule(torch.autograd.Function):
+    """The delta rule in chunks of L tokens, by the WY form of the products of a chunk (paper, section
+    3.3), and its gradient. Written out because autograd's takes twice the time and memory.
+
+    Inputs are [B, L, …] (B rows, each a chunk of one head): query (scaled), key [B, L, D], value
+    [B, L, E], decay and beta [B, L], and `sizes`: how many rows are first chunks, second chunks, …;
+    row i of a group continues row i of the group before. In a chunk, with c the running sum of decay:
+
+        A = tril(β kkᵀ ∘ exp(cᵢ − cⱼ), −1)        T = (I + A)⁻¹
+        U = T(βv)    W = T(β exp(c) k)            V = U − W S
+        P = tril(qkᵀ ∘ exp(cᵢ − cⱼ))              out = (exp(c) q) S + P V
+        S ← exp(c_L) S + (exp(c_L − c) k)ᵀ V
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, decay, beta, sizes):
+        rows, length, dim = key.shape
+        total = decay.cumsum(1)
+        between = (total.unsqueeze(2) - total.unsqueeze(1)).exp_().tril_()
+        from_start = total.exp().unsqueeze(2)
+        to_end = (total[:, -1:] - total).exp_().unsqueeze(2)
+        beta = beta.unsqueeze(2)
+        beta_key = key * beta
+        lower = torch.bmm(beta_key, key.mT).mul_(between).tril_(-1)
+        eye = torch.eye(length, dtype=key.dtype, device=key.device).expand(rows, -1, -1)
+        solve = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+        u = torch.bmm(solve, value * beta)
+        w = torch.bmm(solve, beta_key * from_start)
+        within = torch.bmm(query, key.mT).mul_(between)
+        query_decayed, key_decayed = query * from_start, key * to_end
+
+        new_value, output = torch.empty_like(u), torch.empty_like(u)
+        state = key.new_zeros(sizes[0], dim, value.shape[2])
+        states, first = [], 0
+        for size in sizes:
+            at = slice(first, first + size)
+            first += size
+            state = state[:size]  # shorter sequences have ended
+            states.append(state)
+            torch.baddbmm(u[at], w[at], state, alpha=-1, out=new_value[at])
+            torch.bmm(query_decayed[at], state, out=output[at])
+            output[at].baddbmm_(within[at], new_value[at])
+            state = torch.baddbmm(state * from_start[at, -1:], key_decayed[at].mT, new_value[at])
+        ctx.sizes = sizes
+        ctx.save_for_backward(
+            query,
+            key,
+            value,
+            beta,
+            between,
+            from_start,
+            to_end,
+            lower,
+            solve,
+            u,
+            w,
+            within,
+            new_value,
+            *states,
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value) = (
+            ctx.saved_tensors[:13]
+        )
+        query_decayed, key_decayed, beta_key = query * from_start, key * to_end, key * beta
+        grad_new = torch.bmm(within.mT, grad_output)
+        grad_query_decayed, grad_w = torch.empty_like(query), torch.empty_like(key)
+        grad_key_decayed = torch.zeros_like(key)
+        grad_last = key.new_zeros(len(key))
+        grad_state, last = None, len(key)
+        for size, state in zip(reversed(ctx.sizes), reversed(ctx.saved_tensors[13:]), strict=True):
+            at = slice(last - size, last)
+            last -= size
+            earlier = torch.bmm(query_decayed[at].mT, grad_output[at])
+            if grad_state is not None:  # of the rows that go on
+                going = slice(last, last + len(grad_state))
+                grad_new[going].baddbmm_(key_decayed[going], grad_state)
+                torch.bmm(new_value[going], grad_state.mT, out=grad_key_decayed[going])
+                grad_last[going] = (state[: len(grad_state)] * grad_state).sum((1, 2))
+                earlier[: len(grad_state)].addcmul_(grad_state, from_start[going, -1:])
+            torch.bmm(grad_output[at], state.mT, out=grad_query_decayed[at])
+            torch.bmm(grad_new[at], state.mT, out=grad_w[at]).neg_()
+            grad_state = earlier.baddbmm_(w[at].mT, grad_new[at], alpha=-1)
+
+        grad_beta_value = torch.bmm(solve.mT, grad_new)
+        grad_beta_key_decayed = torch.bmm(solve.mT, grad_w)
+        grad_lower = torch.bmm(grad_beta_value, u.mT).baddbmm_(grad_beta_key_decayed, w.mT).neg_().tril_(-1)
+        grad_within = torch.bmm(grad_output, new_value.mT)  # `between` masks the future
+        grad_between = grad_lower * lower + grad_within * within
+        grad_lower.mul_(between)
+        grad_within.mul_(between)
+
+        grad_query = grad_query_decayed * from_start
+        grad_total = grad_between.sum(2) - grad_between.sum(1) + (grad_query * query).sum(2)
+        grad_query.baddbmm_(grad_within, key)
+        grad_beta_key = grad_beta_key_decayed * from_start
+        grad_total += (grad_beta_key * beta_key).sum(2)
+        grad_beta_key.baddbmm_(grad_lower, key)
+        grad_key = grad_key_decayed.mul_(to_end)
+        to_end_share = (grad_key * key).sum(2)
+        grad_total -= to_end_share
+        grad_total[:, -1] += to_end_share.sum(1) + grad_last * from_start[:, -1, 0]
+        grad_key.baddbmm_(grad_lower.mT, beta_key).baddbmm_(grad_within.mT, query)
+        grad_key.addcmul_(grad_beta_key, beta)
+        grad_beta = (grad_beta_value * value).sum(2) + (grad_beta_key * key).sum(2)
+        grad_decay = grad_total.flip(1).cumsum(1).flip(1)
+        return grad_query, grad_key, grad_beta_value * beta, grad_decay, grad_beta, None

@@ -1,0 +1,215 @@
+"""A model's dimensions in plain numbers, as its config.json gives them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.models.families import FAMILIES, family_part
+
+__all__ = [
+    "Fields",
+    "ModelConfigError",
+    "ModelShape",
+    "common_fields",
+    "expert_fields",
+    "read_hf_config",
+]
+
+
+class ModelConfigError(ValueError):
+    """config.json is missing, malformed, or describes a model that cannot be built."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Dimensions of a model. Names follow config.json; sizes are in elements.
+
+    A family with dimensions of its own derives from this (`qwen3_next.shape`).
+    """
+
+    family: str
+    """`model_type` of config.json."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Elements of a head that rotate; the rest carries no position."""
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    initializer_range: float
+    full_attention: tuple[bool, ...]
+    """For each layer: softmax attention, which keeps keys and values of every token (True), or a mixer with
+    a recurrent state (False)."""
+    attention_output_gate: bool = False
+    """Attention's output is multiplied by a sigmoid gate, projected alongside the queries."""
+    zero_centered_norms: bool = False
+    """RMSNorm multiplies by 1 + weight."""
+    mtp_in_checkpoints: bool = False
+    """Checkpoints may hold multi-token prediction layers, for speculative decoding. They are converted along
+    with the model and not trained; config.json does not say whether they are there."""
+    ffn_hidden_size: int = 0
+    """Dense MLP; 0 for mixtures of experts."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_hidden_size: int = 0
+    shared_expert_hidden_size: int = 0
+    normalize_expert_weights: bool = True
+    """The weights of a token's chosen experts sum to one."""
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Some layers carry a state from token to token in place of keys and values."""
+        return not all(self.full_attention)
+
+    def divided_by_tp(self) -> dict[str, int]:
+        """Sizes that tensor parallelism has to divide, in the trainer and in engines, by what they count."""
+        return {
+            "the attention heads": self.num_attention_heads,
+            "the MLP's hidden size": self.ffn_hidden_size,
+            "the shared expert's hidden size": self.shared_expert_hidden_size,
+        }
+
+
+def read_hf_config(hf_dir: Path) -> ModelShape:
+    """Read `hf_dir`/config.json.
+
+    Raises:
+        ModelConfigError: the directory or file is missing, the JSON is malformed, the model type is
+            unknown, a field is missing or has the wrong type, or asks for what is not implemented.
+    """
+    path = hf_dir / "config.json"
+    if not hf_dir.is_dir():
+        raise ModelConfigError(f"no checkpoint directory {hf_dir}: --hf-checkpoint must name one")
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelConfigError(f"{hf_dir} holds no config.json: is it a Hugging Face checkpoint?") from None
+    except ValueError as error:
+        raise ModelConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ModelConfigError(f"{path}: model_type {family!r} is unknown; one of {', '.join(FAMILIES)}")
+    return family_part(family, "shape").read(Fields(raw, path))
+
+
+@dataclass(frozen=True)
+class Fields:
+    """config.json's fields, each with a clear error."""
+
+    raw: dict[str, Any]
+    path: Path
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.raw.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(f"{name} must be a positive integer, is {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.error(f"{name} must be a number, is {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.raw.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} must be true or false, is {value!r}")
+        return value
+
+    def refuse(self, name: str, *allowed: Any) -> None:
+        if (value := self.raw.get(name)) not in (None, *allowed):
+            raise self.error(f"{name}={value!r} is not supported")
+
+    def groups(self, heads: str, shared: str, default: int | None = None) -> tuple[int, int]:
+        """(heads, heads that several of those share), by their fields' names."""
+        many = self.count(heads)
+        few = self.count(shared, default or many)
+        if many % few:
+            raise self.error(f"{heads}={many} is no multiple of {shared}={few}")
+        return many, few
+
+    def error(self, problem: str) -> ModelConfigError:
+        return ModelConfigError(f"{self.path}: {problem}")
+
+
+def common_fields(fields: Fields, *, head_dim: int = 128, rotary_share: float = 1.0) -> dict[str, Any]:
+    """What every decoder of this kind has: SwiGLU, no biases, full attention in all layers.
+
+    Args:
+        head_dim, rotary_share: the family's defaults.
+    """
+    fields.refuse("hidden_act", "silu")
+    fields.refuse("attention_bias", False)
+    fields.refuse("use_sliding_window", False)
+    layers = fields.count("num_hidden_layers")
+    heads, key_value_heads = fields.groups("num_attention_heads", "num_key_value_heads")
+    head_dim = fields.count("head_dim", head_dim)
+    rope_theta, rotary_share = _rope(fields, rotary_share)
+    rotary_dim = int(head_dim * rotary_share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise fields.error(f"{rotary_share} of head_dim={head_dim} is not an even number")
+    return {
+        "family": fields.raw["model_type"],
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": fields.count("hidden_size"),
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "rope_theta": rope_theta,
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "max_position_embeddings": fields.count("max_position_embeddings", 32768),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "initializer_range": fields.number("initializer_range", 0.02),
+        "full_attention": (True,) * layers,
+    }
+
+
+def expert_fields(fields: Fields, *, normalized: bool) -> dict[str, Any]:
+    """A mixture of experts in every layer.
+
+    Args:
+        normalized: the family's default of `norm_topk_prob`.
+    """
+    fields.refuse("decoder_sparse_step", 1)
+    fields.refuse("mlp_only_layers", [])
+    return {
+        "num_experts": fields.count(
+            "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
+        ),
+        "experts_per_token": fields.count("num_experts_per_tok"),
+        "expert_hidden_size": fields.count("moe_intermediate_size"),
+        "normalize_expert_weights": fields.flag("norm_topk_prob", normalized),
+    }
+
+
+def _rope(fields: Fields, default_share: float) -> tuple[float, float]:
+    """(theta, rotating share of a head); since transformers 5 both live in `rope_parameters`."""
+    old: dict[str, Any] = {
+        name: fields.raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields.raw
+    }
+    new = fields.raw.get("rope_parameters") or {}
+    if not isinstance(new, dict):
+        raise fields.error(f"rope_parameters must be an object, is {new!r}")
+    scaling = fields.raw.get("rope_scaling") or {}
+    kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
+    if kind != "default":
+        raise fields.error(f"rope type {kind!r} is not supported, only plain rotation")
+    merged = Fields({**old, **new}, fields.path)
+    return merged.number("rope_theta", 10000.0), merged.number("partial_rotary_factor", default_share)

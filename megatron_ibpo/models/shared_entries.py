@@ -1,0 +1,145 @@
+"""Entries of the weight map that families share: attention, a dense MLP, a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_ibpo.models.shape import ModelShape
+from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Fused, Piece
+
+__all__ = ["attention", "dense_mlp", "moe"]
+
+
+def attention(shape: ModelShape) -> list[Entry]:
+    hidden, dim = shape.hidden_size, shape.head_dim
+    queries, groups = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
+    gated = shape.attention_output_gate
+    qkv = _QKV(shape.num_attention_heads // shape.num_key_value_heads, dim, gated)
+    return [
+        Entry("self_attention.linear_qkv.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
+        Entry(
+            "self_attention.linear_qkv.weight",
+            (
+                Piece("self_attn.q_proj.weight", (queries * (2 if gated else 1), hidden), ROWS),
+                Piece("self_attn.k_proj.weight", (groups, hidden), ROWS),
+                Piece("self_attn.v_proj.weight", (groups, hidden), ROWS),
+            ),
+            qkv.join,
+            qkv.part,
+            ROWS,
+        ),
+        Entry("self_attention.q_layernorm.weight", (Piece("self_attn.q_norm.weight", (dim,)),)),
+        Entry("self_attention.k_layernorm.weight", (Piece("self_attn.k_norm.weight", (dim,)),)),
+        Entry(
+            "self_attention.linear_proj.weight",
+            (Piece("self_attn.o_proj.weight", (hidden, queries), COLUMNS),),
+        ),
+    ]
+
+
+def dense_mlp(shape: ModelShape) -> list[Entry]:
+    norm = Piece("post_attention_layernorm.weight", (shape.hidden_size,))
+    return [
+        Entry("mlp.linear_fc1.layer_norm_weight", (norm,)),
+        *_gated_mlp("mlp", "mlp", shape.ffn_hidden_size, shape.hidden_size),
+    ]
+
+
+def moe(shape: ModelShape) -> list[Entry]:
+    """A mixture of experts: the norm before it, router, shared expert where there is one, and experts."""
+    hidden = shape.hidden_size
+    entries = [
+        Entry("pre_mlp_layernorm.weight", (Piece("post_attention_layernorm.weight", (hidden,)),)),
+        Entry("mlp.router.weight", (Piece("mlp.gate.weight", (shape.num_experts, hidden)),)),
+    ]
+    if shape.shared_expert_hidden_size:
+        gate = Piece("mlp.shared_expert_gate.weight", (1, hidden))
+        entries += [
+            Entry("mlp.shared_experts.gate_weight", (gate,)),
+            *_gated_mlp("mlp.shared_experts", "mlp.shared_expert", shape.shared_expert_hidden_size, hidden),
+        ]
+    return [*entries, *_experts(shape)]
+
+
+@lru_cache(maxsize=2)  # the same in every layer, and there may be tens of thousands in a model
+def _experts(shape: ModelShape) -> tuple[Entry, ...]:
+    return tuple(entry for expert in range(shape.num_experts) for entry in _expert(shape, expert))
+
+
+def _expert(shape: ModelShape, expert: int) -> list[Entry]:
+    """One expert, which lies in tensors of its own or in the layer's fused ones."""
+    hidden, size = shape.hidden_size, shape.expert_hidden_size
+    hf = f"mlp.experts.{expert}"
+    up = "mlp.experts.gate_up_proj", (shape.num_experts, 2 * size, hidden)
+    down = "mlp.experts.down_proj", (shape.num_experts, hidden, size)
+    return [
+        Entry(
+            f"mlp.experts.linear_fc1.weight{expert}",
+            (
+                Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS, Fused(*up, expert, 0)),
+                Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS, Fused(*up, expert, size)),
+            ),
+            torch.cat,
+            _halves,
+            Cut(0, (size, size)),
+            expert=expert,
+            num_experts=shape.num_experts,
+        ),
+        Entry(
+            f"mlp.experts.linear_fc2.weight{expert}",
+            (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS, Fused(*down, expert, 0)),),
+            expert=expert,
+            num_experts=shape.num_experts,
+        ),
+    ]
+
+
+def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[Entry]:
+    """SwiGLU: fc1 is [gate; up] on each rank."""
+    return [
+        Entry(
+            f"{megatron}.linear_fc1.weight",
+            (
+                Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS),
+                Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS),
+            ),
+            torch.cat,
+            _halves,
+            Cut(0, (size, size)),
+        ),
+        Entry(f"{megatron}.linear_fc2.weight", (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS),)),
+    ]
+
+
+def _halves(shard: Tensor) -> list[Tensor]:
+    return list(shard.chunk(2))
+
+
+@dataclass(frozen=True)
+class _QKV:
+    """Attention's input projection. HF: q (with a gate: each head's [q | gate]), k, v. Megatron: for each
+    key/value group [its q heads | their gates | k | v]."""
+
+    heads_per_group: int
+    dim: int
+    gated: bool
+
+    def join(self, cuts: list[Tensor]) -> Tensor:
+        query, key, value = cuts
+        hidden = query.shape[-1]
+        kinds = 2 if self.gated else 1
+        query = query.view(-1, self.heads_per_group, kinds, self.dim, hidden).transpose(1, 2)
+        groups = (query.flatten(1, 3), key.view(-1, self.dim, hidden), value.view(-1, self.dim, hidden))
+        return torch.cat(groups, dim=1).flatten(0, 1)
+
+    def part(self, shard: Tensor) -> list[Tensor]:
+        kinds = 2 if self.gated else 1
+        queries = kinds * self.heads_per_group * self.dim
+        groups = shard.view(-1, queries + 2 * self.dim, shard.shape[-1])
+        query, key, value = groups.split([queries, self.dim, self.dim], dim=1)
+        query = query.unflatten(1, (kinds, self.heads_per_group, self.dim)).transpose(1, 2)
+        return [query.flatten(0, 3), key.flatten(0, 1), value.flatten(0, 1)]

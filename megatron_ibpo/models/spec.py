@@ -1,0 +1,172 @@
+"""Which class computes what in Megatron's model: the parts of layers that families share.
+
+One spec serves both back ends. They differ in classes only; parameter and checkpoint names are the same:
+
+| part                          | Transformer Engine              | local                      |
+|-------------------------------|---------------------------------|----------------------------|
+| norm before attention, MLP    | fused into the linear layer     | fused into the linear layer |
+| … with its linear layer       | TELayerNormColumnParallelLinear | NormColumnParallelLinear   |
+| column, row linear            | TEColumn/RowParallelLinear      | Column/RowParallelLinear   |
+| other norms                   | TENorm                          | RMSNorm                    |
+| attention                     | SelfAttention with TEDotProductAttention | PackedSelfAttention |
+| experts                       | TEGroupedMLP of TE grouped linears | TEGroupedMLP of local grouped linears |
+
+The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by Megatron itself:
+Transformer Engine's where installed, else apex's, else torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_ibpo.models import local_modules
+from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.shape import ModelShape
+
+__all__ = [
+    "Backend",
+    "attention",
+    "block_spec",
+    "config_fields",
+    "dense_mlp",
+    "local_backend",
+    "moe",
+    "transformer_engine_backend",
+    "transformer_layer",
+]
+
+MLPAndNorm = tuple[Callable[..., Any], Callable[..., Any]]
+"""What computes a layer's MLP or experts, and the norm before it."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The classes a spec is made of."""
+
+    uses_transformer_engine: bool
+    norm: type
+    norm_column_linear: type
+    column_linear: type
+    row_linear: type
+    attention: type
+    core_attention: type
+    grouped_column_linear: type
+    grouped_row_linear: type
+
+
+def local_backend() -> Backend:
+    return Backend(
+        uses_transformer_engine=False,
+        norm=local_modules.RMSNorm,
+        norm_column_linear=local_modules.NormColumnParallelLinear,
+        column_linear=ColumnParallelLinear,
+        row_linear=RowParallelLinear,
+        attention=local_modules.PackedSelfAttention,
+        core_attention=local_modules.NoCoreAttention,
+        grouped_column_linear=local_modules.GroupedColumnLinear,
+        grouped_row_linear=local_modules.GroupedRowLinear,
+    )
+
+
+def transformer_engine_backend() -> Backend:
+    """Raises ImportError where Transformer Engine is not installed."""
+    from megatron.core.extensions import transformer_engine as te
+
+    if not te.HAVE_TE:
+        raise ImportError("Transformer Engine is not installed")
+    return Backend(
+        uses_transformer_engine=True,
+        norm=te.TENorm,
+        norm_column_linear=te.TELayerNormColumnParallelLinear,
+        column_linear=te.TEColumnParallelLinear,
+        row_linear=te.TERowParallelLinear,
+        attention=SelfAttention,
+        core_attention=te.TEDotProductAttention,
+        grouped_column_linear=te.TEColumnParallelGroupedLinear,
+        grouped_row_linear=te.TERowParallelGroupedLinear,
+    )
+
+
+def block_spec(
+    shape: ModelShape, backend: Backend, first_layer: int, layers: int
+) -> TransformerBlockSubmodules:
+    """The layers [first_layer, first_layer + layers) of the model, and its final norm."""
+    family = family_part(shape.family, "spec")
+    numbers = range(first_layer, first_layer + layers)
+    return TransformerBlockSubmodules(
+        layer_specs=[family.layer_spec(shape, layer, backend) for layer in numbers],
+        layer_norm=backend.norm,
+    )
+
+
+def config_fields(shape: ModelShape) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig that only the model's family has."""
+    fields: dict[str, Any] = family_part(shape.family, "spec").config_fields(shape)
+    return fields
+
+
+def transformer_layer(mixer: ModuleSpec, mlp: MLPAndNorm) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=IdentityOp,  # fused into the mixer's first linear layer
+            self_attention=mixer,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=mlp[1],
+            mlp=mlp[0],
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def attention(backend: Backend) -> ModuleSpec:
+    return ModuleSpec(
+        module=backend.attention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.norm_column_linear,
+            core_attention=backend.core_attention,
+            linear_proj=backend.row_linear,
+            q_layernorm=backend.norm,
+            k_layernorm=backend.norm,
+        ),
+    )
+
+
+def dense_mlp(backend: Backend) -> MLPAndNorm:
+    """The norm is fused into the MLP's first linear layer."""
+    submodules = MLPSubmodules(linear_fc1=backend.norm_column_linear, linear_fc2=backend.row_linear)
+    return partial(MLP.as_mlp_submodule, submodules=submodules), IdentityOp
+
+
+def moe(shape: ModelShape, backend: Backend) -> MLPAndNorm:
+    """A mixture of experts: router and experts share one normed input."""
+    experts = partial(
+        TEGroupedMLP,
+        submodules=GroupedMLPSubmodules(
+            linear_fc1=backend.grouped_column_linear, linear_fc2=backend.grouped_row_linear
+        ),
+    )
+    shared = None
+    if shape.shared_expert_hidden_size:
+        shared = partial(
+            SharedExpertMLP,
+            submodules=MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear),
+        )
+    return partial(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared)), backend.norm

@@ -1,0 +1,267 @@
+"""Which Hugging Face tensors make up which Megatron parameter, and how both are cut over ranks.
+
+Loading, export and conversion all follow from this map. A Megatron parameter is an `Entry` under its global
+name (layer and expert numbers count over the whole model). It is joined from one or more `Piece`s, HF
+tensors. Every piece is cut over the tensor-parallel ranks so that joining a rank's cuts gives exactly that
+rank's shard of the parameter: joins never see the layout. A Megatron checkpoint holds the parameter in
+`Block`s, which do not depend on the layout either.
+
+A family gives the entries of its layers, with names relative to the layer; `shared_entries` has those that
+families share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.shape import ModelShape
+
+__all__ = [
+    "COLUMNS",
+    "ROWS",
+    "Block",
+    "Cut",
+    "Entry",
+    "Fused",
+    "Piece",
+    "Span",
+    "global_name",
+    "is_ignored",
+    "mtp_layers",
+    "weight_map",
+]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How ranks divide a tensor: along `dim`, each of the `sections` on its own (all of it if none)."""
+
+    dim: int
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Where a checkpoint with fused experts holds a piece: rows of one expert of a larger tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the larger tensor."""
+    expert: int
+    first_row: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Hugging Face tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut | None = None
+    """None: every rank holds all of it."""
+    fused: Fused | None = None
+
+    def within(self, prefix: str) -> Piece:
+        """The piece with its names prefixed."""
+        fused = self.fused
+        if fused is not None:
+            fused = Fused(prefix + fused.name, fused.shape, fused.expert, fused.first_row)
+        return Piece(prefix + self.name, self.shape, self.cut, fused)
+
+    def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """(start, length) along the cut's dimension of what `rank` of `ranks` holds."""
+        assert self.cut is not None
+        return _ranges(self.shape, self.cut, rank, ranks)
+
+    def shard_shape(self, ranks: int) -> tuple[int, ...]:
+        if self.cut is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.cut.dim] //= ranks
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of one tensor of a Megatron checkpoint."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """Rows of a piece's cut that lie together in the shard of its parameter."""
+
+    piece: int
+    piece_row: int
+    shard_row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter."""
+
+    name: str
+    """Global name."""
+    pieces: tuple[Piece, ...]
+    join: Callable[[list[Tensor]], Tensor] = lambda cuts: cuts[0]
+    """Cuts of the pieces -> shard of the parameter."""
+    part: Callable[[Tensor], list[Tensor]] = lambda shard: [shard]
+    """The inverse."""
+    joined_cut: Cut | None = None
+    """How ranks divide a parameter that is joined from several pieces."""
+    stored_apart: tuple[str, ...] = ()
+    """Suffixes of the keys under which a Megatron checkpoint holds the cut's sections; one key if none."""
+    layer: int | None = None
+    expert: int | None = None
+    num_experts: int = 0
+    """An expert's parameter is a slice of a stored tensor of all experts of the layer."""
+
+    @property
+    def cut(self) -> Cut | None:
+        """How ranks divide the parameter. None: every rank holds all of it."""
+        return self.pieces[0].cut if len(self.pieces) == 1 else self.joined_cut
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter: joins are by rows."""
+        first = self.pieces[0].shape
+        return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
+
+    def spans(self, ranks: int = 1) -> tuple[Span, ...]:
+        """What `join` does, as moves of rows, by rows of the shard."""
+        return _spans(self.join, tuple(piece.shard_shape(ranks)[0] for piece in self.pieces))
+
+    def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
+        """The entry with its names prefixed, in a layer of the model."""
+        pieces = tuple(piece.within(hf) for piece in self.pieces)
+        return Entry(
+            megatron + self.name,
+            pieces,
+            self.join,
+            self.part,
+            self.joined_cut,
+            self.stored_apart,
+            layer,
+            self.expert,
+            self.num_experts,
+        )
+
+    def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
+        """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along
+        the cut's dimension."""
+        if self.cut is None:
+            return [self._block(self.name, self.shape, 0, (0, self.shape[0]))]
+        spans = _ranges(self.shape, self.cut, rank, ranks)
+        if not self.stored_apart:
+            return [self._block(self.name, self.shape, self.cut.dim, span) for span in spans]
+        blocks, start = [], 0
+        for suffix, rows, (first, length) in zip(self.stored_apart, self.cut.sections, spans, strict=True):
+            shape = (rows, *self.shape[1:])
+            blocks.append(self._block(f"{self.name}.{suffix}", shape, 0, (first - start, length)))
+            start += rows
+        return blocks
+
+    def _block(self, key: str, shape: tuple[int, ...], dim: int, span: tuple[int, int]) -> Block:
+        offsets, sizes = [0] * len(shape), list(shape)
+        offsets[dim], sizes[dim] = span
+        if self.expert is None:
+            return Block(key, shape, tuple(offsets), tuple(sizes))
+        together = key.removesuffix(str(self.expert)).replace(".experts.", ".experts.experts.")
+        return Block(together, (self.num_experts, *shape), (self.expert, *offsets), (1, *sizes))
+
+
+@lru_cache(maxsize=256)
+def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> tuple[Span, ...]:
+    """Let `join` arrange the numbers of the rows, and see where each comes to lie."""
+    numbers = torch.arange(sum(counts)).view(-1, 1).split(list(counts))
+    joined = join(list(numbers)).flatten()
+    breaks = (joined.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist(), len(joined)]
+    firsts = [0, *itertools.accumulate(counts)]
+    spans = []
+    for row, end in itertools.pairwise(starts):
+        source, left = int(joined[row]), end - row
+        while left:  # consecutive numbers may go on from one piece to the next
+            piece = next(i for i in range(len(counts)) if source < firsts[i + 1])
+            rows = min(left, firsts[piece + 1] - source)
+            spans.append(Span(piece, source - firsts[piece], end - left, rows))
+            source, left = source + rows, left - rows
+    return tuple(spans)
+
+
+def _ranges(shape: tuple[int, ...], cut: Cut, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """(start, length) of what `rank` of `ranks` holds of each section."""
+    ranges, start = [], 0
+    for size in cut.sections or (shape[cut.dim],):
+        ranges.append((start + rank * (size // ranks), size // ranks))
+        start += size
+    return ranges
+
+
+ROWS, COLUMNS = Cut(0), Cut(1)
+
+
+def weight_map(shape: ModelShape, mtp_layers: int = 0) -> dict[str, Entry]:
+    """Every Megatron parameter of the whole model, by global name, in checkpoint order.
+
+    Args:
+        mtp_layers: multi-token prediction layers to carry along; the policy that is trained has none.
+    """
+    family = family_part(shape.family, "weight_map")
+    hidden, vocab = shape.hidden_size, shape.vocab_size
+    embedding = Piece("model.embed_tokens.weight", (vocab, hidden), ROWS)
+    head = embedding if shape.tie_word_embeddings else Piece("lm_head.weight", (vocab, hidden), ROWS)
+    entries = [Entry("embedding.word_embeddings.weight", (embedding,))]
+    for layer in range(shape.num_layers):
+        prefixes = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        entries += [entry.within(*prefixes, layer) for entry in family.layer_entries(shape, layer)]
+    entries.append(Entry("decoder.final_layernorm.weight", (Piece("model.norm.weight", (hidden,)),)))
+    entries.append(Entry("output_layer.weight", (head,)))
+    for layer in range(mtp_layers):
+        entries += family.mtp_entries(shape, layer)
+    return {entry.name: entry for entry in entries}
+
+
+_MTP = re.compile(r"^mtp\.layers\.(\d+)\.")
+
+
+def mtp_layers(names: Iterable[str]) -> int:
+    """How many multi-token prediction layers a checkpoint with these tensors has, in either format."""
+    return max((int(match[1]) + 1 for name in names if (match := _MTP.match(name))), default=0)
+
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)(\d+)$")
+
+
+def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
+    """A rank's own parameter name -> the name over the whole model. DDP's "module." is dropped."""
+    name = local_name
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
+    return _EXPERT.sub(lambda match: str(int(match[1]) + first_expert), name)
+
+
+def is_ignored(shape: ModelShape, name: str) -> bool:
+    """Tensors of a checkpoint that the trained model has no use for: multi-token prediction heads, rotary
+    tables, the head's copy of tied embeddings."""
+    return (
+        (shape.mtp_in_checkpoints and name.startswith("mtp."))
+        or name.endswith("rotary_emb.inv_freq")
+        or (shape.tie_word_embeddings and name == "lm_head.weight")
+    )

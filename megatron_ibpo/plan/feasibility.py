@@ -1,0 +1,200 @@
+"""Whether a configuration can work on a cluster, and what it takes there, without a GPU.
+
+Every rank's part of the real model is built on the meta device (`census`), memory is counted from it
+(`memory`), and what training and vLLM would refuse is refused here, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
+from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.plan.census import Census, take_census
+from megatron_ibpo.plan.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    EngineMemory,
+    RankMemory,
+    engine_memory,
+    kv_bytes_per_token,
+    rank_memory,
+    state_bytes_per_sequence,
+    sync_bytes,
+)
+
+__all__ = ["Plan", "full_contexts", "make_plan", "peaks", "ranks_per_node", "usable_bytes"]
+
+USABLE_SHARE = 0.97
+"""Of a GPU's memory: the driver keeps some, and 80 GB cards offer a little less than 80 GiB."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on a cluster. `problems` is empty when it can work as far as this can tell."""
+
+    config: Config
+    """With the context length resolved."""
+    shape: ModelShape
+    world_size: int
+    problems: list[str]
+    census: Census | None = None
+    """None, and so are ranks and engine, when the sizes do not fit together already."""
+    ranks: list[RankMemory] | None = None
+    engine: EngineMemory | None = None
+    placement: Placement | None = None
+
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.placement is None else len(self.placement.engines)
+
+
+def make_plan(config: Config, world_size: int) -> Plan:
+    """Work out the plan of a run on `world_size` ranks.
+
+    Raises:
+        ModelConfigError: there is no usable config.json.
+    """
+    assert config.model.hf_checkpoint is not None  # check_config saw to it
+    shape = read_hf_config(config.model.hf_checkpoint)
+    context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
+    config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
+    problems = check_layout(shape, config.parallel, world_size)
+    problems += _engine_problems(shape, config, world_size)
+    problems += _context_problems(shape, config.rollout, context)
+    if problems:
+        return Plan(config, shape, world_size, problems)
+    census = take_census(shape, config, world_size)
+    max_tokens = max(config.model.max_tokens_per_gpu, context)
+    ranks = [rank_memory(shape, config, part, census, max_tokens) for part in census.ranks]
+    gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
+    engine = engine_memory(shape, config, census, gpu_bytes)
+    plan = Plan(config, shape, world_size, problems, census, ranks, engine, _placement(config, world_size))
+    problems += _memory_problems(plan)
+    return plan
+
+
+def ranks_per_node(config: Config, world_size: int) -> int:
+    return min(config.run.dry_run_gpus_per_node, world_size)
+
+
+def _placement(config: Config, world_size: int) -> Placement:
+    """On nodes like those of the dry run, as many as are needed."""
+    rollout, per_node = config.rollout, ranks_per_node(config, world_size)
+    own = 0 if rollout.colocate else rollout.rollout_num_gpus or world_size
+    nodes = [
+        Node(f"node {index}", f"node {index}", cpus=per_node, gpus=per_node)
+        for index in range(-(-world_size // per_node) + -(-own // per_node))
+    ]
+    engines = Engines(rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus)
+    return plan_placement(nodes, num_trainers=world_size, engines=engines, on_gpu=True)
+
+
+# ----------------------------------------------------------------------------------------- what cannot work
+
+
+def _engine_problems(shape: ModelShape, config: Config, world_size: int) -> Iterator[str]:
+    """What vLLM would refuse."""
+    size = config.rollout.rollout_num_gpus_per_engine
+    flag = f"--rollout-num-gpus-per-engine={size}"
+    per_node = ranks_per_node(config, world_size)
+    if world_size % per_node:
+        yield f"--dry-run-gpus-per-node={per_node} does not divide the {world_size} ranks"
+    else:
+        try:
+            _placement(config, world_size)
+        except ValueError as error:
+            yield str(error)
+    counts = {**shape.divided_by_tp(), "an expert's hidden size": shape.expert_hidden_size}
+    for what, count in counts.items():
+        if count % size:
+            yield f"{flag} does not divide {what} ({count})"
+    heads = shape.num_key_value_heads
+    if heads % size and size % heads:
+        yield f"{flag}: vLLM can neither divide nor copy {heads} key/value heads evenly over {size} GPUs"
+
+
+def _context_problems(shape: ModelShape, rollout: RolloutConfig, context: int) -> Iterator[str]:
+    if context > shape.max_position_embeddings:
+        yield (
+            f"--rollout-max-context-len={context} exceeds the model's "
+            f"{shape.max_position_embeddings} positions"
+        )
+    if rollout.rollout_max_response_len >= context:
+        yield (
+            f"--rollout-max-response-len={rollout.rollout_max_response_len} leaves no room for a prompt in a "
+            f"context of {context}"
+        )
+
+
+def _memory_problems(plan: Plan) -> Iterator[str]:
+    assert plan.engine is not None
+    assert plan.ranks is not None
+    gpu_bytes = plan.config.run.dry_run_gpu_memory_gib * GIB
+    limit = usable_bytes(plan.config)
+    by_rank = [peaks(plan, number) for number in range(plan.world_size)]
+    advice = {
+        "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer "
+        "or --recompute-granularity full, or lower --rollout-max-context-len and --max-tokens-per-gpu",
+        "sampling": "lower --vllm-kv-cache-bytes or --vllm-gpu-memory-utilization, or raise "
+        "--rollout-num-gpus-per-engine",
+        "weight update": "lower --update-weight-buffer-size or --vllm-kv-cache-bytes",
+    }
+    for phase, hint in advice.items():
+        rank = max(range(plan.world_size), key=lambda number: by_rank[number][phase])
+        most = by_rank[rank][phase]
+        if most > limit:
+            yield (
+                f"{phase} takes {most / GIB:.1f} GiB on rank {rank}, of {limit / GIB:.1f} GiB usable on a "
+                f"GPU of {plan.config.run.dry_run_gpu_memory_gib:g} GiB: {hint}"
+            )
+    asked = plan.config.rollout.vllm_gpu_memory_utilization
+    resident = max(memory.resident for memory in plan.ranks)
+    if plan.config.rollout.colocate and asked * gpu_bytes + resident > gpu_bytes:
+        yield (
+            f"--vllm-gpu-memory-utilization={asked:g}: a starting engine wants that share free, "
+            f"{asked * gpu_bytes / GIB:.1f} GiB, beside the trainer's {resident / GIB:.1f} GiB"
+        )
+    if full_contexts(plan) < 1:
+        yield (
+            f"the KV cache of {plan.engine.kv_cache / GIB:.2f} GiB a GPU does not hold one context of "
+            f"{plan.config.rollout.rollout_max_context_len} tokens: raise --vllm-kv-cache-bytes or "
+            "--vllm-gpu-memory-utilization, or lower --rollout-max-context-len"
+        )
+
+
+def peaks(plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes in use at the worst moment of each phase, on the fuller GPU where trainer and engine have their
+    own. A sleeping engine keeps its CUDA context."""
+    assert plan.ranks is not None
+    assert plan.engine is not None
+    assert plan.census is not None
+    trainer, engine = plan.ranks[rank], plan.engine
+    _, buffers = sync_bytes(plan.census, plan.config)
+    if not plan.config.rollout.colocate:
+        return {
+            "training": trainer.training,
+            "sampling": engine.total,
+            "weight update": max(trainer.resident, engine.total) + buffers,
+        }
+    return {
+        "training": trainer.training + CONTEXT_BYTES,
+        "sampling": trainer.resident + engine.total,
+        # engines wake their weights first, and their KV cache when the new weights are in
+        "weight update": trainer.resident + engine.weights + engine.workspace + buffers,
+    }
+
+
+def usable_bytes(config: Config) -> int:
+    return int(config.run.dry_run_gpu_memory_gib * GIB * USABLE_SHARE)
+
+
+def full_contexts(plan: Plan) -> float:
+    """Sequences of the longest context that one engine's KV cache holds at once."""
+    assert plan.engine is not None
+    context = plan.config.rollout.rollout_max_context_len or 0
+    one = context * kv_bytes_per_token(plan.shape, plan.config)
+    one += state_bytes_per_sequence(plan.shape, plan.config)
+    return plan.engine.kv_cache / one

@@ -1,0 +1,214 @@
+"""The plan that `--dry-run` prints: what a configuration means on a cluster, and whether it can work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import ModelConfigError
+from megatron_ibpo.models.cost import EXPERT_IMBALANCE
+from megatron_ibpo.plan.census import Census, RankPart
+from megatron_ibpo.plan.feasibility import Plan, full_contexts, make_plan, peaks, ranks_per_node, usable_bytes
+from megatron_ibpo.plan.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    RankMemory,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+    sync_bytes,
+)
+from megatron_ibpo.report.display import open_console, sizes_table
+from megatron_ibpo.report.run_dir import checkpoint_bytes
+from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.words import counted
+
+__all__ = ["FITS", "REFUSED", "plan_run"]
+
+FITS, REFUSED = 0, 2
+
+
+def plan_run(config: Config, console: Console | None = None) -> int:
+    """Print the plan of a run.
+
+    Returns:
+        FITS (0), or REFUSED (2) after printing why.
+    """
+    if int(os.environ.get("RANK", 0)) != 0:
+        return FITS
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is the same on a machine with GPUs
+    console = console or open_console()
+    try:
+        plan = make_plan(config, _world_size(config))
+    except ModelConfigError as error:
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return REFUSED
+    _print_plan(plan, console)
+    return REFUSED if plan.problems else FITS
+
+
+def _world_size(config: Config) -> int:
+    return config.run.dry_run_world_size or int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _print_plan(plan: Plan, console: Console) -> None:
+    config = plan.config
+
+    def say(text: str = "") -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    devices = f"{counted(plan.world_size, 'GPU')} or CPU process{'' if plan.world_size == 1 else 'es'}"
+    say(f"Plan of {config.model.hf_checkpoint} on {devices}; none is started.")
+    say()
+    say("Sizes")
+    parameters = None if plan.census is None else plan.census.total
+    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=plan.num_engines or None)
+    console.print(sizes_table(sizes))
+    if plan.census is not None:
+        say()
+        say("Who sits where")
+        console.print(_places_table(plan, plan.census))
+        say()
+        say("Memory of one GPU, GiB")
+        console.print(_memory_table(plan, plan.census))
+        say()
+        for line in _remarks(plan, plan.census):
+            say(line)
+    say()
+    if not plan.problems:
+        say("This fits.")
+        return
+    say("This cannot work:")
+    for problem in plan.problems:
+        say(f"  - {problem}")
+
+
+def _places_table(plan: Plan, census: Census) -> Table:
+    per_node = ranks_per_node(plan.config, plan.world_size)
+    assert plan.placement is not None
+    on_rank = {
+        rank: f"{engine}, as rank {number}"
+        for engine, partners in enumerate(plan.placement.partners)
+        for number, rank in enumerate(partners)
+    }
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("node", "GPU", "rank", "TP", "PP", "EP", "DP", "expert DP", "layers", "parameters"):
+        table.add_column(name, justify="right")
+    table.add_column("engine")
+    first = [0]
+    for stage in range(plan.config.parallel.pipeline_model_parallel_size):
+        layers = next(part.layers for part in census.ranks if part.pipeline == stage)
+        first.append(first[-1] + layers)
+    for part in census.ranks:
+        if part.rank and part.rank % per_node == 0:
+            table.add_section()
+        table.add_row(
+            *map(str, (part.rank // per_node, part.rank % per_node, part.rank, part.tensor, part.pipeline)),
+            *map(str, (part.expert if plan.shape.is_moe else "-", part.data)),
+            str(part.expert_data) if plan.shape.is_moe else "-",
+            f"{first[part.pipeline]}–{first[part.pipeline + 1] - 1}",
+            f"{part.parameters:,}",
+            on_rank.get(part.rank, "–"),
+        )
+    return table
+
+
+def _memory_table(plan: Plan, census: Census) -> Table:
+    assert plan.ranks is not None
+    assert plan.engine is not None
+    _, buffers = sync_bytes(census, plan.config)
+    columns = _distinct(census.ranks, plan.ranks)
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("")
+    for ranks in columns:
+        table.add_column(_ranks_name(ranks), justify="right")
+
+    def row(name: str, values: Sequence[int]) -> None:
+        table.add_row(name, *(_gib(value) for value in values))
+
+    memories = [plan.ranks[ranks[0]] for ranks in columns]
+    worst = [peaks(plan, ranks[0]) for ranks in columns]
+    colocated = plan.config.rollout.colocate
+    row("weights", [memory.weights for memory in memories])
+    row("gradients, fp32", [memory.gradients for memory in memories])
+    row("optimizer state", [memory.optimizer for memory in memories])
+    row("activations *", [memory.activations for memory in memories])
+    row("logits *", [memory.logits for memory in memories])
+    processes = "process *, sleeping engine *" if colocated else "process *"
+    row(processes, [(1 + colocated) * CONTEXT_BYTES] * len(columns))
+    row("= training", [peak["training"] for peak in worst])
+    table.add_section()
+    if colocated:
+        row("trainer at rest", [memory.resident for memory in memories])
+    row("engine weights", [plan.engine.weights] * len(columns))
+    row("KV cache", [plan.engine.kv_cache] * len(columns))
+    row("engine workspace *", [plan.engine.workspace] * len(columns))
+    row("= sampling", [peak["sampling"] for peak in worst])
+    table.add_section()
+    row("weight-update buffers", [buffers] * len(columns))
+    row("= weight update", [peak["weight update"] for peak in worst])
+    table.add_section()
+    row("usable", [usable_bytes(plan.config)] * len(columns))
+    return table
+
+
+def _distinct(parts: Sequence[RankPart], memories: Sequence[RankMemory]) -> list[list[int]]:
+    """Ranks with the same memory, grouped, in order."""
+    groups: dict[RankMemory, list[int]] = {}
+    for part, memory in zip(parts, memories, strict=True):
+        groups.setdefault(memory, []).append(part.rank)
+    return list(groups.values())
+
+
+def _ranks_name(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return f"{len(ranks)} ranks: {ranks[0]} …"
+
+
+def _gib(value: int) -> str:
+    gib = value / GIB
+    return f"{gib:.2f}" if gib >= 0.1 or value == 0 else f"{gib:.5f}"
+
+
+def _remarks(plan: Plan, census: Census) -> list[str]:
+    assert plan.engine is not None
+    config, rollout = plan.config, plan.config.rollout
+    sent, _ = sync_bytes(census, config)
+    saved = checkpoint_bytes(census.total, bf16=config.model.bf16)
+    expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
+    sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
+    where = ""
+    if rollout.colocate:
+        per_node = ranks_per_node(config, plan.world_size) * plan.engine.weights
+        where = (
+            f", on the trainers' GPUs; asleep while those train, their weights in {_gib(per_node)} GiB of "
+            "each node's main memory"
+        )
+    elif plan.placement is not None:
+        rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
+        where = f", on GPUs of their own ({'; '.join(rows)})"
+    state = state_bytes_per_sequence(plan.shape, config)
+    states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
+    lines = [
+        f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
+        f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
+        f"KV cache: {kv_bytes_per_token(plan.shape, config):,} bytes a token and GPU{states}; one engine "
+        f"holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens",
+        f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
+        f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",
+        f"disk: {_gib(saved)} GiB for one checkpoint and the Hugging Face export",
+        "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
+        "counted on the real model",
+    ]
+    if plan.shape.is_moe:
+        lines.append(
+            f"* the fullest expert-parallel rank is taken to get {EXPERT_IMBALANCE:g} times its even share "
+            "of tokens"
+        )
+    return lines

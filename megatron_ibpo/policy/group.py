@@ -1,0 +1,105 @@
+"""All trainer ranks as one policy: what each of them is sent, and what they found together.
+
+The driver's side: no torch, no model. How a call reaches the ranks is the caller's (`RankCalls`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.policy.planning import (
+    Passes,
+    Plan,
+    data_parallel_rank,
+    merge_parts,
+    plan_forward,
+    plan_measure,
+    plan_update,
+    plan_value_update,
+    update_metrics,
+)
+from megatron_ibpo.records import Floats, TrainSequence
+
+__all__ = ["Policy", "RankCalls"]
+
+
+class RankCalls(Protocol):
+    """How the ranks are reached (`cluster.Trainers`)."""
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What `method` gives on every rank, called with its own arguments."""
+        ...
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` gives on every rank, called with the same arguments."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """An argument that several ranks get."""
+        ...
+
+
+class Policy:
+    """The policy under training, and the critic where there is one."""
+
+    def __init__(self, ranks: RankCalls, config: Config, world_size: int) -> None:
+        self._ranks, self._config = ranks, config
+        self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
+        self._passes: list[Passes] = []
+
+    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """One rollout's optimizer steps, of the policy and then of the critic; returns the metrics."""
+        plan = plan_update(sequences, self._config, self._num_shares)
+        metrics = self._run("update", plan)[0] | update_metrics(sequences)
+        if self._config.algorithm.advantages == "critic":
+            plan = plan_value_update(sequences, self._config, self._num_shares)
+            metrics |= self._run("update_critic", plan)[0]
+        return metrics
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[Floats]:
+        """Log-prob of every response token under the present weights."""
+        return self._forward("logprobs", sequences)
+
+    def values(self, sequences: Sequence[TrainSequence]) -> list[Floats]:
+        """What the critic expects before each response token."""
+        return self._forward("values", sequences)
+
+    def measure_gradient(
+        self, sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]
+    ) -> dict[str, float]:
+        """How noisy the gradient of `sequences` is over prompts, and GSPO's on `plain`."""
+        return self._run("measure_gradient", plan_measure(sequences, plain, self._config, self._num_shares))[
+            0
+        ]
+
+    def save(self, directory: Path, step: int, run_state: dict[str, Any]) -> None:
+        """A Megatron checkpoint under `directory`, which all ranks reach."""
+        self._ranks.all("save", directory, step, run_state)
+
+    def save_hf(self, directory: Path) -> None:
+        """The policy in Hugging Face format."""
+        self._ranks.all("save_hf", directory)
+
+    def take_passes(self) -> list[Passes]:
+        """What was computed since the last take."""
+        taken, self._passes = self._passes, []
+        return taken
+
+    @property
+    def _num_shares(self) -> int:
+        return max(self._shares) + 1
+
+    def _forward(self, method: str, sequences: Sequence[TrainSequence]) -> list[Floats]:
+        if not sequences:
+            return []
+        parts = self._run(method, plan_forward(sequences, self._config, self._num_shares))
+        return merge_parts(parts, len(sequences))
+
+    def _run(self, method: str, plan: Plan[Any]) -> list[Any]:
+        """Every rank gets the share of its data-parallel rank: sent once however many ranks want it."""
+        shared = [self._ranks.share(plan.shares[share]) for share in range(self._num_shares)]
+        self._passes.append(plan.passes)
+        return self._ranks.each(method, [(shared[share],) for share in self._shares])

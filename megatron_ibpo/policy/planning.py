@@ -1,0 +1,394 @@
+"""The driver's half of packing: which rank computes what. A rank is sent its own share alone.
+
+The driver has neither a GPU nor a model, so nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.records import TrainSequence
+
+__all__ = [
+    "Block",
+    "MicroBatch",
+    "MiniBatch",
+    "Passes",
+    "Plan",
+    "RankForward",
+    "RankMeasure",
+    "RankUpdate",
+    "data_parallel_rank",
+    "merge_parts",
+    "plan_forward",
+    "plan_measure",
+    "plan_micro_batches",
+    "plan_update",
+    "plan_value_update",
+    "split_minibatches",
+    "update_metrics",
+    "weighted_mean_length",
+]
+
+Share = TypeVar("Share")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through the model together. May be empty.
+
+    They travel as records whose arrays are written out once, on the way to their rank, which lays them end
+    to end: so the driver holds no second copy of them.
+    """
+
+    members: tuple[int, ...]
+    """Index of each in the list that was planned."""
+    sequences: tuple[TrainSequence, ...]
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One rank's part of one optimizer step, and what it must know of the other ranks'."""
+
+    micro_batches: list[MicroBatch]
+    """As many on every rank; none where no rank has a sequence."""
+    needs_old_logprobs: bool
+    """Else its own forward pass gives them."""
+    mean_length: float
+    """`weighted_mean_length` of the whole mini-batch, sequences without advantage included."""
+    trained_tokens: int
+    """Tokens in the loss, on all ranks."""
+
+
+@dataclass(frozen=True)
+class RankUpdate:
+    """One rank's part of a rollout's optimizer steps."""
+
+    minibatches: list[MiniBatch]
+
+
+@dataclass(frozen=True)
+class RankForward:
+    """One rank's part of a forward pass."""
+
+    micro_batches: list[MicroBatch]
+    """As many on every rank; none where there is no sequence."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One rank's part of the sequences of a block of prompts."""
+
+    prompts: int
+    """Those without any gradient included."""
+    micro_batches: list[MicroBatch]
+    """As many on every rank; none where no sequence has an advantage."""
+
+
+@dataclass(frozen=True)
+class RankMeasure:
+    """One rank's part of a measurement of the gradient's noise."""
+
+    own: list[Block]
+    """What the step trains on; empty for fewer than two prompts, of which nothing can be said."""
+    mean_length: float
+    """`weighted_mean_length` of `own`."""
+    plain: list[Block] | None
+    """The same responses with plain advantages; None: as `own`."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Sequences that go through the model, by their lengths in tokens."""
+
+    forward: list[int] = field(default_factory=list)
+    """In a forward pass alone, for log-probs or values."""
+    updates: list[int] = field(default_factory=list)
+    """In a forward and backward pass of an optimizer step."""
+
+
+@dataclass(frozen=True)
+class Plan(Generic[Share]):
+    """What every data-parallel rank gets."""
+
+    shares: list[Share]
+    """By data-parallel rank."""
+    passes: Passes
+
+
+def plan_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankUpdate]:
+    """The optimizer steps of one rollout.
+
+    Sequences without anything to learn from are not computed; they count in the divisor of a token mean.
+
+    Args:
+        num_ranks: data-parallel ranks.
+
+    Raises:
+        ValueError: a sequence whose arrays do not fit its response, or with --use-tis one without the
+            rollout's log-probs.
+    """
+    loss = config.loss
+    _check(sequences)
+    parts = split_minibatches(sequences, loss.num_steps_per_rollout)
+    live = [[_without(s, "returns", "values") for s in part if _is_trained_on(s)] for part in parts]
+    if loss.use_tis:
+        _check_rollout_logprobs(s for part in live for s in part)
+    # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
+    needs_old = [loss.use_tis or number > 0 for number in range(len(live))]
+    passes = Passes(
+        [s.num_tokens for part, needed in zip(live, needs_old, strict=True) if needed for s in part],
+        [s.num_tokens for part in live for s in part],
+    )
+    minibatches = [
+        _minibatch(of_loss, part, needed, config, num_ranks)
+        for part, of_loss, needed in zip(parts, live, needs_old, strict=True)
+    ]
+    return Plan(_rank_updates(minibatches, num_ranks), passes)
+
+
+def plan_value_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankUpdate]:
+    """The critic's optimizer steps of one rollout: it learns from all sequences, whatever their advantage.
+
+    Raises:
+        ValueError: a sequence whose arrays do not fit its response, or without returns and old values.
+    """
+    _check(sequences)
+    for number, s in enumerate(sequences):
+        if s.returns is None or s.values is None:
+            raise ValueError(
+                f"the critic needs returns and old values with every sequence; {number} has none"
+            )
+    parts = split_minibatches([_without(s, *OF_POLICY) for s in sequences], config.loss.num_steps_per_rollout)
+    minibatches = [_minibatch(part, part, False, config, num_ranks) for part in parts if part]
+    passes = Passes(updates=[s.num_tokens for part in parts for s in part])
+    return Plan(_rank_updates(minibatches, num_ranks), passes)
+
+
+def plan_forward(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankForward]:
+    """A pass for log-probs or values of every response token.
+
+    Raises:
+        ValueError: a sequence whose arrays do not fit its response.
+    """
+    _check(sequences)
+    bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
+    shares = [RankForward(own) for own in _deal(bare, config, num_ranks)]
+    return Plan(shares, Passes(forward=[s.num_tokens for s in sequences]))
+
+
+def plan_measure(
+    sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence], config: Config, num_ranks: int
+) -> Plan[RankMeasure]:
+    """A measurement of the gradient's noise over at most --gradient-meter-blocks blocks of prompts.
+
+    Args:
+        sequences: a whole step's; weights as they are trained with.
+        plain: the same responses with plain advantages and no corrections.
+    """
+    _check([*sequences, *plain])
+    if config.loss.use_tis:
+        _check_rollout_logprobs(s for s in sequences if _is_trained_on(s))
+    length = weighted_mean_length(sequences)
+    own = _blocks(sequences, config, num_ranks)
+    if _train_alike(sequences, plain):
+        return Plan([RankMeasure(blocks, length, None) for blocks in own], Passes())
+    pairs = zip(own, _blocks(plain, config, num_ranks), strict=True)
+    return Plan([RankMeasure(blocks, length, other) for blocks, other in pairs], Passes())
+
+
+def update_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """What an update over `sequences` trains on, in numbers; tokens count with their prompts."""
+    trained = [s for s in sequences if _is_trained_on(s)]
+    tokens = [len(s.prompt_token_ids) + s.num_trained_tokens for s in trained]
+    return {
+        "sequences_trained": len(trained),
+        "sequences_without_advantage": len(sequences) - len(trained),
+        "tokens_trained": sum(tokens),
+        "tokens_trained_corrections": sum(
+            count for s, count in zip(trained, tokens, strict=True) if s.kind == "correction"
+        ),
+    }
+
+
+def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[Any]:
+    """What the ranks found of `count` planned sequences, in order.
+
+    Raises:
+        ValueError: nothing was found of some of them.
+    """
+    found = {index: value for part in parts for index, value in part}
+    if missing := [index for index in range(count) if index not in found]:
+        raise ValueError(
+            f"no rank reported on {len(missing)} of {count} sequences; the first is {missing[0]}"
+        )
+    return [found[index] for index in range(count)]
+
+
+def data_parallel_rank(rank: int, parallel: ParallelConfig, world_size: int) -> int:
+    """Whose share rank `rank` of the trainers gets; Megatron counts tensor parallel ranks first and pipeline
+    stages last."""
+    inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return rank // inner % (world_size // inner // parallel.pipeline_model_parallel_size)
+
+
+def split_minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
+    """Cut a step's sequences into `count` mini-batches of whole groups, as equal as may be.
+
+    Weights are relative to the step; a mini-batch with a share of the groups gets them scaled up by the
+    inverse of that share, so that each update is an average over its own prompts.
+    """
+    parts = _cut_groups(sequences, count)
+    total = sum(len(groups) for groups in parts)
+    minibatches = []
+    for chosen in parts:
+        scale = total / max(1, len(chosen))
+        minibatches.append([replace(s, weight=s.weight * scale) for s in sequences if s.group in chosen])
+    return minibatches
+
+
+def _cut_groups(sequences: Sequence[TrainSequence], count: int) -> list[set[int]]:
+    groups = sorted({sequence.group for sequence in sequences})
+    cuts = [round(i * len(groups) / count) for i in range(count + 1)]
+    return [set(groups[first:last]) for first, last in pairwise(cuts)]
+
+
+def weighted_mean_length(sequences: Sequence[TrainSequence]) -> float:
+    """Σ weight x trained tokens / Σ weight: the divisor of a token mean over `sequences`.
+
+    It is over a whole mini-batch, sequences of advantage 0 included, so that the loss does not depend on how
+    it is cut into micro-batches. 1 where nothing has weight.
+    """
+    weight = sum(s.weight for s in sequences)
+    tokens = sum(s.weight * s.num_trained_tokens for s in sequences)
+    return tokens / weight if weight > 0 and tokens > 0 else 1.0
+
+
+def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Which sequences go into which micro-batch of which data-parallel rank: [rank][micro-batch][index].
+
+    Sequences are dealt by length, so ranks get about the same work and a micro-batch holds sequences of
+    about the same length. Every rank gets the same number of micro-batches; some may be empty.
+    """
+    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plan: list[list[list[int]]] = []
+    for rank in range(num_ranks):
+        batches: list[list[int]] = []
+        room = 0
+        for turn in range(0, len(by_length), num_ranks):
+            # deal back and forth, so that no rank always gets the longer one
+            seat = rank if (turn // num_ranks) % 2 == 0 else num_ranks - 1 - rank
+            if turn + seat >= len(by_length):
+                continue
+            index = by_length[turn + seat]
+            if not batches or lengths[index] > room:
+                batches.append([])
+                room = max_tokens
+            batches[-1].append(index)
+            room -= lengths[index]
+        plan.append(batches)
+    most = max(1, *(len(batches) for batches in plan))
+    for batches in plan:
+        batches.extend([] for _ in range(most - len(batches)))
+    return plan
+
+
+def _is_trained_on(sequence: TrainSequence) -> bool:
+    return sequence.has_advantage and bool(sequence.loss_mask.any())
+
+
+OF_POLICY = ("rollout_logprobs", "token_weights", "token_advantages")
+
+
+def _without(sequence: TrainSequence, *names: str) -> TrainSequence:
+    """Less to send: what the receiver does not read."""
+    dropped: dict[str, Any] = dict.fromkeys(names)
+    return replace(sequence, **dropped)
+
+
+def _deal(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank; none where there are no sequences."""
+    if not sequences:
+        return [[] for _ in range(num_ranks)]
+    plan = plan_micro_batches([s.num_tokens for s in sequences], num_ranks, config.model.max_tokens_per_gpu)
+    return [
+        [MicroBatch(tuple(members), tuple(sequences[i] for i in members)) for members in batches]
+        for batches in plan
+    ]
+
+
+def _minibatch(
+    chosen: Sequence[TrainSequence],
+    whole: Sequence[TrainSequence],
+    needs_old_logprobs: bool,
+    config: Config,
+    num_ranks: int,
+) -> list[MiniBatch]:
+    """Each rank's part of the mini-batch `whole`, of which `chosen` are computed."""
+    length, tokens = weighted_mean_length(whole), sum(s.num_trained_tokens for s in chosen)
+    return [MiniBatch(own, needs_old_logprobs, length, tokens) for own in _deal(chosen, config, num_ranks)]
+
+
+def _rank_updates(minibatches: Sequence[Sequence[MiniBatch]], num_ranks: int) -> list[RankUpdate]:
+    return [RankUpdate([parts[rank] for parts in minibatches]) for rank in range(num_ranks)]
+
+
+def _blocks(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> list[list[Block]]:
+    """Each rank's part of each block of whole prompts."""
+    count = min(config.run.gradient_meter_blocks, len({s.group for s in sequences}))
+    blocks: list[list[Block]] = [[] for _ in range(num_ranks)]
+    if count < 2:
+        return blocks
+    for groups in _cut_groups(sequences, count):
+        live = [s for s in sequences if s.group in groups and _is_trained_on(s)]
+        for own, micro_batches in zip(blocks, _deal(live, config, num_ranks), strict=True):
+            own.append(Block(len(groups), micro_batches))
+    return blocks
+
+
+def _train_alike(sequences: Sequence[TrainSequence], others: Sequence[TrainSequence]) -> bool:
+    """Whether both give the same gradient."""
+    return len(sequences) == len(others) and all(
+        (a.group, a.weight, a.advantage, a.temperature) == (b.group, b.weight, b.advantage, b.temperature)
+        and all(
+            np.array_equal(getattr(a, name), getattr(b, name))
+            for name in (
+                "prompt_token_ids",
+                "response_token_ids",
+                "loss_mask",
+                "token_weights",
+                "token_advantages",
+            )
+        )
+        for a, b in zip(sequences, others, strict=True)
+    )
+
+
+PER_TOKEN = ("loss_mask", "rollout_logprobs", "token_weights", "token_advantages", "returns", "values")
+
+
+def _check(sequences: Iterable[TrainSequence]) -> None:
+    """Refuse what would shift all sequences behind it in a pack."""
+    for number, s in enumerate(sequences):
+        if not len(s.prompt_token_ids) or not len(s.response_token_ids):
+            raise ValueError(
+                f"sequence {number} has no {'response' if len(s.prompt_token_ids) else 'prompt'}"
+            )
+        for name in PER_TOKEN:
+            values = getattr(s, name)
+            if values is not None and len(values) != len(s.response_token_ids):
+                raise ValueError(
+                    f"sequence {number}: {name} has {len(values)} entries for "
+                    f"{len(s.response_token_ids)} response tokens; it needs one for each"
+                )
+
+
+def _check_rollout_logprobs(sequences: Iterable[TrainSequence]) -> None:
+    if any(s.rollout_logprobs is None for s in sequences):
+        raise ValueError("--use-tis needs the rollout's log-probs with every sequence")

@@ -1,0 +1,163 @@
+"""One trainer process: a rank of Megatron's world, with what the driver asks of it.
+
+All ranks are asked the same at the same time, each with its own share of the data. What a method returns is
+small, or this rank's own share again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.policy import parallel
+from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ibpo.policy.critic import Critic
+from megatron_ibpo.policy.gradient_meter import compare_with_gspo
+from megatron_ibpo.policy.model import build_model, build_value_model
+from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
+from megatron_ibpo.policy.reference import load_reference
+from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.quiet import hush_megatron
+from megatron_ibpo.records import Floats
+from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.layout.export import HFExport
+from megatron_ibpo.weights.transfer.link import EngineLink
+from megatron_ibpo.weights.transfer.open import open_transport
+from megatron_ibpo.weights.transfer.order import Order, TransportName
+from megatron_ibpo.weights.transfer.update import Transport, update_engines
+from megatron_ibpo.world import World, start_world
+
+__all__ = ["About", "Sent", "TrainerRank"]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the driver cannot know before the model is built."""
+
+    parameters: int
+    """Of the whole model."""
+    loss_backend: str
+    """What computes the loss, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of one pass over the weights, as this rank saw it."""
+
+    failures: dict[int, str]
+    """By engine: why it has no part in the update any more."""
+    num_bytes: int
+    """Bytes that this rank gave to engines."""
+    needed_bytes: int
+    """Bytes that the shards of all engines' workers take."""
+
+
+class TrainerRank:
+    """This rank's part of the policy (and of the critic), and its way to the engines."""
+
+    def __init__(self, config: Config, checkpoint: Path | None) -> None:
+        """Join the other ranks, build, and load the weights. Collective, as everything here.
+
+        Args:
+            checkpoint: to go on from; else the weights of --hf-checkpoint.
+
+        Raises:
+            ValueError, OSError: a layout, checkpoint or model that does not serve.
+        """
+        hush_megatron()
+        assert config.model.hf_checkpoint is not None  # check_config saw to it
+        self.config = config
+        self.world: World = start_world(config.parallel.distributed_timeout_minutes)
+        parallel.initialize(config.parallel, self.world, config.run.seed)
+        shape = read_hf_config(config.model.hf_checkpoint)
+        chunks = build_model(shape, config, device=self.world.device_type)
+        load_hf(chunks, shape, config.model.hf_checkpoint)
+        self.export = HFExport(chunks, shape)
+        updates = config.run.num_rollout * config.loss.num_steps_per_rollout
+        reference = None
+        if config.loss.kl_coef > 0:
+            reference = load_reference(chunks, shape, config.model.ref_load)
+        self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference)
+        self.critic = self._build_critic(updates)
+        if checkpoint is not None:
+            load_checkpoint(self.trainer, checkpoint, self.critic)
+        self.transport: Transport | None = None
+
+    def about(self) -> About:
+        parameters = sum(math.prod(meta.shape) for meta in self.export.metadata())
+        return About(parameters, str(self.trainer.loss_backend))
+
+    def update(self, work: RankUpdate) -> dict[str, float]:
+        """The policy's optimizer steps of one rollout."""
+        return self.trainer.update(work)
+
+    def update_critic(self, work: RankUpdate) -> dict[str, float]:
+        """The critic's."""
+        assert self.critic is not None
+        return self.critic.update(work)
+
+    def logprobs(self, work: RankForward) -> list[tuple[int, Floats]]:
+        """(index of the sequence, log-probs of its response tokens); nothing on ranks that do not report."""
+        return self.trainer.logprobs(work)
+
+    def values(self, work: RankForward) -> list[tuple[int, Floats]]:
+        """(index of the sequence, what the critic expects before each response token)."""
+        assert self.critic is not None
+        return self.critic.values(work)
+
+    def measure_gradient(self, work: RankMeasure) -> dict[str, float]:
+        """How noisy the gradient is over prompts, and GSPO's on the same responses."""
+        return compare_with_gspo(self.trainer, work)
+
+    def save(self, directory: Path, step: int, run_state: dict[str, Any]) -> None:
+        """A Megatron checkpoint under `directory`."""
+        save_checkpoint(self.trainer, directory, step, run_state, self.critic)
+
+    def save_hf(self, directory: Path) -> None:
+        """The policy in Hugging Face format."""
+        assert self.config.model.hf_checkpoint is not None
+        save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
+
+    def open_transport(self, name: TransportName, num_engines: int) -> None:
+        """Get ready to send weights; before `connect`."""
+        rollout = self.config.rollout
+        self.transport = open_transport(
+            name,
+            self.world,
+            num_engines=num_engines,
+            workers_per_engine=rollout.rollout_num_gpus_per_engine,
+            bucket_bytes=rollout.update_weight_buffer_size,
+            timeout=rollout.update_weight_timeout,
+        )
+
+    def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> dict[int, str]:
+        """Meet `engines`, of which this rank speaks with those in `links`; why those that failed did."""
+        assert self.transport is not None
+        return _reasons(self.transport.connect(self.export, links, engines))
+
+    def send(self, links: Mapping[int, EngineLink], engines: Sequence[int], order: Order) -> Sent:
+        """Send one pass over the weights to `engines`, which have been met."""
+        assert self.transport is not None
+        sent = update_engines(self.transport, self.world, self.export, order, links, engines)
+        return Sent(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes)
+
+    def _build_critic(self, updates: int) -> Critic | None:
+        """The value model, which starts from the policy's checkpoint; None where advantages need none."""
+        if self.config.algorithm.advantages != "critic":
+            return None
+        assert self.config.model.hf_checkpoint is not None
+        shape = read_hf_config(self.config.model.hf_checkpoint)
+        chunks = build_value_model(shape, self.config, device=self.world.device_type)
+        load_hf(chunks, shape, self.config.model.hf_checkpoint, head=False)
+        return Critic(chunks, self.config, self.world, updates)
+
+
+def _reasons(failures: Mapping[int, Exception]) -> dict[int, str]:
+    """As text: an exception of a library may not survive the way to another process."""
+    return {engine: str(error) for engine, error in failures.items()}

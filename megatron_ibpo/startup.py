@@ -1,0 +1,247 @@
+"""From a configuration to a run in progress: what the user gave is checked, then the processes start.
+
+Ray comes up while tokenizer and data are read, engines while the trainers build their model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.checks import check_loss_of_run
+from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.cluster.host import ProcessDiedError
+from megatron_ibpo.cluster.placement import Engines as WantedEngines
+from megatron_ibpo.cluster.placement import Placement, plan_placement
+from megatron_ibpo.cluster.reservation import cluster_nodes, reserved
+from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.trainers import Trainers
+from megatron_ibpo.config import Config
+from megatron_ibpo.cost import CostMeter, Spent
+from megatron_ibpo.loop import Progress, Run
+from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.report import Report, Stages, checkpoint_bytes, prepare_run_dir, run_sizes
+from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rollout import EngineError
+from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.sampling.rollouts import open_rollouts
+from megatron_ibpo.task import open_task
+from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
+from megatron_ibpo.weights.transfer.order import Order, choose_transport
+
+__all__ = ["START_ERRORS", "open_run"]
+
+START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
+"""What `open_run` raises for input that cannot work."""
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Everything a run needs, started; closed again on the way out, whatever happens.
+
+    Raises:
+        one of START_ERRORS, with what is wrong, where, and what to do.
+    """
+    stages = Stages()
+    hf_dir = config.model.hf_checkpoint
+    assert hf_dir is not None  # check_config saw to it
+    with ExitStack() as stack:
+        with stages("start"):
+            shape = read_hf_config(hf_dir)
+            config = _with_context(config, shape)
+            if config.cluster.num_trainers is not None:
+                _check_layout(shape, config, config.cluster.num_trainers)
+            checkpoint = None if config.run.load is None else find_checkpoint(config.run.load)
+            state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
+            # what takes no time is checked before Ray starts, and the rest while it does
+            wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
+            check_loss_of_run(config)
+            task = open_task(config)
+            prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config))
+            verifier = stack.enter_context(open_verifier(config.data))
+            wait_for_ray()
+            placement = _placed(config)
+            world_size = len(placement.trainers)
+            _check_layout(shape, config, world_size)
+            group = stack.enter_context(reserved(placement))
+            trainers = Trainers(group, placement)
+            stack.callback(trainers.close)
+            building = trainers.build(config, checkpoint)
+            engines = _start_engines(config, hf_dir, trainers, placement, group, stack)
+            trainers.wait(building)
+            if engines is not None:
+                trainers.all("open_transport", engines.settings.transport, len(placement.engines))
+            about = trainers.all("about")[0]
+            reporter = stack.enter_context(Report(config, completed_steps=state["step"]))
+            reporter.sizes(
+                run_sizes(
+                    config,
+                    world_size,
+                    parameters=about.parameters,
+                    engines=len(placement.engines) or None,
+                    loss_backend=about.loss_backend,
+                )
+            )
+            reporter.note(_where(placement))
+            if engines is not None:
+                engines.wait_ready()
+            rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
+        run = Run(
+            config=config,
+            task=task,
+            rollouts=rollouts,
+            policy=Policy(trainers, config, world_size),
+            engines=engines,
+            reporter=reporter,
+            stages=stages,
+            cost=CostMeter(
+                shape,
+                _accelerators(config, placement),
+                recomputes=config.model.recompute_granularity == "full",
+                before=Spent(**state.get("spent", {})),
+            ),
+            progress=Progress(state["step"]),
+        )
+        if engines is not None and run.progress.step > 0:
+            with stages("sync"):
+                engines.update_weights(run.progress.step)
+        run.progress.start_seconds = stages.take()
+        with _failure_in_summary(reporter):
+            yield run
+
+
+@contextmanager
+def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any]]:
+    """Enters `context` in a thread, and gives what waits for that; leaves it on the way out."""
+    with ThreadPoolExecutor(1) as thread:
+        entered = thread.submit(context.__enter__)
+        try:
+            yield entered.result
+        finally:
+            if entered.exception() is None:
+                context.__exit__(None, None, None)
+
+
+def _ray_of(config: Config) -> AbstractContextManager[None]:
+    """Ray, connected: that of --ray-address or RAY_ADDRESS, or one of the run's own."""
+    cluster, rollout = config.cluster, config.rollout
+    # a Ray of the run's own counts processes, which share the processors
+    processes = 2 * (cluster.num_trainers or 1) + (rollout.rollout_num_gpus or 0)
+    return open_ray(
+        cluster.ray_address or os.environ.get("RAY_ADDRESS"),
+        num_cpus=max(processes, os.cpu_count() or 1),
+        object_store_bytes=cluster.object_store_bytes,
+    )
+
+
+def _placed(config: Config) -> Placement:
+    """Where everything goes, on the nodes that there are.
+
+    Raises:
+        PlacementError: the cluster has too little.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    nodes = cluster_nodes()
+    num_gpus = sum(node.gpus for node in nodes)
+    engines = None
+    if config.run.load_debug_rollout_data is None:
+        engines = WantedEngines(
+            rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus
+        )
+    own_gpus = 0 if rollout.colocate or engines is None else rollout.rollout_num_gpus or num_gpus // 2
+    num_trainers = cluster.num_trainers or max(1, num_gpus - own_gpus)
+    return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
+
+
+def _start_engines(
+    config: Config,
+    hf_dir: Path,
+    trainers: Trainers,
+    placement: Placement,
+    group: Any,
+    stack: ExitStack,
+) -> Engines | None:
+    """Engines on their way up, unless recorded rollouts are replayed."""
+    if not placement.engines:
+        return None
+    rollout = config.rollout
+    on_gpu = any(node.gpus for node in placement.nodes)
+    transport = choose_transport(on_gpu=on_gpu, colocate=rollout.colocate)
+    settings = engine_settings(
+        rollout, hf_dir, transport, gpus=(), num_threads=int(os.environ.get("OMP_NUM_THREADS", "1"))
+    )
+    engines = Engines(
+        trainers,
+        placement,
+        group,
+        settings,
+        config.run.run_dir / "logs",
+        Order(
+            version=0,
+            sleeping=False,
+            check=rollout.check_weight_update_equal,
+            timeout=rollout.update_weight_timeout,
+        ),
+        rollout.vllm_start_timeout,
+    )
+    stack.callback(engines.close)
+    engines.start()
+    return engines
+
+
+def _check_layout(shape: ModelShape, config: Config, world_size: int) -> None:
+    if problems := check_layout(shape, config.parallel, world_size):
+        raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
+
+
+def _with_context(config: Config, shape: ModelShape) -> Config:
+    """The configuration with the context that prompt and response may take together."""
+    asked = config.rollout.rollout_max_context_len
+    limit = shape.max_position_embeddings
+    if asked is not None and asked > limit:
+        raise ValueError(f"--rollout-max-context-len {asked}: the model's context is {limit}")
+    context = asked or limit
+    if config.rollout.rollout_max_response_len >= context:
+        raise ValueError(
+            f"--rollout-max-response-len {config.rollout.rollout_max_response_len} leaves no room for a "
+            f"prompt in a context of {context}"
+        )
+    return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
+
+
+def _checkpoint_bytes(config: Config) -> int:
+    """Bytes of all checkpoints that the run will keep; an upper bound, as if the shards held bf16."""
+    assert config.model.hf_checkpoint is not None
+    size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
+    interval = config.run.save_interval or config.run.num_rollout
+    kept = -(-config.run.num_rollout // interval)
+    models = 2 if config.algorithm.advantages == "critic" else 1
+    return models * kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
+
+
+def _accelerators(config: Config, placement: Placement) -> int:
+    """Accelerators that the run holds: the trainers', and the engines' own where they do not share those."""
+    own = 0 if placement.colocated else len(placement.engines) * config.rollout.rollout_num_gpus_per_engine
+    return len(placement.trainers) + (own if any(node.gpus for node in placement.nodes) else 0)
+
+
+def _where(placement: Placement) -> str:
+    """What sits where, a line for each node."""
+    rows = [f"{node}: trainers {trainers}, engines {engines}" for node, trainers, engines in placement.rows()]
+    return "\n".join(rows)
+
+
+@contextmanager
+def _failure_in_summary(reporter: Report) -> Iterator[None]:
+    """A run that fails has a summary that says so."""
+    try:
+        yield
+    except BaseException as error:
+        reporter.finish(status=f"failed: {type(error).__name__}: {error}")
+        raise

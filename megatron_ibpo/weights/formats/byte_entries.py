@@ -1,0 +1,119 @@
+"""What a Megatron checkpoint holds alongside tensors, checked before anything unpickles it.
+
+Scalars of the optimizer, the schedule, a tool's arguments, random states and Transformer Engine's
+`_extra_state` are stored as pickles. torch's distributed reader unpickles what `.metadata` calls bytes with
+`weights_only=False`, whatever the reader wanted to find there, so a checkpoint could run code. Here torch's
+restricted unpickler reads the same bytes first. It knows tensors and plain containers, and is given the other
+classes that Megatron-LM stores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import signal
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy._core.multiarray import _reconstruct
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_ibpo.weights.errors import CheckpointError, listed
+
+__all__ = ["check_byte_entries"]
+
+_COMMON_FILE = "common.pt"
+"""Where older versions of Megatron keep what is no tensor."""
+
+_HARMLESS: dict[str, Callable[..., Any]] = {
+    "_io.BytesIO": io.BytesIO,
+    "argparse.Namespace": argparse.Namespace,
+    "builtins.bytes": bytes,
+    "numpy._core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.multiarray._reconstruct": _reconstruct,
+    "numpy.dtype": np.dtype,
+    "numpy.dtypes.UInt32DType": np.dtypes.UInt32DType,
+    "numpy.ndarray": np.ndarray,
+    "pathlib.PosixPath": PosixPath,
+    "pathlib._local.PosixPath": PosixPath,
+    "signal.Signals": signal.Signals,
+    "torch._C.Generator": torch._C.Generator,
+    "types.SimpleNamespace": types.SimpleNamespace,
+}
+_OF_MEGATRON = (
+    "megatron.core.enums.ModelType",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphModule",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
+)
+"""Both together: what `megatron.core.safe_globals` allows. By name, since tools run without Megatron."""
+
+
+class _StandIn:
+    """Made in place of an object of Megatron's; takes the arguments and the state that belong to it."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def check_byte_entries(directory: Path, metadata: Metadata) -> None:
+    """Unpickle everything in `directory` that is no tensor, by an unpickler that cannot run code.
+
+    Args:
+        metadata: the directory's, whose files are all there.
+
+    Raises:
+        CheckpointError: an entry is damaged or asks for what no checkpoint needs; names file and entry.
+    """
+    allowed = {**_HARMLESS, **dict.fromkeys(_OF_MEGATRON, _StandIn)}
+    # pairs: of bare classes, those that Megatron has allowed for itself would be forgotten at the end
+    with torch.serialization.safe_globals([(known, name) for name, known in allowed.items()]):
+        for path, entry, data in _entries(directory, metadata):
+            try:
+                torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path}: {entry} is damaged or unsafe, and was not read: {_reason(error)}; "
+                    "take another copy of the checkpoint, or save it anew without this entry"
+                ) from None
+
+
+def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, bytes]]:
+    """File, name and bytes of each pickle."""
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
+            continue  # read with weights_only=True by all readers
+        path = directory / place.relative_path
+        if place.transform_descriptors:
+            raise CheckpointError(
+                f"{path}: {index.fqn} is stored by way of {listed(place.transform_descriptors)}; "
+                "save the checkpoint without transforms"
+            )
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            yield path, index.fqn, file.read(place.length)
+    common = directory / _COMMON_FILE
+    if common.is_file():
+        yield common, "the common state", common.read_bytes()
+
+
+def _reason(error: Exception) -> str:
+    """Without torch's advice, which is to allow what was refused."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it asks for {asked[1]}" if asked else f"no pickle of plain data ({type(error).__name__})"

@@ -1,0 +1,456 @@
+"""Hugging Face checkpoints ⇄ Megatron's distributed checkpoints, file to file.
+
+No model is built. The weight map says which rows lie where; tensors are read, rearranged and written one at
+a time, by a few threads on every rank, each of which writes files of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import ModelShape, check_layout, pipeline_layers, read_hf_config
+from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
+from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.weights.formats.directories import write_directory
+from megatron_ibpo.weights.formats.file_jobs import Job, Turn, run_jobs
+from megatron_ibpo.weights.formats.hugging_face import (
+    INDEX,
+    Checkpoint,
+    SafetensorsFile,
+    copy_all_but_weights,
+    file_names,
+    index_of,
+)
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
+from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
+from megatron_ibpo.weights.layout.regions import consecutive_runs
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.world import World
+
+__all__ = [
+    "differing_tensors",
+    "hf_to_megatron",
+    "megatron_to_hf",
+    "model_entries",
+    "model_of",
+]
+
+logger = logging.getLogger(__name__)
+
+FILES_PER_RANK = 2
+"""Of a Megatron checkpoint, as megatron-core writes."""
+HF_FILE_BYTES = 1000**3
+"""Largest safetensors file: several threads write, each a file of its own."""
+
+Report = Callable[[int, int], None]
+"""Called after each parameter with (bytes it had, bytes that this rank converts in all), from any thread."""
+
+
+def hf_to_megatron(
+    hf_dir: Path,
+    target: Path,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    virtual_stages: int = 1,
+    allow_pickle: bool = False,
+    report: Report = lambda now, total: None,
+) -> None:
+    """Write the weights in `hf_dir` as a torch_dist checkpoint at `target`. Collective.
+
+    Megatron reads it under any layout; `parallel` and `virtual_stages` (model chunks of a rank in an
+    interleaved pipeline) say in what pieces and files it is written, so that a run in that layout reads
+    whole pieces. Dtypes are kept. `world` may be of any size: it divides the work.
+
+    Raises:
+        CheckpointError, ModelConfigError: `hf_dir` is not a checkpoint of a known model.
+        ValueError: the layout cannot hold the model.
+        FileExistsError: there is something at `target`.
+        DiskSpaceError: the disk is or becomes full.
+    """
+    world.on_driver(lambda: _check_target(target))
+    shape = read_hf_config(hf_dir)
+    holdings = _check_layout(shape, parallel, virtual_stages)
+    checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
+    entries = model_entries(shape, checkpoint.file_of)
+    if ignored := checkpoint.check(shape, entries):
+        logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
+    dtypes = _stored_dtypes(checkpoint, entries)
+    world.on_driver(lambda: _check_tied_head(checkpoint, shape))
+    shares = _shares(entries, holdings)
+    jobs = [
+        Job(f"__{rank}_{number}.distcp", half, sum(s.numel * dtypes[s.entry.name].itemsize for s in half))
+        for rank, mine in shares.items()
+        for number, half in enumerate(_in_parts(mine, FILES_PER_RANK))
+    ]
+
+    def write(directory: Path) -> tuple[list[Record], dict[str, str]]:
+        mine = jobs[world.rank :: world.size]
+        total = sum(job.num_bytes for job in mine)
+
+        done = run_jobs(
+            mine, lambda job, turn: _write_distcp(directory, job, checkpoint, turn, report, total)
+        )
+        records = [record for part, _ in done for record in part]
+        return records, {job.file: digest for job, (_, digest) in zip(mine, done, strict=True)}
+
+    def finish(directory: Path, parts: list[tuple[list[Record], dict[str, str]]]) -> dict[str, str]:
+        digests = write_metadata(directory, [record for records, _ in parts for record in records])
+        (directory / HF_FILES).mkdir()
+        copy_all_but_weights(hf_dir, directory / HF_FILES, dtypes["embedding.word_embeddings.weight"])
+        layout = {"optimizer": False, "parallel": asdict(parallel), "virtual_stages": virtual_stages}
+        (directory / LAYOUT).write_text(json.dumps(layout))
+        (directory / RUN_STATE).write_text(json.dumps({"step": 0}))
+        return digests | {name: digest for _, part in parts for name, digest in part.items()}
+
+    overhead = 2048 * sum(len(share.entry.blocks()) for mine in shares.values() for share in mine)
+    write_directory(target, world, sum(job.num_bytes for job in jobs) + overhead, write, finish)
+
+
+def megatron_to_hf(
+    stored_dir: Path,
+    target: Path,
+    world: World,
+    *,
+    origin: Path | None = None,
+    report: Report = lambda now, total: None,
+) -> None:
+    """Write the weights of the torch_dist checkpoint `stored_dir` in Hugging Face format. Collective.
+
+    One tensor an expert, in sharded safetensors. Dtypes are kept. Optimizer state and the like stay behind.
+
+    Args:
+        origin: Hugging Face checkpoint with the configuration and tokenizer; None: the checkpoint's own.
+            Multi-token prediction layers are taken from its weights where `stored_dir` has none.
+
+    Raises:
+        as `hf_to_megatron`.
+    """
+    world.on_driver(lambda: _check_target(target))
+    origin, shape = model_of(stored_dir, origin)
+    stored = StoredCheckpoint(stored_dir)
+    entries = model_entries(shape, stored.tensors)
+    stored.check(entries)
+    carried, source = _carried(origin, shape, entries)
+    from_origin = {entry.name for entry in carried}
+    if carried:
+        logger.warning("%s: %s are taken from %s", stored_dir, "the multi-token prediction layers", origin)
+
+    def metas_of(entry: Entry) -> list[TensorMeta]:
+        if source is not None and entry.name in from_origin:
+            return [TensorMeta(piece.name, source.dtype(piece), piece.shape) for piece in entry.pieces]
+        dtype = stored.dtype(entry.blocks()[0])
+        return [TensorMeta(piece.name, dtype, piece.shape) for piece in entry.pieces]
+
+    def parameter(entry: Entry, turn: Turn) -> AbstractContextManager[Tensor]:
+        if source is not None and entry.name in from_origin:
+            return _joined(source, _Share(entry, 0, 1), turn)
+        return _stored(stored, entry, turn)
+
+    metas = {entry.name: metas_of(entry) for entry in (*entries, *carried)}
+    jobs = _hf_files([*entries, *carried], metas)
+    files = {job.file: [meta for entry in job.items for meta in metas[entry.name]] for job in jobs}
+
+    def write(directory: Path) -> dict[str, str]:
+        mine = jobs[world.rank :: world.size]
+        total = sum(job.num_bytes for job in mine)
+
+        def convert(job: Job[Entry], turn: Turn) -> str:
+            return _write_safetensors(directory, job, metas, parameter, turn, report, total)
+
+        return {job.file: digest for job, digest in zip(mine, run_jobs(mine, convert), strict=True)}
+
+    def finish(directory: Path, parts: list[dict[str, str]]) -> dict[str, str]:
+        copy_all_but_weights(origin, directory, metas["embedding.word_embeddings.weight"][0].dtype)
+        if len(files) > 1:
+            (directory / INDEX).write_text(json.dumps(index_of(files), indent=2))
+        return {name: digest for part in parts for name, digest in part.items()}
+
+    write_directory(target, world, sum(job.num_bytes for job in jobs), write, finish)
+
+
+def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelShape]:
+    """Where the configuration and tokenizer of a Megatron checkpoint lie, and the model's dimensions.
+
+    Raises:
+        CheckpointError: the checkpoint holds none and no `origin` is given.
+    """
+    if origin is None:
+        origin = stored_dir / HF_FILES
+        if not origin.is_dir():
+            raise CheckpointError(
+                f"{stored_dir} holds no {HF_FILES}/config.json: give --origin-hf-checkpoint, "
+                "the Hugging Face checkpoint that training started from"
+            )
+    return origin, read_hf_config(origin)
+
+
+def differing_tensors(
+    hf_dir: Path,
+    stored_dir: Path,
+    world: World,
+    *,
+    allow_pickle: bool = False,
+    report: Report = lambda now, total: None,
+) -> list[str]:
+    """Names of HF tensors that are not, bit for bit, what the Megatron checkpoint holds; both are read from
+    disk. Collective: the ranks divide the work.
+
+    Raises:
+        CheckpointError: one of the two lacks tensors of the model that `hf_dir`'s config.json describes.
+    """
+    shape = read_hf_config(hf_dir)
+    checkpoint, stored = Checkpoint(hf_dir, allow_pickle=allow_pickle), StoredCheckpoint(stored_dir)
+    entries = model_entries(shape, stored.tensors)
+    checkpoint.check(shape, entries)
+    stored.check(entries)
+    mine = entries[world.rank :: world.size]
+    sizes = {entry.name: math.prod(entry.shape) * stored.dtype(entry.blocks()[0]).itemsize for entry in mine}
+    total = sum(sizes.values())
+    differing = []
+    for entry in mine:
+        pieces = entry.part(stored.read(entry))
+        for piece, tensor in zip(entry.pieces, pieces, strict=True):
+            if not _same_bits(checkpoint.read(piece), tensor):
+                differing.append(piece.name)
+        report(sizes[entry.name], total)
+    return sorted(name for names in world.all_gather(differing) for name in names)
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    integers = {2: torch.int16, 4: torch.int32}[first.dtype.itemsize]  # NaNs have bits too
+    return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists; nothing is overwritten: remove it or choose another --save")
+
+
+def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> list[Holding]:
+    sizes = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    dense = sizes[0] * parallel.pipeline_model_parallel_size
+    experts = sizes[1] * parallel.expert_tensor_parallel_size * parallel.pipeline_model_parallel_size
+    problems = check_layout(shape, parallel, math.lcm(dense, experts) or 1)
+    if not problems:
+        try:
+            pipeline_layers(shape.num_layers, parallel, virtual_stages)
+        except ValueError as error:
+            problems = [str(error)]
+    if problems:
+        raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
+    return holdings_of(shape, parallel, virtual_stages)
+
+
+def model_entries(shape: ModelShape, names: Iterable[str]) -> list[Entry]:
+    """What a checkpoint with tensors of these names has to hold, every HF tensor once.
+
+    Raises:
+        CheckpointError: it has more multi-token prediction layers than can be converted.
+    """
+    layers = mtp_layers(names) if shape.mtp_in_checkpoints else 0
+    if layers > 1:
+        raise CheckpointError(
+            f"mtp.layers.1 to mtp.layers.{layers - 1}: only one multi-token prediction layer can be "
+            "converted, for Hugging Face checkpoints have one mtp.fc for all of them"
+        )
+    entries = weight_map(shape, layers)
+    if shape.tie_word_embeddings:
+        del entries["output_layer.weight"]
+    return list(entries.values())
+
+
+def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, torch.dtype]:
+    """Dtype of every entry. Raises CheckpointError where a stored tensor would have two."""
+    by_key: dict[str, tuple[torch.dtype, str]] = {}
+    dtypes = {}
+    for entry in entries:
+        key = entry.blocks()[0].key
+        for piece in entry.pieces:
+            dtype = checkpoint.dtype(piece)
+            first, name = by_key.setdefault(key, (dtype, piece.name))
+            if dtype != first:
+                raise CheckpointError(
+                    f"{checkpoint.directory}: {piece.name} is {dtype} and {name} is {first}, but Megatron "
+                    f"stores both in {key}"
+                )
+        dtypes[entry.name] = by_key[key][0]
+    return dtypes
+
+
+def _check_tied_head(checkpoint: Checkpoint, shape: ModelShape) -> None:
+    """Some checkpoints hold the tied head as well; then it has to be the embeddings."""
+    if not shape.tie_word_embeddings or "lm_head.weight" not in checkpoint.file_of:
+        return
+    untied = weight_map(shape)["embedding.word_embeddings.weight"].pieces[0]
+    head = type(untied)("lm_head.weight", untied.shape, untied.cut)
+    if not _same_bits(checkpoint.read(untied), checkpoint.read(head)):
+        raise CheckpointError(
+            f"{checkpoint.directory}: config.json says tie_word_embeddings=true, but lm_head.weight is not "
+            f"{untied.name}"
+        )
+
+
+def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[list[Entry], Checkpoint | None]:
+    """Multi-token prediction layers that only the origin's weights have."""
+    if not shape.mtp_in_checkpoints or any(entry.name.startswith("mtp.") for entry in entries):
+        return [], None
+    if not any(origin.glob("*.safetensors")):
+        return [], None
+    source = Checkpoint(origin)
+    everything = model_entries(shape, source.file_of)
+    source.check(shape, everything)
+    return [entry for entry in everything if entry.name.startswith("mtp.")], source
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """amax hands NaN on, and is faster than isnan."""
+    return bool(tensor.numel() and torch.isnan(tensor.amax()))
+
+
+def _warn_of_nan(tensor: Tensor, name: str) -> None:
+    if _has_nan(tensor):
+        logger.warning("%s holds NaN", name)
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+def _write_distcp(
+    directory: Path, job: Job[_Share], checkpoint: Checkpoint, turn: Turn, report: Report, total: int
+) -> tuple[list[Record], str]:
+    """One file of a Megatron checkpoint. Returns what is in it, and its digest."""
+    file = DistcpFile(directory / job.file)
+    for share in job.items:
+        with _joined(checkpoint, share, turn) as shard:
+            blocks = share.entry.blocks(share.rank, share.ranks)
+            sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
+            for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
+                file.add(block, part)
+            report(shard.nbytes, total)
+    return file.records, file.close()
+
+
+def _write_safetensors(
+    directory: Path,
+    job: Job[Entry],
+    metas: dict[str, list[TensorMeta]],
+    parameter: Callable[[Entry, Turn], AbstractContextManager[Tensor]],
+    turn: Turn,
+    report: Report,
+    total: int,
+) -> str:
+    """One file of a Hugging Face checkpoint. Returns its digest."""
+    file = SafetensorsFile(directory / job.file, [meta for entry in job.items for meta in metas[entry.name]])
+    for entry in job.items:
+        with parameter(entry, turn) as whole:
+            for number, meta in enumerate(metas[entry.name]):
+                spans = sorted(span for span in entry.spans() if span.piece == number)
+                file.write(meta.name, *(whole[span.shard_row :][: span.rows] for span in spans))
+            report(whole.nbytes, total)
+    return file.close()
+
+
+@contextmanager
+def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
+    """A shard, contiguous: where it lies in a file if nothing has to be moved for it."""
+    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in share.entry.pieces]
+    spans = share.entry.spans(share.ranks)
+    in_place = len(spans) == 1 and cuts[0].is_contiguous()
+    with nullcontext(cuts[0]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
+        turn.check()
+        if not in_place:
+            for span in spans:
+                rows = cuts[span.piece][span.piece_row :][: span.rows]
+                shard[span.shard_row :][: span.rows].copy_(rows)
+        if _has_nan(shard):
+            for piece, cut in zip(share.entry.pieces, cuts, strict=True):
+                _warn_of_nan(cut, f"{checkpoint.directory}: {piece.name}")
+        yield shard
+
+
+@contextmanager
+def _stored(stored: StoredCheckpoint, entry: Entry, turn: Turn) -> Iterator[Tensor]:
+    """A parameter of a Megatron checkpoint, contiguous: where it lies in a file if it lies there whole."""
+    whole = stored.view(entry)
+    with (
+        nullcontext(whole) if whole is not None else turn(entry.shape, stored.dtype(entry.blocks()[0])) as out
+    ):
+        turn.check()
+        if whole is None:
+            stored.read(entry, out)
+        _warn_of_nan(out, f"{stored.directory}: {entry.name} ({entry.pieces[0].name})")
+        yield out
+
+
+# ---------------------------------------------------------------------------------------------- planning
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A shard of a parameter."""
+
+    entry: Entry
+    rank: int
+    ranks: int
+
+    @property
+    def dim(self) -> int:
+        """That is divided."""
+        return self.entry.cut.dim if self.entry.cut else 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.entry.shape)
+        shape[self.dim] //= self.ranks if self.entry.cut else 1
+        return tuple(shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def _shares(entries: list[Entry], holdings: list[Holding]) -> dict[int, list[_Share]]:
+    """Each rank's shards: every shard once, with the first rank that holds it."""
+    shares: dict[int, list[_Share]] = defaultdict(list)
+    for entry, holders in zip(entries, shard_holders(entries, holdings), strict=True):
+        for shard, ranks in enumerate(holders if entry.cut else holders[:1]):
+            shares[ranks[0]].append(_Share(entry, shard, len(holders)))
+    return dict(sorted(shares.items()))
+
+
+def _in_parts(shares: list[_Share], parts: int) -> list[list[_Share]]:
+    """Consecutive runs of about equal size; none is empty."""
+    total = sum(share.numel for share in shares)
+    runs: list[list[_Share]] = [[] for _ in range(parts)]
+    before = 0
+    for share in shares:
+        runs[min(parts - 1, before * parts // total)].append(share)
+        before += share.numel
+    return [run for run in runs if run]
+
+
+def _hf_files(entries: list[Entry], metas: dict[str, list[TensorMeta]]) -> list[Job[Entry]]:
+    sizes = [sum(meta.num_bytes for meta in metas[entry.name]) for entry in entries]
+    runs = consecutive_runs(sizes, HF_FILE_BYTES)
+    return [
+        Job(name, entries[run.start : run.stop], sum(sizes[run.start : run.stop]))
+        for name, run in zip(file_names(len(runs)), runs, strict=True)
+    ]

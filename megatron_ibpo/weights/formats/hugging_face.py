@@ -1,0 +1,268 @@
+"""Checkpoints in Hugging Face format on disk: tensors read by parts, files written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.weight_map import Entry, Piece, is_ignored
+from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.weights.formats.directories import MANIFEST, HashedFile
+from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
+
+__all__ = ["INDEX", "Checkpoint", "SafetensorsFile", "copy_all_but_weights", "file_names", "index_of"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED_SINGLE = "pytorch_model.bin"
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""By safetensors' names: what weights may be."""
+WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json",
+    MANIFEST,
+)  # fmt: skip
+"""Ends of file names that are not copied along with a checkpoint's configuration and tokenizer."""
+
+
+class Checkpoint:
+    """The weights in a directory. Files are opened when first read; threads may share it."""
+
+    def __init__(self, hf_dir: Path, *, allow_pickle: bool = False):
+        """
+        Args:
+            allow_pickle: also read `pytorch_model*.bin`, by torch's weights-only unpickler.
+
+        Raises:
+            CheckpointError: no weights are there, or files that the index names are missing.
+        """
+        self.directory = hf_dir
+        self._files: OpenFiles[Any] = OpenFiles(self._open)
+        for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
+            present = next((name for name in (index, single) if (hf_dir / name).is_file()), None)
+            if present is None:
+                continue
+            if single == PICKLED_SINGLE and not allow_pickle:
+                raise CheckpointError(
+                    f"{hf_dir} holds its weights as pickles only ({present}), a format that can run code; "
+                    "take a safetensors version of the model, or --allow-pickle to read them weights-only"
+                )
+            self.file_of = self._read_index(index) if present == index else self._read_single(single)
+            return
+        raise CheckpointError(f"{hf_dir} holds neither {SINGLE} nor {INDEX}")
+
+    def _read_index(self, index: str) -> dict[str, str]:
+        path = self.directory / index
+        try:
+            file_of = dict(json.loads(path.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from None
+        missing = sorted({file for file in file_of.values() if not (self.directory / file).is_file()})
+        if missing:
+            raise CheckpointError(
+                f"{self.directory}: {listed(missing)} named in {index} but not there; download again"
+            )
+        return file_of
+
+    def _read_single(self, single: str) -> dict[str, str]:
+        return dict.fromkeys(self._files.get(single).keys(), single)
+
+    def _open(self, file: str) -> Any:
+        path = self.directory / file
+        try:
+            return _PickledFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+        except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({str(error).splitlines()[0]}): truncated or no weights file; "
+                "download it again"
+            ) from None
+
+    def __contains__(self, piece: Piece) -> bool:
+        return self._source(piece) is not None
+
+    def _source(self, piece: Piece) -> str | None:
+        """Name under which this checkpoint holds the piece."""
+        names = [piece.name] + ([piece.fused.name] if piece.fused else [])
+        return next((name for name in names if name in self.file_of), None)
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._files.get(self.file_of[name]).get_slice(name)
+        except (SafetensorError, KeyError) as error:
+            raise CheckpointError(
+                f"{self.directory / self.file_of[name]}: {name} is not in it, though the index says so "
+                f"({error})"
+            ) from None
+
+    def check(self, shape: ModelShape, entries: Iterable[Entry]) -> list[str]:
+        """Compare names, shapes and dtypes with the model's; reads only headers.
+
+        Returns:
+            names of tensors that `is_ignored` leaves out.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous, or has another shape or dtype than
+                config.json and the formats here allow; names them.
+        """
+        pieces = {piece.name: piece for entry in entries for piece in entry.pieces}
+        missing = sorted(name for name, piece in pieces.items() if piece not in self)
+        if missing:
+            tied = "; config.json says tie_word_embeddings=false" if missing == ["lm_head.weight"] else ""
+            raise CheckpointError(f"{self.directory}: missing {listed(missing)}{tied}")
+        used = {self._source(piece) for piece in pieces.values()}
+        unknown = sorted(name for name in self.file_of if name not in used)
+        ignored = [name for name in unknown if is_ignored(shape, name)]
+        extra = [name for name in unknown if not is_ignored(shape, name)]
+        if extra:
+            raise CheckpointError(
+                f"{self.directory}: tensors that a {shape.family} model has no place for: {listed(extra)}"
+            )
+        for piece in pieces.values():
+            self._check_tensor(piece)
+        return ignored
+
+    def _check_tensor(self, piece: Piece) -> None:
+        name = self._source(piece)
+        assert name is not None
+        found = self._slice(name)
+        wanted = piece.fused.shape if piece.fused and name == piece.fused.name else piece.shape
+        if tuple(found.get_shape()) != wanted:
+            raise CheckpointError(
+                f"{self.directory / self.file_of[name]}: {name} has shape {tuple(found.get_shape())}, "
+                f"config.json asks for {wanted}"
+            )
+        if found.get_dtype() not in DTYPES:
+            raise CheckpointError(
+                f"{self.directory / self.file_of[name]}: {name} is {found.get_dtype()}; "
+                f"weights must be one of {', '.join(DTYPES)}"
+            )
+
+    def dtype(self, piece: Piece) -> torch.dtype:
+        name = self._source(piece)
+        assert name is not None, f"{piece.name}: presence is checked before reading"
+        return DTYPES[self._slice(name).get_dtype()]
+
+    def read(self, piece: Piece, rank: int = 0, ranks: int = 1) -> Tensor:
+        """The cut of `piece` that `rank` of `ranks` holds, in the checkpoint's dtype. May share memory with
+        the file."""
+        name = self._source(piece)
+        assert name is not None, f"{piece.name}: presence is checked before reading"
+        tensor = self._slice(name)
+        fused = piece.fused if name != piece.name else None
+        spans = piece.ranges(rank, ranks) if piece.cut else [(0, piece.shape[0])]
+        dim = piece.cut.dim if piece.cut else 0
+        cuts = [self._cut(tensor, piece, fused, dim, start, length) for start, length in spans]
+        self._files.count(sum(cut.nbytes for cut in cuts))
+        return torch.cat(cuts, dim=dim) if len(cuts) > 1 else cuts[0]
+
+    @staticmethod
+    def _cut(tensor: Any, piece: Piece, fused: Any, dim: int, start: int, length: int) -> Tensor:
+        index = [slice(0, size) for size in piece.shape]
+        index[dim] = slice(start, start + length)
+        if fused:
+            index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
+            return tensor[(slice(fused.expert, fused.expert + 1), *index)][0]
+        return tensor[tuple(index)]
+
+
+class _PickledFile:
+    """`torch.save`d tensors, with safe_open's methods."""
+
+    def __init__(self, path: Path):
+        self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(self._tensors, dict):
+            raise OSError(f"a dictionary of tensors is wanted, this is a {type(self._tensors).__name__}")
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _PickledSlice:
+        return _PickledSlice(self._tensors[name])
+
+
+class _PickledSlice:
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        return names.get(self._tensor.dtype, str(self._tensor.dtype))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+class SafetensorsFile:
+    """A safetensors file whose tensors are announced first and then written in the announced order, so that
+    one at a time need be in memory."""
+
+    def __init__(self, path: Path, metas: Iterable[TensorMeta]):
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        self._expected = iter(metas := list(metas))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for meta in metas:
+            span = [end, end := end + meta.num_bytes]
+            header[meta.name] = {"dtype": names[meta.dtype], "shape": meta.shape, "data_offsets": span}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = HashedFile(path)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, *parts: Tensor) -> None:
+        """The next tensor, in one part or in several of consecutive rows."""
+        meta = next(self._expected)
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        found = TensorMeta(name, parts[0].dtype, shape)
+        assert found == meta, f"{meta} was announced, {found} is written"
+        for part in parts:
+            raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._file.write(raw.numpy().data)
+
+    def close(self) -> str:
+        """The file's digest."""
+        left = next(self._expected, None)
+        assert left is None, f"{left} was announced and not written"
+        return self._file.close()
+
+
+def file_names(count: int) -> list[str]:
+    """Names of the `count` weight files of a checkpoint."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def index_of(files: dict[str, list[TensorMeta]]) -> dict[str, Any]:
+    """What the index of several files says."""
+    return {
+        "metadata": {"total_size": sum(meta.num_bytes for metas in files.values() for meta in metas)},
+        "weight_map": {meta.name: file for file, metas in files.items() for meta in metas},
+    }
+
+
+def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None:
+    """Configuration, tokenizer and whatever else lies beside the weights; config.json names `dtype`."""
+    for path in sorted(origin.iterdir()):
+        if path.is_file() and not path.name.endswith(WEIGHTS):
+            shutil.copyfile(path, target / path.name)
+    config = json.loads((target / "config.json").read_text())
+    config.pop("torch_dtype", None)  # its name before transformers 5
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

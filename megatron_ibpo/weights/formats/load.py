@@ -1,0 +1,45 @@
+"""Hugging Face checkpoints into Megatron parameters. Each rank reads only what it holds."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.errors import listed
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.layout.holdings import my_holding, parameters_by_global_name
+
+__all__ = ["load_hf"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = True) -> None:
+    """Fill this rank's parameters from the checkpoint in `hf_dir`, converting to their dtype.
+
+    Args:
+        head: False leaves the output layer as it is: a value model has one of its own.
+
+    Raises:
+        CheckpointError: a file is missing or truncated, a tensor is missing, superfluous or has another
+            shape than config.json says, or is no floating-point tensor. Nothing is written then.
+    """
+    checkpoint = Checkpoint(hf_dir)
+    entries = weight_map(shape)
+    if ignored := checkpoint.check(shape, entries.values()):
+        logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
+    holding = my_holding(shape, chunks)
+    with torch.no_grad():
+        for name, parameter in parameters_by_global_name(chunks, holding):
+            if name.startswith("output_layer.") and not head:
+                continue
+            entry = entries[name]
+            cuts = [checkpoint.read(piece, *holding.shard(entry)) for piece in entry.pieces]
+            shard = entry.join(cuts)
+            assert shard.shape == parameter.shape, f"{name}: {shard.shape} read for {parameter.shape}"
+            parameter.copy_(shard)

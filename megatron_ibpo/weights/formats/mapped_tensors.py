@@ -1,0 +1,148 @@
+"""Tensors that `torch.save` put somewhere into a larger file, as views of the mapped file.
+
+`torch.load` maps whole files only, and else copies to fresh memory, which takes longer than reading a file
+that the system has cached.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["MappedFiles", "OpenFiles"]
+
+MAPPED_BYTES = 64 * 1024**2
+"""Read from files before they are unmapped: pages that were read count as this process's memory."""
+LOCAL_HEADER_BYTES = 30
+STORAGES = {"BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "FloatStorage": torch.float32}
+
+
+File = TypeVar("File")
+
+
+class OpenFiles(Generic[File]):
+    """Files that are opened when they are first read, by every thread for itself."""
+
+    def __init__(self, open_file: Callable[[str], File]):
+        self._open_file = open_file
+        self._own = threading.local()
+
+    def get(self, name: str) -> File:
+        files: dict[str, File] = self._own.__dict__.setdefault("files", {})
+        if name not in files:
+            files[name] = self._open_file(name)
+        return files[name]
+
+    def count(self, num_bytes: int) -> None:
+        """Note what was read of a file; now and then all are closed, and unmapped when the last view goes."""
+        read = getattr(self._own, "bytes", 0) + num_bytes
+        if read > MAPPED_BYTES:
+            self._own.files.clear()
+            read = 0
+        self._own.bytes = read
+
+
+class MappedFiles:
+    """Files of a directory, mapped when they are first read. May be shared by threads."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._files = OpenFiles(self._map)
+
+    def tensor(self, file: str, offset: int, length: int) -> Tensor:
+        """The tensor that was saved to these bytes, a view of the file.
+
+        Raises:
+            ValueError: the bytes are not there, or are no plainly saved float tensor.
+        """
+        mapping = self._files.get(file)
+        if offset + length > len(mapping):
+            raise ValueError(f"{length} bytes at {offset} wanted, the file ends at {len(mapping)}")
+        self._files.count(length)
+        window = _Window(mapping, offset, length)
+        try:
+            archive = zipfile.ZipFile(io.BufferedReader(window))
+            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            described = _Description(io.BytesIO(archive.read(records["data.pkl"]))).load()
+            data = records[f"data/{described.key}"]
+            if data.compress_type != zipfile.ZIP_STORED or archive.read(records["byteorder"]) != b"little":
+                raise ValueError("the tensor is compressed or big-endian")
+        except (KeyError, AttributeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
+            raise ValueError(f"no saved tensor: {type(error).__name__}: {error}") from None
+        header = mapping[offset + data.header_offset : offset + data.header_offset + LOCAL_HEADER_BYTES]
+        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        start = offset + data.header_offset + LOCAL_HEADER_BYTES + names
+        if start + data.file_size > offset + length:
+            raise ValueError("the tensor's bytes go beyond its place")
+        count = data.file_size // described.dtype.itemsize
+        flat = torch.frombuffer(mapping, dtype=described.dtype, count=count, offset=start)
+        return flat.as_strided(described.size, described.stride, described.first)
+
+    def _map(self, file: str) -> mmap.mmap:
+        with (self.directory / file).open("rb") as opened:
+            # private: torch wants memory that may be written to, the file never is
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+class _Window(io.RawIOBase):
+    """A part of a mapped file as a file of its own."""
+
+    def __init__(self, mapping: mmap.mmap, offset: int, length: int):
+        self._mapping, self._offset, self._length = mapping, offset, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {0: 0, 1: self._position, 2: self._length}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        first = self._offset + self._position
+        data = self._mapping[first : min(first + len(buffer), self._offset + self._length)]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+class _Plain:
+    """What a pickled tensor says of itself."""
+
+    key: str
+    dtype: torch.dtype
+    first: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __init__(self, storage: tuple[str, torch.dtype], first: int, size: Any, stride: Any, *_: Any):
+        (self.key, self.dtype), self.first, self.size, self.stride = storage, first, size, stride
+
+
+class _Description(pickle.Unpickler):
+    """Reads the pickle of a plain tensor, without its data, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _Plain
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> tuple[str, torch.dtype]:
+        _, dtype, key, *_ = pid
+        return key, dtype

@@ -1,0 +1,77 @@
+"""The export as a Hugging Face checkpoint on disk: all of it, or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_ibpo.weights.formats.directories import write_directory
+from megatron_ibpo.weights.formats.hugging_face import (
+    INDEX,
+    SafetensorsFile,
+    copy_all_but_weights,
+    file_names,
+    index_of,
+)
+from megatron_ibpo.weights.layout.export import HFExport
+from megatron_ibpo.weights.layout.regions import plan_buckets
+from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.world import World
+
+__all__ = ["save_hf"]
+
+SHARD_BYTES = 5 * 1000**3
+"""Largest safetensors file."""
+
+
+def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) -> None:
+    """Write the weights to `out_dir` with the configuration and tokenizer of `origin_hf_dir`. Collective.
+
+    Written beside `out_dir` and moved there when complete; an `out_dir` that exists is replaced then.
+    Weights keep the trainer's dtype, which config.json then names. `integrity.json` holds checksums.
+
+    Raises:
+        DiskSpaceError: before anything is written, if the disk cannot hold it.
+    """
+    metadata = export.metadata()
+    groups = plan_buckets(metadata, SHARD_BYTES)
+    names = file_names(len(groups))
+    files = {name: metadata[group.start : group.stop] for name, group in zip(names, groups, strict=True)}
+
+    def finish(directory: Path, digests: list[dict[str, str]]) -> dict[str, str]:
+        copy_all_but_weights(origin_hf_dir, directory, export.dtype)
+        if len(files) > 1:
+            (directory / INDEX).write_text(json.dumps(index_of(files), indent=2))
+        return digests[0]
+
+    needed = sum(meta.num_bytes for meta in metadata)
+    write_directory(out_dir, world, needed, lambda directory: _write(export, files, directory, world), finish)
+
+
+def _write(
+    export: HFExport, files: dict[str, list[TensorMeta]], directory: Path, world: World
+) -> dict[str, str]:
+    """Gather and write tensor by tensor, on the driver. Returns digests by file.
+
+    An error does not end the gathering, in which all ranks take part; it is raised after it.
+    """
+    error: Exception | None = None
+    digests: dict[str, str] = {}
+    remaining = [(file, meta.name) for file, metas in files.items() for meta in metas]
+    writer: SafetensorsFile | None = None
+    for (file, name), (gathered, tensor) in zip(remaining, export, strict=True):
+        if not world.is_driver or error is not None:
+            continue
+        assert gathered == name
+        assert tensor is not None
+        try:
+            writer = writer or SafetensorsFile(directory / file, files[file])
+            writer.write(name, tensor)
+            if name == files[file][-1].name:
+                digests[file] = writer.close()
+                writer = None
+        except Exception as caught:
+            error = caught
+    if error is not None:
+        raise error
+    return digests

@@ -1,0 +1,370 @@
+"""Megatron's distributed checkpoints (`torch_dist`) on disk, without Megatron: named tensors in pieces.
+
+A directory of `.distcp` files, each a sequence of `torch.save`d pieces, and `.metadata`, a pickle that says
+which piece of which tensor lies where. The pickle is read by an unpickler that knows only the classes that
+belong there: it cannot run code.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_ibpo.models.weight_map import Block, Entry
+from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
+from megatron_ibpo.weights.formats.directories import HashedFile
+from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
+from megatron_ibpo.weights.formats.run_state import newest_step
+
+__all__ = [
+    "DistcpFile",
+    "Record",
+    "StoredCheckpoint",
+    "find_stored",
+    "is_weight",
+    "read_metadata",
+    "write_metadata",
+]
+
+METADATA, CONFIG = ".metadata", "metadata.json"
+COMMON = "common_state/shard_0_1"
+"""Key under which megatron-core 0.19 looks for what is no tensor."""
+ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron-LM pads the vocabulary to a multiple of 128 TP."""
+
+_ALLOWED = {
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The directory's `.metadata`, by a restricted unpickler.
+
+    Raises:
+        CheckpointError: it is no torch_dist checkpoint, or its metadata is damaged or asks for code.
+    """
+    config = directory / CONFIG
+    if not config.is_file() or not (directory / METADATA).is_file():
+        if any(directory.glob("mp_rank_*")):
+            raise CheckpointError(
+                f"{directory} is in Megatron's old format, pickles that can run code when they are read; "
+                "load it in Megatron and save it with --ckpt-format torch_dist"
+            )
+        raise CheckpointError(f"{directory} holds no Megatron checkpoint: no {METADATA} and {CONFIG}")
+    try:
+        backend = json.loads(config.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{config} is malformed: {type(error).__name__}: {error}") from None
+    if backend != "torch_dist":
+        raise CheckpointError(f"{directory}: format {backend!r} is not supported, only torch_dist")
+    try:
+        with (directory / METADATA).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory / METADATA} is damaged or unsafe, and was not read: {type(error).__name__}: {error}"
+        ) from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{directory / METADATA} holds a {type(metadata).__name__}, not metadata")
+    return metadata
+
+
+def find_stored(path: Path) -> Path:
+    """The checkpoint directory that `path` means: itself, the newest step of a training run, or what
+    Megatron-LM's tracker file names.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory")
+    if (path / CONFIG).is_file():
+        return path
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return newest_step(path) or path
+    latest = tracker.read_text().strip()
+    if not (latest.isdecimal() or latest == "release"):
+        raise CheckpointError(f"{tracker} must hold the number of an iteration, it holds {latest[:40]!r}")
+    return path / (latest if latest == "release" else f"iter_{int(latest):07}")
+
+
+class StoredCheckpoint:
+    """A torch_dist checkpoint's tensors, read piece by piece. May be shared by threads.
+
+    Whoever has one may let Megatron load the directory: all pickles in it were read without running code.
+    """
+
+    def __init__(self, directory: Path):
+        """Raises CheckpointError as `read_metadata` and `check_byte_entries`, or if files are missing."""
+        self.directory = directory
+        self._files = MappedFiles(directory)
+        self._metadata = read_metadata(directory)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            key: meta
+            for key, meta in self._metadata.state_dict_metadata.items()
+            if isinstance(meta, TensorStorageMetadata)
+        }
+        self._chunks = {
+            key: {tuple(chunk.offsets): chunk for chunk in meta.chunks} for key, meta in self.tensors.items()
+        }
+        files = {info.relative_path for info in self._metadata.storage_data.values()}
+        missing = sorted(file for file in files if not (directory / file).is_file())
+        if missing:
+            raise CheckpointError(f"{directory}: {listed(missing)} named in {METADATA} but not there")
+        check_byte_entries(directory, self._metadata)
+
+    @property
+    def places(self) -> dict[MetadataIndex, _StorageInfo]:
+        """File, offset and length of every piece."""
+        return self._metadata.storage_data
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Raises CheckpointError if a tensor is missing or unknown, or has another shape or dtype than the
+        model's."""
+        missing, wanted = [], set()
+        for entry in entries:
+            found = [self._find(block) for block in entry.blocks()]
+            missing += [block.key for block, at in zip(entry.blocks(), found, strict=True) if at is None]
+            dtypes = set()
+            for block in found:
+                if block is not None:
+                    wanted.add(block.key)
+                    self._check_tensor(block)
+                    dtypes.add(self.tensors[block.key].properties.dtype)
+            if len(dtypes) > 1:
+                raise CheckpointError(f"{self.directory}: the parts of {entry.name} are {dtypes}, not alike")
+        if missing:
+            raise CheckpointError(f"{self.directory}: missing {listed(sorted(set(missing)))}")
+        extra = sorted(key for key in self.tensors if key not in wanted and is_weight(key))
+        if extra:
+            raise CheckpointError(
+                f"{self.directory}: tensors that this model has no place for: {listed(extra)}"
+            )
+
+    def _check_tensor(self, block: Block) -> None:
+        meta = self.tensors[block.key]
+        shape = tuple(meta.size)
+        if shape != block.shape:
+            padded = block.key in ROWS_MAY_BE_PADDED and shape[1:] == block.shape[1:]
+            if not (padded and shape[0] > block.shape[0]):
+                raise CheckpointError(
+                    f"{self.directory}: {block.key} has shape {shape}, config.json asks for {block.shape}"
+                )
+        if meta.properties.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise CheckpointError(
+                f"{self.directory}: {block.key} is {meta.properties.dtype}, not bfloat16, float16 or float32"
+            )
+
+    def _find(self, block: Block) -> Block | None:
+        """The block where it lies: a homogeneous model's layers may be one tensor with a layer axis."""
+        if block.key in self.tensors:
+            return block
+        head, _, rest = block.key.partition(".layers.")
+        layer, _, name = rest.partition(".")
+        key = f"{head}.layers.{name}"
+        if head != "decoder" or key not in self.tensors:
+            return None
+        layers = self.tensors[key].size[0]
+        return Block(
+            key, (layers, *block.shape), (int(layer), *block.offsets), (1, *block.sizes)
+        )  # its shape is checked like any other's
+
+    def dtype(self, block: Block) -> torch.dtype:
+        found = self._find(block)
+        assert found is not None, f"{block.key}: presence is checked before reading"
+        return self.tensors[found.key].properties.dtype
+
+    def read(self, entry: Entry, out: Tensor | None = None) -> Tensor:
+        """A parameter over all ranks.
+
+        Args:
+            out: contiguous memory of the parameter's shape and dtype to put it in; fresh when None.
+
+        Raises:
+            CheckpointError: a piece of it is missing or damaged; names file and tensor.
+        """
+        blocks = entry.blocks()
+        if out is None:
+            out = torch.empty(entry.shape, dtype=self.dtype(blocks[0]))
+        row = 0
+        for block in blocks:
+            rows = _own_dims(block)[0]
+            self._read_block(block, out[row : row + rows])
+            row += rows
+        return out
+
+    def view(self, entry: Entry) -> Tensor | None:
+        """A parameter as it lies in a file; None unless it lies there in one contiguous piece.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        first, *others = entry.blocks()
+        found = self._find(first)
+        exact = None if found is None else self._chunks[found.key].get(found.offsets)
+        if others or found is None or exact is None or tuple(exact.sizes) != found.sizes:
+            return None
+        tensor = self._load(found.key, exact)
+        return tensor.view(entry.shape) if tensor.is_contiguous() else None
+
+    def _read_block(self, block: Block, out: Tensor) -> None:
+        found = self._find(block)
+        assert found is not None, f"{block.key}: presence is checked before reading"
+        whole = out.view(found.sizes)
+        covered = 0
+        for chunk in self._candidates(found):
+            overlap = _overlap(found, chunk)
+            if overlap is not None:
+                ours, theirs = overlap
+                whole[ours].copy_(self._load(found.key, chunk)[theirs])
+                covered += whole[ours].numel()
+        if covered != whole.numel():
+            raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {found.key}")
+
+    def _candidates(self, block: Block) -> Iterable[ChunkStorageMetadata]:
+        """Pieces that may overlap the block: the one that begins with it, if it is the block."""
+        exact = self._chunks[block.key].get(block.offsets)
+        if exact is not None and tuple(exact.sizes) == block.sizes:
+            return [exact]
+        return self._chunks[block.key].values()
+
+    def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A piece as it lies in the file."""
+        place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if place is None:
+            raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {key}")
+        path = self.directory / place.relative_path
+        try:
+            tensor = self._files.tensor(place.relative_path, place.offset, place.length)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"{path}: {key} cannot be read, the file is damaged: {reason}") from None
+        expected = self.tensors[key].properties.dtype
+        if tensor.shape != chunk.sizes or tensor.dtype != expected:
+            raise CheckpointError(f"{path}: {key} is not the tensor that {METADATA} describes")
+        return tensor
+
+
+def is_weight(key: str) -> bool:
+    """Not what a training run stores beside the weights."""
+    return (
+        not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+        and "_extra_state" not in key
+    )
+
+
+def _own_dims(block: Block) -> tuple[int, ...]:
+    """Sizes of the parameter's own axes: an expert's block has one more in front."""
+    return block.sizes[1:] if ".experts.experts." in block.key else block.sizes
+
+
+def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What both hold, as indices into the block and into the chunk."""
+    ours, theirs = [], []
+    for start, size, other, length in zip(
+        block.offsets, block.sizes, chunk.offsets, chunk.sizes, strict=True
+    ):
+        first, last = max(start, other), min(start + size, other + length)
+        if first >= last:
+            return None
+        ours.append(slice(first - start, last - start))
+        theirs.append(slice(first - other, last - other))
+    return tuple(ours), tuple(theirs)
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a block was written."""
+
+    block: Block
+    dtype: torch.dtype
+    file: str
+    offset: int
+    length: int
+
+
+class DistcpFile:
+    """One file of a checkpoint, to which blocks are added."""
+
+    def __init__(self, path: Path):
+        self.records: list[Record] = []
+        self._file = HashedFile(path)
+
+    def add(self, block: Block, tensor: Tensor) -> None:
+        """`tensor`: the block's elements, contiguous."""
+        first = tensor.storage_offset() * tensor.itemsize
+        own = tensor.untyped_storage()[first : first + tensor.nbytes]  # else all of a view's storage is saved
+        tensor = torch.empty(0, dtype=tensor.dtype).set_(own).view(block.sizes)
+        start = self._file.size
+        torch.save(tensor, self._file)  # type: ignore[arg-type]
+        length = self._file.size - start
+        self.records.append(Record(block, tensor.dtype, self._file.path.name, start, length))
+
+    def close(self) -> str:
+        """The file's digest."""
+        return self._file.close()
+
+
+def write_metadata(directory: Path, records: Iterable[Record]) -> dict[str, str]:
+    """Write what makes the files of `records` a checkpoint. Returns digests of files that were written."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for record in records:
+        block = record.block
+        if block.key not in tensors:
+            properties = TensorProperties(dtype=record.dtype)
+            tensors[block.key] = TensorStorageMetadata(properties, torch.Size(block.shape), [])
+        offsets = torch.Size(block.offsets)
+        tensors[block.key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(block.sizes)))
+        index = MetadataIndex(block.key, offsets, counts[block.key])
+        counts[block.key] += 1
+        storage[index] = _StorageInfo(record.file, record.offset, record.length)
+    common = HashedFile(directory / "common_state.distcp")
+    torch.save([{}], common)  # type: ignore[arg-type]
+    storage[MetadataIndex(COMMON)] = _StorageInfo(common.path.name, 0, common.size)
+    state: dict[str, Any] = {**tensors, COMMON: BytesStorageMetadata()}
+    with (directory / METADATA).open("wb") as file:
+        pickle.dump(Metadata(state_dict_metadata=state, storage_data=storage), file)
+    (directory / CONFIG).write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
+    return {common.path.name: common.close()}

@@ -1,0 +1,1 @@
+"""Which rank holds which part of every tensor, and the whole tensors from those parts."""

@@ -1,0 +1,147 @@
+"""Megatron parameters under Hugging Face names: who holds which part of each tensor, and those parts.
+
+Names are those of Hugging Face checkpoints with one tensor per expert, which both transformers and
+vLLM's `load_weights` take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.weight_map import Entry, Piece, weight_map
+from megatron_ibpo.weights.layout.gather import Gather
+from megatron_ibpo.weights.layout.holdings import (
+    Holding,
+    my_holding,
+    parameters_by_global_name,
+    shard_holders,
+)
+from megatron_ibpo.weights.layout.regions import whole
+from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
+
+__all__ = ["HFExport", "metadata_of", "regions_of"]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """An entry, and where its shards are."""
+
+    entry: Entry
+    holders: tuple[tuple[int, ...], ...]
+    """Of each shard, in order: the ranks that hold it."""
+
+    def boxes(self, piece: Piece, shard: int) -> list[Box]:
+        """What shard number `shard` of the entry holds of `piece`, in the order of its rows or columns."""
+        if piece.cut is None:
+            return [whole(piece.shape)]
+        box = list(whole(piece.shape))
+        boxes = []
+        for start, length in piece.ranges(shard, len(self.holders)):
+            box[piece.cut.dim] = (start, start + length)
+            boxes.append(tuple(box))
+        return boxes
+
+    def regions(self, piece: Piece) -> tuple[Region, ...]:
+        if piece.cut is None:
+            everyone = tuple(sorted(rank for ranks in self.holders for rank in ranks))
+            return (Region(whole(piece.shape), everyone),)
+        return tuple(
+            Region(box, ranks) for shard, ranks in enumerate(self.holders) for box in self.boxes(piece, shard)
+        )
+
+    def shard_of(self, rank: int) -> int | None:
+        """Which shard `rank` holds."""
+        return next((shard for shard, ranks in enumerate(self.holders) if rank in ranks), None)
+
+
+class HFExport:
+    """The model's weights as a `WeightSource`, and whole on rank 0.
+
+    Iterating is collective: every trainer rank must iterate to the end. It yields (name, tensor) in the
+    order of `metadata()`; the tensor is whole on global rank 0, on the parameters' device and in their
+    dtype, and None elsewhere. A yielded tensor may share memory with the model's parameters.
+    """
+
+    def __init__(self, chunks: list[Any], shape: ModelShape, *, bucket_bytes: int = 512 * 1024**2):
+        """Collective. `chunks`: from `build_model`, wrapped by DDP or not.
+
+        Args:
+            bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
+                tensor. Two such buckets exist: one that is being used, and the next one on its way.
+        """
+        holding = my_holding(shape, chunks)
+        self._rank = dist.get_rank()
+        self._parameters = dict(parameters_by_global_name(chunks, holding))
+        first = next(iter(self._parameters.values()))
+        self.dtype: torch.dtype = first.dtype
+        self.device: torch.device = first.device
+        holdings: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(holdings, holding)
+        self._tasks = _plan(shape, holdings)
+        self._metadata = metadata_of(shape, self.dtype)
+        self._regions = [task.regions(piece) for task in self._tasks for piece in task.entry.pieces]
+        self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
+
+    def metadata(self) -> list[TensorMeta]:
+        """The tensors in order; the same on every rank, without communication."""
+        return self._metadata
+
+    def regions(self) -> list[tuple[Region, ...]]:
+        """Of each tensor, who holds which part of it; the same on every rank, without communication."""
+        return self._regions
+
+    def local(self) -> Iterator[dict[Box, Tensor]]:
+        """What this rank holds of each tensor, in order, without communication."""
+        for task in self._tasks:
+            shard = task.shard_of(self._rank)
+            if shard is None:
+                yield from ({} for _ in task.entry.pieces)
+                continue
+            parts = task.entry.part(self._parameters[task.entry.name].detach())
+            for piece, part in zip(task.entry.pieces, parts, strict=True):
+                yield _by_box(piece, part, task.boxes(piece, shard))
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        return iter(self._gather)
+
+
+def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
+    """The tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
+    return [TensorMeta(piece.name, dtype, piece.shape) for entry in _entries(shape) for piece in entry.pieces]
+
+
+def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
+    """Who holds which part of each tensor when rank r holds `holdings[r]`, in checkpoint order."""
+    return [task.regions(piece) for task in _plan(shape, holdings) for piece in task.entry.pieces]
+
+
+def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
+    """A shard of a piece, cut where its boxes join."""
+    if piece.cut is None:
+        return {boxes[0]: part}
+    dim = piece.cut.dim
+    sizes = [box[dim][1] - box[dim][0] for box in boxes]
+    return dict(zip(boxes, part.split(sizes, dim), strict=True))
+
+
+def _plan(shape: ModelShape, holdings: list[Holding]) -> list[_Task]:
+    entries = _entries(shape)
+    return [_Task(*task) for task in zip(entries, shard_holders(entries, holdings), strict=True)]
+
+
+def _entries(shape: ModelShape) -> list[Entry]:
+    """In checkpoint order; every HF tensor once."""
+    entries = []
+    seen: set[str] = set()
+    for entry in weight_map(shape).values():
+        if entry.pieces[0].name not in seen:  # the head of tied embeddings
+            entries.append(entry)
+        seen.update(piece.name for piece in entry.pieces)
+    return entries

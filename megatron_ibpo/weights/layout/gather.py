@@ -1,0 +1,119 @@
+"""A weight source's tensors, whole, on one trainer rank or on all of them; gathered a bucket ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ibpo.weights.layout.regions import (
+    Held,
+    assemble,
+    choose_senders,
+    messages,
+    need_all,
+    pack,
+    parts_by_tensor,
+    plan_buckets,
+    receive_buffer,
+)
+from megatron_ibpo.weights.layout.weight_source import WeightSource
+
+__all__ = ["Gather"]
+
+
+@dataclass
+class _Arriving:
+    """A bucket on its way: this rank's own part of it, and the messages of others."""
+
+    place: int
+    """Of the bucket among all."""
+    bucket: range
+    held: dict[int, Held]
+    flats: dict[int, Tensor] = field(default_factory=dict)
+    """By sender; on the sender itself what must stay until it has been sent."""
+    works: list[Any] = field(default_factory=list)
+
+    def wait(self) -> None:
+        while self.works:
+            self.works.pop().wait()  # a work keeps its buffer
+
+
+class Gather:
+    """Iterating is collective over the default process group: every rank must iterate to the end.
+
+    It yields (name, tensor) in the source's order: the tensor whole where it was asked for, None elsewhere.
+    While one bucket is used the next one travels. A tensor may share memory with the model.
+    """
+
+    def __init__(
+        self, source: WeightSource, *, to: int | None, bucket_bytes: int, device: torch.device | str
+    ) -> None:
+        """The plan, made once.
+
+        Args:
+            to: the rank that gets the tensors; None for all ranks.
+            bucket_bytes: size of a bucket, of which two exist; a larger tensor is a bucket of its own.
+        """
+        self._source = source
+        self._to = to
+        self._device = device
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._metas = source.metadata()
+        self._needs = need_all(self._metas)
+        senders = choose_senders(self._metas, source.regions(), prefer=to)
+        self._buckets = plan_buckets(self._metas, bucket_bytes)
+        self._messages = [messages(bucket, senders, self._needs) for bucket in self._buckets]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        local = self._source.local()
+        coming = (self._post(place, local) for place in range(len(self._buckets)))
+        arriving = next(coming, None)
+        while arriving is not None:
+            following = next(coming, None)
+            arriving.wait()
+            yield from self._tensors(arriving)
+            arriving = following
+
+    def _post(self, place: int, local: Iterator[Held]) -> _Arriving:
+        """Start sending and receiving a bucket."""
+        bucket = self._buckets[place]
+        arriving = _Arriving(place, bucket, dict(zip(bucket, islice(local, len(bucket)), strict=True)))
+        operations = []
+        for sender, message in self._messages[place].items():
+            mine = sender == self._rank
+            if mine and self._to == self._rank:
+                continue  # it is here already
+            if not mine and self._to not in (self._rank, None):
+                continue
+            flat = pack(message, arriving.held) if mine else receive_buffer(message, self._device)
+            arriving.flats[sender] = flat
+            if self._to is None:
+                arriving.works.append(dist.broadcast(flat, src=sender, async_op=True))
+            elif mine:
+                operations.append(dist.P2POp(dist.isend, flat, self._to, tag=place))
+            else:
+                operations.append(dist.P2POp(dist.irecv, flat, sender, tag=place))
+        if operations:
+            arriving.works += dist.batch_isend_irecv(operations)
+        if self._to not in (self._rank, None):
+            arriving.held.clear()
+        return arriving
+
+    def _tensors(self, arriving: _Arriving) -> Iterator[tuple[str, Tensor | None]]:
+        """The tensors of a bucket that has arrived."""
+        if self._to not in (self._rank, None):
+            yield from ((self._metas[number].name, None) for number in arriving.bucket)
+            return
+        by_sender = self._messages[arriving.place]
+        parts = parts_by_tensor(arriving.bucket, by_sender, arriving.flats, arriving.held)
+        for number in arriving.bucket:
+            need = self._needs[number]
+            assert need is not None
+            meta = self._metas[number]
+            yield meta.name, assemble(meta.shape, need, parts.pop(number))

@@ -1,0 +1,145 @@
+"""What part of the model each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Parameter
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models.weight_map import Entry, global_name
+
+__all__ = ["Holding", "holdings_of", "my_holding", "parameters_by_global_name", "shard_holders"]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What part of the model a rank holds."""
+
+    tp_rank: int
+    tp_size: int
+    etp_rank: int
+    etp_size: int
+    layers: tuple[range, ...]
+    """Of each model chunk; there are several only in an interleaved pipeline."""
+    first_expert: int
+    experts: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+    def holds(self, entry: Entry) -> bool:
+        if entry.expert is not None and not 0 <= entry.expert - self.first_expert < self.experts:
+            return False
+        if entry.layer is None:
+            wanted_first = entry.name.startswith("embedding.")
+            return self.is_first_stage if wanted_first else self.is_last_stage
+        return any(entry.layer in layers for layers in self.layers)
+
+    def shard(self, entry: Entry) -> tuple[int, int]:
+        """(rank, size) of the group that divides this entry's tensors."""
+        if entry.expert is None:
+            return self.tp_rank, self.tp_size
+        return self.etp_rank, self.etp_size
+
+
+def my_holding(shape: ModelShape, chunks: Sequence[Any] = ()) -> Holding:
+    """This rank's part, from Megatron's groups.
+
+    Args:
+        chunks: the rank's models, which say what layers they hold. Without them pipeline stages are taken
+            for even; `parameters_by_global_name` raises where they are not.
+    """
+    from megatron.core import parallel_state as groups
+
+    stages = groups.get_pipeline_model_parallel_world_size()
+    even = ParallelConfig(pipeline_model_parallel_size=stages)
+    layers = (
+        tuple(_layers(chunk) for chunk in chunks)
+        or pipeline_layers(shape.num_layers, even)[groups.get_pipeline_model_parallel_rank()]
+    )
+    experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
+    return Holding(
+        tp_rank=groups.get_tensor_model_parallel_rank(),
+        tp_size=groups.get_tensor_model_parallel_world_size(),
+        etp_rank=groups.get_expert_tensor_parallel_rank(),
+        etp_size=groups.get_expert_tensor_parallel_world_size(),
+        layers=layers,
+        first_expert=groups.get_expert_model_parallel_rank() * experts,
+        experts=experts,
+        is_first_stage=groups.is_pipeline_first_stage(),
+        is_last_stage=groups.is_pipeline_last_stage(),
+    )
+
+
+def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1) -> list[Holding]:
+    """The ranks of one replica of the model, tensor parallel first, then expert parallel, then pipeline.
+
+    Where expert parallelism is wider than tensor parallelism, the ranks beyond the first TP repeat its
+    dense weights, and the other way round.
+    """
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    experts = shape.num_experts // ep
+    return [
+        Holding(
+            tp_rank=rank % tp,
+            tp_size=tp,
+            etp_rank=rank % etp,
+            etp_size=etp,
+            layers=layers,
+            first_expert=rank // etp % ep * experts,
+            experts=experts,
+            is_first_stage=stage == 0,
+            is_last_stage=stage == pp - 1,
+        )
+        for stage, layers in enumerate(pipeline_layers(shape.num_layers, parallel, virtual_stages))
+        for rank in range(max(tp, ep * etp))
+    ]
+
+
+def _layers(chunk: Any) -> range:
+    """Layers of the whole model that a model chunk holds; it may be wrapped by DDP."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
+    return range(numbers[0], numbers[-1] + 1)
+
+
+def parameters_by_global_name(chunks: list[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
+    """This rank's parameters under their names in the whole model.
+
+    Raises:
+        ValueError: the chunks hold other layers than `holding` says.
+    """
+    found = tuple(_layers(chunk) for chunk in chunks)
+    if found != holding.layers:
+        raise ValueError(
+            f"this rank's model holds layers {found}, not {holding.layers}: give my_holding the chunks"
+        )
+    for chunk, layers in zip(chunks, holding.layers, strict=True):
+        for name, parameter in chunk.named_parameters():
+            yield global_name(name, layers.start, holding.first_expert), parameter
+
+
+def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
+    """Of each entry, in shard order: the ranks that hold the shard when rank r holds `holdings[r]`."""
+    known: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+    found = []
+    for entry in entries:
+        # on which alone it depends; a large model has tens of thousands of entries
+        key = entry.layer, entry.expert, entry.layer is None and entry.name.startswith("embedding.")
+        if key not in known:
+            known[key] = _holders(entry, holdings)
+        found.append(known[key])
+    return found
+
+
+def _holders(entry: Entry, holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
+    by_shard: dict[int, list[int]] = {}
+    for rank, holding in enumerate(holdings):
+        if holding.holds(entry):
+            by_shard.setdefault(holding.shard(entry)[0], []).append(rank)
+    return tuple(tuple(by_shard[shard]) for shard in sorted(by_shard))

@@ -1,0 +1,239 @@
+"""Which rank holds which region of every tensor, who wants which, and the messages that follow from it.
+
+A region is a box: (start, stop) along every dimension. Sender and receiver derive the same messages from
+the same plain data, so that nothing but bytes travels in an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
+
+__all__ = [
+    "Buckets",
+    "Message",
+    "Need",
+    "Part",
+    "assemble",
+    "box_name",
+    "choose_senders",
+    "consecutive_runs",
+    "intersect",
+    "local_parts",
+    "messages",
+    "need_all",
+    "pack",
+    "parts_by_tensor",
+    "plan_buckets",
+    "receive_buffer",
+    "unpack",
+    "whole",
+]
+
+Buckets = list[range]
+"""Consecutive tensors, by number, that travel together."""
+Held = Mapping[Box, Tensor]
+"""What a rank holds of one tensor."""
+Sender = tuple[int, Box]
+"""A rank, and the region of a tensor that it sends to whoever wants of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a receiver wants of one tensor: disjoint boxes, as `dtype`."""
+
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(_shape(box)) for box in self.boxes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box on its way: cut from the region `held` of tensor `number`, sent as `dtype`."""
+
+    number: int
+    held: Box
+    box: Box
+    dtype: torch.dtype
+    offset: int
+    """Of its first byte in the message."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(_shape(self.box)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """All that one sender has for one receiver in one bucket."""
+
+    parts: tuple[Part, ...]
+    num_bytes: int
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What both cover; None if nothing."""
+    both = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def box_name(name: str, box: Box, shape: Sequence[int]) -> str:
+    """`name`, with the bounds of `box` where it is not all of the tensor."""
+    if box == whole(shape):
+        return name
+    return f"{name}[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def need_all(metas: Sequence[TensorMeta]) -> list[Need | None]:
+    """The needs of a receiver that wants every tensor whole."""
+    return [Need(meta.dtype, (whole(meta.shape),)) for meta in metas]
+
+
+def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> Buckets:
+    """Fill buckets of at most `limit` bytes in order; a larger tensor has a bucket of its own."""
+    return consecutive_runs([meta.num_bytes for meta in metas], limit)
+
+
+def consecutive_runs(sizes: Sequence[int], limit: int) -> list[range]:
+    """Numbers of consecutive things that together have at most `limit`; a larger one is a run of its own."""
+    runs: list[range] = []
+    first, filled = 0, 0
+    for number, size in enumerate(sizes):
+        if number > first and filled + size > limit:
+            runs.append(range(first, number))
+            first, filled = number, 0
+        filled += size
+    return [*runs, range(first, len(sizes))] if sizes else runs
+
+
+def choose_senders(
+    metas: Sequence[TensorMeta], regions: Sequence[Sequence[Region]], *, prefer: int | None = None
+) -> list[tuple[Sender, ...]]:
+    """One holder of every region: rank `prefer` where it is one, else the one that sends least so far."""
+    load: dict[int, int] = {}
+    chosen = []
+    for meta, parts in zip(metas, regions, strict=True):
+        senders = []
+        for region in parts:
+            if prefer in region.ranks:
+                rank = prefer
+            else:
+                rank = min(region.ranks, key=lambda rank: (load.get(rank, 0), rank))
+                load[rank] = load.get(rank, 0) + math.prod(_shape(region.box)) * meta.dtype.itemsize
+            senders.append((rank, region.box))
+        chosen.append(tuple(senders))
+    return chosen
+
+
+def messages(
+    bucket: range, senders: Sequence[Sequence[Sender]], needs: Sequence[Need | None]
+) -> dict[int, Message]:
+    """By sending rank: what it has in `bucket` for a receiver with `needs`."""
+    parts: dict[int, list[Part]] = {}
+    ends: dict[int, int] = {}
+    for number in bucket:
+        need = needs[number]
+        if need is None:
+            continue
+        for rank, held in senders[number]:
+            for wanted in need.boxes:
+                box = intersect(held, wanted)
+                if box is None:
+                    continue
+                size = need.dtype.itemsize
+                offset = -(-ends.get(rank, 0) // size) * size
+                part = Part(number, held, box, need.dtype, offset)
+                parts.setdefault(rank, []).append(part)
+                ends[rank] = offset + part.num_bytes
+    return {rank: Message(tuple(sent), ends[rank]) for rank, sent in parts.items()}
+
+
+def pack(message: Message, held: Mapping[int, Held], room: Tensor | None = None) -> Tensor:
+    """The message as bytes, uint8 [num_bytes], from what this rank holds of the bucket's tensors.
+
+    Args:
+        room: memory to write it to, uint8 [num_bytes]; fresh memory where None.
+    """
+    if room is None:
+        room = receive_buffer(message, next(iter(held[message.parts[0].number].values())).device)
+    for view, part in zip(unpack(message, room), local_parts(message, held), strict=True):
+        view.copy_(part)
+    return room
+
+
+def local_parts(message: Message, held: Mapping[int, Held]) -> list[Tensor]:
+    """The message's parts where this rank holds them, in the source's dtype."""
+    return [_cut(held[part.number][part.held], part.held, part.box) for part in message.parts]
+
+
+def receive_buffer(message: Message, device: torch.device | str) -> Tensor:
+    return torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
+
+
+def unpack(message: Message, flat: Tensor) -> list[Tensor]:
+    """The message's parts, as views of its bytes."""
+    return [
+        flat[part.offset : part.offset + part.num_bytes].view(part.dtype).view(_shape(part.box))
+        for part in message.parts
+    ]
+
+
+def parts_by_tensor(
+    bucket: range, by_sender: Mapping[int, Message], flats: Mapping[int, Tensor], own: Mapping[int, Held] = {}
+) -> dict[int, list[tuple[Box, Tensor]]]:
+    """What has arrived of each tensor of a bucket.
+
+    Args:
+        flats: the messages' bytes by sender; a sender that has none is this rank, which holds `own`.
+    """
+    parts: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in bucket}
+    for sender, message in by_sender.items():
+        views = unpack(message, flats[sender]) if sender in flats else local_parts(message, own)
+        for part, view in zip(message.parts, views, strict=True):
+            parts[part.number].append((part.box, view))
+    return parts
+
+
+def assemble(
+    shape: Sequence[int], need: Need, arrived: Iterable[tuple[Box, Tensor]], *, blank: bool = False
+) -> Tensor:
+    """A tensor of `shape` in which the boxes of `need` are filled.
+
+    Where one part is all of it, that is it, without a copy.
+
+    Args:
+        blank: fill the rest with what nobody can mistake for weights (NaN) instead of leaving it undefined.
+    """
+    parts = list(arrived)
+    if len(parts) == 1 and parts[0][0] == whole(shape):
+        return parts[0][1]
+    device = parts[0][1].device
+    tensor = torch.empty(tuple(shape), dtype=need.dtype, device=device)
+    if blank and need.dtype.is_floating_point:
+        tensor.fill_(math.nan)
+    for box, part in parts:
+        _cut(tensor, whole(shape), box).copy_(part)
+    return tensor
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _cut(tensor: Tensor, held: Box, box: Box) -> Tensor:
+    """The part `box` of a tensor that is the region `held`."""
+    inside = (slice(s - h, e - h) for (s, e), (h, _) in zip(box, held, strict=True))
+    return tensor[tuple(inside)]

@@ -1,0 +1,48 @@
+"""What the driver does for the trainers, on one of them: plan for all ranks, take one's own share.
+
+metrics = update(trainer, rows)      # collective, as the methods of the same names
+"""
+
+from __future__ import annotations
+
+from megatron_ibpo.policy.planning import (
+    merge_parts,
+    plan_forward,
+    plan_update,
+    plan_value_update,
+    update_metrics,
+)
+
+__all__ = ["logprobs", "own_share", "update", "update_values", "values"]
+
+
+def update(trainer, rows):
+    """Metrics of a rollout's optimizer steps."""
+    return trainer.update(own_share(plan_update, rows, trainer.config)) | update_metrics(rows)
+
+
+def logprobs(trainer, rows):
+    """Of every response token, as a tuple for each row, on every rank."""
+    return merged(trainer, trainer.logprobs(own_share(plan_forward, rows, trainer.config)), len(rows))
+
+
+def update_values(critic, rows):
+    """Metrics of the critic's optimizer steps."""
+    return critic.update(own_share(plan_value_update, rows, critic.config))
+
+
+def values(critic, rows):
+    """Before every response token, as a tuple for each row, on every rank."""
+    return merged(critic, critic.values(own_share(plan_forward, rows, critic.config)), len(rows))
+
+
+def own_share(plan, rows, config, *more):
+    """This rank's share of what `plan` makes of the rows."""
+    from megatron.core import parallel_state
+
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    return plan(rows, *more, config, size).shares[rank]
+
+
+def merged(model, found, count):
+    return [tuple(own.tolist()) for own in merge_parts(model.world.all_gather(found), count)]

@@ -1,0 +1,155 @@
+"""Ray around a run: its own on one machine, a cluster of several nodes, and what is left when it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+OWN_RAY = """
+import sys, time
+from megatron_ibpo.cluster.session import open_ray
+with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
+    import ray
+    print(*[node["NodeManagerAddress"] for node in ray.nodes()], flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+def python(*arguments, **options):
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment | options.pop("env", {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def rays(directory):
+    """Processes that have files of a Ray below `directory` open."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(file.path.startswith(str(directory)) for file in process.open_files()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def eventually(holds, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if holds():
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.fixture
+def scratch():
+    """A short path: the sockets of a Ray lie in it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_ray_of_the_runs_own_listens_on_loopback_and_leaves_nothing(scratch):
+    process = python("-c", OWN_RAY, "0", env={"TMPDIR": str(scratch)})
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    assert output.split() == ["127.0.0.2"]
+    assert rays(scratch) == []
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_killed_driver_leaves_nothing_of_its_ray(scratch):
+    process = python("-c", OWN_RAY, "60", env={"TMPDIR": str(scratch)})
+    assert process.stdout.readline().split() == ["127.0.0.2"]
+    assert len(rays(scratch)) > 3
+    process.kill()
+    process.wait(10)
+    assert eventually(lambda: list(scratch.iterdir()) == [])
+    assert rays(scratch) == []
+
+
+def test_there_is_no_cluster_to_join():
+    program = (
+        "from megatron_ibpo.cluster.session import open_ray\nwith open_ray('127.0.0.1:%d', num_cpus=1): pass"
+    )
+    process = python("-c", program % free_port(), env={"RAY_raylet_start_wait_time_s": "2"})
+    output, _ = process.communicate(timeout=90)
+    assert "ClusterError: --ray-address 127.0.0.1" in output
+    assert "nothing answers there; start a cluster with `ray start --head`" in output
+
+
+def nodes(rank, port, scratch, *command, num_nodes=2):
+    return python(
+        "-m",
+        "megatron_ibpo.cluster.nodes",
+        *("--num-nodes", str(num_nodes), "--node-rank", str(rank), "--address", f"127.0.0.1:{port}"),
+        "--",
+        *command,
+        env={"TMPDIR": str(scratch)},
+    )
+
+
+def test_nodes_form_a_cluster_for_one_command_and_all_end_with_it(scratch):
+    port = free_port()
+    count = (
+        "import os, ray; ray.init(log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
+    )
+    lead = nodes(0, port, scratch, sys.executable, "-c", count)
+    said = lead.stdout.readline()
+    assert said == f"waiting for 1 more node at 127.0.0.1:{port}\n"
+    follower = nodes(1, port, scratch)
+    output, _ = lead.communicate(timeout=120)
+    assert lead.returncode == 0, output
+    assert re.search(r"nodes 2\b", output)
+    output, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 0, output
+    assert eventually(lambda: rays(scratch) == [])
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_said_at_once(scratch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = nodes(0, port, scratch, "true")
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"port {port} is in use on 127.0.0.1: set MASTER_PORT" in output
+    assert "Traceback" not in output
+
+
+def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
+    port = free_port()
+    lead = nodes(0, port, scratch, "true")
+    assert "waiting for 1 more node" in lead.stdout.readline()
+    os.killpg(lead.pid, signal.SIGTERM)
+    lead.communicate(timeout=60)
+    assert eventually(lambda: rays(scratch) == [])
+    assert list(scratch.iterdir()) == []

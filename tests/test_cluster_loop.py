@@ -1,0 +1,102 @@
+"""The loop on a cluster of three nodes, simulated on this machine: each is a Ray node of its own with one
+CPU, so that no two processes that take one can share it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = [
+    *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+    *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),
+]
+
+CLUSTER = """
+import os, sys
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 1, "object_store_memory": 128 * 1024**2}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(**node)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def address():
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield cluster.stdout.readline().strip()
+    finally:
+        cluster.stdin.close()
+        cluster.wait(60)
+
+
+def run(address, run_dir, *flags):
+    """(exit status, output) of the tiny recipe on the cluster."""
+    command = [sys.executable, "-m", "megatron_ibpo.train"]
+    command += ["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")]
+    command += ["--run-dir", str(run_dir), "--ray-address", address, *SHORT, *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def steps(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "step"]
+
+
+def test_trainers_on_two_nodes_and_an_engine_on_the_third(address, tmp_path):
+    status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "1")
+    assert status == 0, output[-5000:]
+    placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
+    assert sorted(line.split(": ", 1)[1] for line in placed) == [
+        "trainers 0, engines –",
+        "trainers 1, engines –",
+        "trainers –, engines 0",
+    ]
+    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
+
+
+def test_engines_next_to_the_trainers_of_two_nodes(address, tmp_path):
+    status, output = run(address, tmp_path / "run", "--num-trainers", "2")
+    assert status == 0, output[-5000:]
+    placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
+    assert sorted(line.split(": ", 1)[1] for line in placed) == [
+        "trainers 0, engines 0",
+        "trainers 1, engines 1",
+        "trainers –, engines –",
+    ]
+    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
+
+
+def test_a_cluster_that_is_too_small_says_what_it_has(address, tmp_path):
+    status, output = run(address, tmp_path / "run", "--num-trainers", "4")
+    assert status == 2
+    assert "--num-trainers 4: the cluster has 3 CPUs" in output
+    assert "Traceback" not in output
+
+
+def test_no_room_is_left_for_engines_of_their_own(address, tmp_path):
+    status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "2")
+    assert status == 2
+    assert "--rollout-num-gpus 2: alongside 2 trainers there is room for 1 of 2 engines" in output
+    assert "Traceback" not in output

@@ -1,0 +1,112 @@
+"""The examples of docs/extending.md do what the page says, as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored
+
+from megatron_ibpo.config import DataConfig
+from megatron_ibpo.credit import fill_batch, find_group_filter
+from megatron_ibpo.data import DataError, make_tiny_tokenizer, open_source
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.records import Group
+from megatron_ibpo.rewards import open_verifier
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/extending.md"
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    """Every example in a file of the name that its first line gives, where the user stands."""
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == PAGE.read_text().count("```python") == 7
+    for name, code in blocks:
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def rewards(data, *pairs):
+    with open_verifier(data) as verifier:
+        return [(score.reward, score.correct) for score in verifier.score(pairs)]
+
+
+def test_the_reward():
+    asked = prompt()  # its label is 13
+    data = DataConfig(rm_type="short_answers:score", reward_threshold=0.9)
+    found = rewards(data, (asked, "it is 13"), (asked, "it is 14"), (asked, "well " * 60 + "13"))
+    assert found == [(1.0, True), (0.0, False), (0.9, True)]
+
+
+def test_the_batched_reward():
+    asked = prompt()
+    found = rewards(DataConfig(rm_type="many_answers:score"), *[(asked, f"{n}!") for n in (12, 13, 14)])
+    assert found == [(0.0, False), (1.0, True), (0.0, False)]
+
+
+def test_the_prompts():
+    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
+    train, held_out = (
+        open_source("import://sums:rows", tokenizer, DataConfig(), split=split) for split in ("train", "eval")
+    )
+    assert [len(train), len(held_out)] == [50, 50]
+    first = held_out.batch(0, 1)[0]
+    assert (first.text, first.label, first.metadata, first.task) == ("5+0=", "5", {"words": 10}, "sums:rows")
+    seen = {made.text for made in train.batch(0, 50)}
+    assert seen == {f"{a}+{b}=" for a in range(5) for b in range(10)}
+    assert not seen & {made.text for made in held_out.batch(0, 50)}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 1 / 0", "it raised ZeroDivisionError"),
+        ("return ['1+1=']", "train row 0: expected a dictionary, found str"),
+        ("return [{'prompt': '1+1='}]", "train row 0: no field 'label'"),
+        ("return []", "no prompts in it"),
+    ],
+)
+def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path, body, says):
+    name = f"bad_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def rows(split):\n    {body}\n")
+    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
+    with pytest.raises(DataError, match=f"import://{name}:rows.*{says}"):
+        open_source(f"import://{name}:rows", tokenizer, DataConfig(), split="train")
+
+
+def test_the_filter_of_groups():
+    usable = find_group_filter(algorithm(group_filter="hard_enough:use"))
+    rounds = [[group([13], [13], index=0), group([13], [14], index=1)], [group([14], [14], index=2)]]
+    groups, metrics = fill_batch(lambda number: rounds[number], 2, 2, usable=usable, preferred=usable)
+    assert [made.prompt.index for made in groups] == [1, 2]
+    assert metrics["groups_refused"] == 1
+
+
+def test_the_estimator():
+    config = algorithm(**GSPO | {"advantages": "above_median:advantages"})
+    made = Group(prompt(), scored([13], [14], [15]))
+    assert [s.advantage for s in Loop(None).credit([made], config).sequences] == [1.0, 0.0, 0.0]
+
+
+def test_the_operator_that_generates_nothing():
+    """Lengths with the end: 5 of the right response, 4 and 2 of the wrong ones. λ = .3."""
+    config = algorithm(
+        ibpo_operator="same_length:SameLength", ibpo_joint=False, ibpo_lambda=0.3, advantages="group-mean"
+    )
+    credit = Loop(None).credit([group(RIGHT, [10, 11, 14], [14])], config)
+    assert [s.reward for s in credit.sequences] == pytest.approx([1.0, 0.3 * 0.8, 0.3 * 0.4])
+    assert credit.metrics["groups_judged"] == 1
+
+
+def test_the_operator_that_has_something_sampled():
+    """Of two wrong responses the first is answered correctly at its second try."""
+    second = [[10, 13], [10, 15]]
+    loop = Loop(lambda asked: second.pop(0))
+    config = algorithm(ibpo_operator="second_try:SecondTry", ibpo_lambda=0.6)
+    credit = loop.credit([group(RIGHT, [14], [15])], config)
+    assert loop.asked == [(1, 5, 27)] * 2
+    assert [s.reward for s in by_kind(credit, "response")] == [1.0, 0.3, 0.0]
+    assert [s.reward for s in by_kind(credit, "correction")] == [1.0, 0.0]

@@ -1,0 +1,75 @@
+"""Golden runs: on recorded rollouts, what the code computed when they were recorded.
+
+Credit comes out exactly. Trained numbers do within a tolerance, since the last bits depend on the processor;
+tools/compare_commits.py compares two commits bit for bit on one machine. CONTRIBUTING.md says when golden
+data may be renewed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from golden_credit import CASES, credited, recorded_steps
+from golden_runs import ALGORITHMS, GOLDEN, LAYOUTS, ROOT, train_recorded, watched_weights
+
+LEARNING_RATE = 3e-4
+QUICK = {("dense", "ibpo-mask"), ("dense-dp2", "ppo"), ("next-tp2-ep2", "ibpo")}
+"""Every layout once; the others are slow together."""
+
+
+def every_run():
+    for layout in LAYOUTS:
+        for algorithm in ALGORITHMS:
+            slow = () if (layout, algorithm) in QUICK else pytest.mark.slow
+            yield pytest.param(layout, algorithm, marks=slow)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads((GOLDEN / "trained.json").read_text())
+
+
+@pytest.mark.parametrize(("layout", "algorithm"), list(every_run()))
+def test_training_on_recorded_rollouts(golden, tmp_path, layout, algorithm):
+    """Loss, gradient norm and some weights after every step. Adam moves a weight by about the learning rate
+    per update: a weight may differ by a hundredth of that per step."""
+    expected = golden[layout][algorithm]
+    trained = train_recorded(ROOT, LAYOUTS[layout], algorithm, tmp_path)
+    assert [row["step"] for row in trained.rows] == expected["step"]
+    assert [row["loss"] for row in trained.rows] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)
+    assert [row["grad_norm"] for row in trained.rows] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    for step, (checkpoint, weights) in enumerate(
+        zip(trained.checkpoints, expected["weights"], strict=True), start=1
+    ):
+        found = watched_weights(LAYOUTS[layout], checkpoint)
+        assert found.keys() == weights.keys()
+        for name, values in found.items():
+            assert values == pytest.approx(weights[name], rel=0, abs=1e-2 * LEARNING_RATE * step), (
+                step,
+                name,
+            )
+
+
+@pytest.fixture(scope="module")
+def golden_credit():
+    return json.loads(gzip.decompress((GOLDEN / "credit.json.gz").read_bytes()))
+
+
+def test_there_are_200_groups_of_all_kinds():
+    groups = [group for _, step in recorded_steps() for group in step]
+    assert len(groups) == 200
+    rights = [sum(r["correct"] for r in group["responses"]) for group in groups]
+    assert set(rights) == {0, 1, 2, 3, 4}
+    corrected = [c["response"]["correct"] for group in groups for c in group["corrections"]]
+    assert 100 < sum(corrected) < len(corrected) - 100
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_credit_of_recorded_groups(golden_credit, case):
+    """Advantages, weights and masks, to the last bit."""
+    found, expected = credited(case), golden_credit[case]
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == wanted

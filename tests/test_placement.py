@@ -1,0 +1,94 @@
+"""Where the processes of a run go, planned on paper."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
+
+
+def gpus(*counts):
+    return [Node(f"id{i}", f"10.0.0.{i}", cpus=16, gpus=count) for i, count in enumerate(counts)]
+
+
+def cpus(*counts):
+    return [Node(f"id{i}", f"10.0.0.{i}", cpus=count, gpus=0) for i, count in enumerate(counts)]
+
+
+def where(slots):
+    return [(slot.node, slot.gpus) for slot in slots]
+
+
+def test_colocated_engines_share_the_gpus_of_consecutive_trainers():
+    placement = plan_placement(gpus(4, 4), num_trainers=8, engines=Engines(2, colocate=True), on_gpu=True)
+    assert where(placement.trainers) == [(0, 1)] * 4 + [(1, 1)] * 4
+    assert where(placement.engines) == [(0, 0), (0, 0), (1, 0), (1, 0)]
+    assert placement.partners == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert placement.owners == [0, 2, 4, 6]
+
+
+def test_engines_of_their_own_take_the_nodes_without_trainers_first():
+    engines = Engines(4, colocate=False, num_gpus=8)
+    placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
+    assert where(placement.trainers) == [(0, 1)] * 8
+    assert where(placement.engines) == [(1, 4), (1, 4)]
+    assert placement.partners == [(), ()]
+    assert placement.owners == [0, 1]
+
+
+def test_an_engine_larger_than_a_node_leaves_its_gpus_to_vllms_own_ray():
+    engines = Engines(16, colocate=False, num_gpus=16)
+    placement = plan_placement(gpus(8, 8, 8), num_trainers=8, engines=engines, on_gpu=True)
+    assert where(placement.engines) == [(1, 0)]
+
+
+def test_processes_on_cpus_take_one_each():
+    engines = Engines(1, colocate=False, num_gpus=1)
+    placement = plan_placement(cpus(1, 1, 1), num_trainers=2, engines=engines, on_gpu=False)
+    assert where(placement.trainers) == [(0, 0), (1, 0)]
+    assert where(placement.engines) == [(2, 0)]
+
+
+def test_a_table_says_what_sits_where():
+    engines = Engines(4, colocate=False, num_gpus=8)
+    placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
+    assert placement.rows() == [("10.0.0.0", "0-7", "–"), ("10.0.0.1", "–", "0-1")]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "trainers", "engines", "words"),
+    [
+        (gpus(8, 8), 32, Engines(1, colocate=True), ["--num-trainers 32", "16 GPUs", "10.0.0.1: 8"]),
+        (gpus(8), 8, Engines(3, colocate=True), ["--rollout-num-gpus-per-engine 3", "10.0.0.0: 8"]),
+        (gpus(8), 8, Engines(1, colocate=False), ["--no-colocate", "room for 0 of 8 engines"]),
+        (gpus(8, 8), 8, Engines(3, colocate=False, num_gpus=8), ["--rollout-num-gpus 8", "multiple"]),
+        (cpus(1), 2, None, ["--num-trainers 2", "1 CPUs"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_there_is(nodes, trainers, engines, words):
+    on_gpu = nodes[0].gpus > 0
+    with pytest.raises(PlacementError) as refused:
+        plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=on_gpu)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@given(
+    counts=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    trainers=st.integers(1, 16),
+    size=st.integers(1, 4),
+    num_engines=st.integers(1, 6),
+)
+def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
+    engines = Engines(size, colocate=False, num_gpus=num_engines * size)
+    try:
+        placement = plan_placement(gpus(*counts), num_trainers=trainers, engines=engines, on_gpu=True)
+    except PlacementError:
+        return
+    assert len(placement.trainers) == trainers
+    assert len(placement.engines) == num_engines
+    for index, node in enumerate(placement.nodes):
+        slots = [*placement.trainers, *placement.engines]
+        assert sum(slot.gpus for slot in slots if slot.node == index) <= node.gpus

@@ -1,0 +1,386 @@
+"""The driver's half of packing: every sequence travels once, to one rank, and is packed there as before."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_trainer import config_for, layout, sequence, sequences
+
+from megatron_ibpo.policy.packing import lay_out, pack
+from megatron_ibpo.policy.planning import (
+    MicroBatch,
+    data_parallel_rank,
+    merge_parts,
+    plan_forward,
+    plan_measure,
+    plan_micro_batches,
+    plan_update,
+    plan_value_update,
+    split_minibatches,
+    update_metrics,
+    weighted_mean_length,
+)
+from megatron_ibpo.policy.truncated_importance import truncate
+
+CPU = torch.device("cpu")
+
+
+def made(prompt=(7, 8, 9), response=(1, 2), **fields):
+    return sequence(prompt, response, **{"advantage": 1.0, "weight": 0.5, "group": 0} | fields)
+
+
+def packed(rows):
+    return pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
+
+
+@st.composite
+def some_sequences(draw, max_size=25):
+    """Of every kind that credit makes: with and without masks, weights, advantages of tokens, a critic."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows = []
+    for _ in range(draw(st.integers(0, max_size))):
+        length = int(rng.integers(1, 30))
+        mask = rng.random(length) < rng.choice([0.0, 0.6, 1.0])
+        fields = {
+            "loss_mask": mask.tolist(),
+            "kind": rng.choice(["response", "correction"]),
+            "temperature": float(rng.choice([0.7, 1.0])),
+            "rollout_logprobs": rng.normal(size=length).tolist(),
+        }
+        for name in ("token_weights", "token_advantages"):
+            if rng.random() < 0.3:
+                fields[name] = rng.choice([0.0, 0.1, 1.0], length).tolist()
+        row = sequence(
+            rng.integers(2, 64, rng.integers(1, 9)).tolist(),
+            rng.integers(2, 64, length).tolist(),
+            advantage=float(rng.choice([-1.3, 0.0, 0.7])),
+            weight=float(rng.random()),
+            group=int(rng.integers(5)),
+            **fields,
+        )
+        rows.append(replace(row, rollout_logprobs=None) if rng.random() < 0.1 else row)
+    return rows
+
+
+# ----------------------------------------------------------------------------- the packing that went before
+
+
+def packed_before(rows, members, multiple):
+    """What the first version packed on every rank, token by token in Python, as lists."""
+    chosen = [rows[i] for i in members]
+    lengths = [s.num_tokens - 1 for s in chosen]
+    padding = -sum(lengths) % multiple or (0 if chosen else multiple)
+    all_lengths = lengths + ([padding] if padding else [])
+
+    def spread(parts):
+        flat = [value for part in parts for value in part] + [0] * padding
+        return torch.tensor(flat, dtype=torch.float32)
+
+    def response_rows(values):
+        return spread(
+            [0.0] * (len(s.prompt_token_ids) - 1) + list(v) for s, v in zip(chosen, values, strict=True)
+        )
+
+    def per_sequence(values, fill):
+        return torch.tensor([*values, *([fill] if padding else [])], dtype=torch.float32)
+
+    def of(s, name, default):
+        found = getattr(s, name)
+        return [default] * len(s.response_token_ids) if found is None else found.tolist()
+
+    tokens = [[*s.prompt_token_ids.tolist(), *s.response_token_ids.tolist()] for s in chosen]
+    has_rollout = bool(chosen) and all(s.rollout_logprobs is not None for s in chosen)
+    by_token = any(s.token_advantages is not None for s in chosen)
+    return {
+        "input_ids_1N": torch.tensor([x for t in tokens for x in t[:-1]] + [0] * padding, dtype=torch.int64)[
+            None
+        ],
+        "position_ids_1N": torch.tensor([x for n in all_lengths for x in range(n)])[None],
+        "cu_seqlens": torch.tensor([0, *all_lengths]).cumsum(0).to(torch.int32),
+        "max_seqlen": max(all_lengths),
+        "targets_N": torch.tensor([x for t in tokens for x in t[1:]] + [0] * padding, dtype=torch.int64),
+        "response_mask_N": response_rows([s.loss_mask.tolist() for s in chosen]),
+        "rollout_logprobs_N": response_rows([s.rollout_logprobs.tolist() for s in chosen])
+        if has_rollout
+        else None,
+        "token_weights_N": (
+            response_rows([of(s, "token_weights", 1.0) for s in chosen])
+            if any(s.token_weights is not None for s in chosen)
+            else None
+        ),
+        "advantages": (
+            response_rows([of(s, "token_advantages", s.advantage) for s in chosen])
+            if by_token
+            else per_sequence([s.advantage for s in chosen], 0.0)
+        ),
+        "weights_S": per_sequence([s.weight for s in chosen], 0.0),
+        "temperature_S": per_sequence([s.temperature for s in chosen], 1.0),
+        "old_logprobs_N": None,
+        "ref_logprobs_N": None,
+        "num_sequences": len(chosen),
+    }
+
+
+@settings(deadline=None)
+@given(some_sequences(), st.integers(1, 4), st.sampled_from([1, 2, 8]), st.integers(30, 120))
+def test_every_tensor_is_what_it_was_before(rows, ranks, multiple, max_tokens):
+    for batches in plan_micro_batches([s.num_tokens for s in rows], ranks, max_tokens):
+        for members in batches:
+            sent = MicroBatch(tuple(members), tuple(rows[i] for i in members))
+            batch = lay_out(pack(pickle.loads(pickle.dumps(sent))), multiple=multiple, device=CPU)
+            for name, wanted in packed_before(rows, members, multiple).items():
+                found = getattr(batch, name)
+                if isinstance(wanted, torch.Tensor):
+                    assert found.dtype == wanted.dtype, name
+                    assert torch.equal(found, wanted), name
+                else:
+                    assert found == wanted, name
+
+
+def test_two_sequences_packed_by_hand():
+    first = made(rollout_logprobs=[-1.5, -2.5])
+    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
+    arrays = replace(packed([second, first]), old_logprobs_R=np.array([-3.0, -4.0, -1.0, -2.0], np.float32))
+    batch = lay_out(arrays, multiple=4, device=CPU)
+    assert batch.input_ids_1N.tolist() == [[5, 4, 7, 8, 9, 1, 0, 0]]
+    assert batch.position_ids_1N.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
+    assert batch.targets_N.tolist() == [4, 3, 8, 9, 1, 2, 0, 0]
+    assert batch.response_mask_N.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert batch.old_logprobs_N.tolist() == [-3, -4, 0, 0, -1, -2, 0, 0]
+    assert batch.rollout_logprobs_N.tolist() == [-3.5, -4.5, 0, 0, -1.5, -2.5, 0, 0]
+    assert batch.cu_seqlens.tolist() == [0, 2, 6, 8]
+    assert batch.max_seqlen == 4
+    assert batch.advantages.tolist() == [-2, 1, 0]
+    assert batch.weights_S.tolist() == [0.5, 0.5, 0]
+    assert batch.token_weights_N is None
+
+
+def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
+    """Two tokens of a tool between two of the policy's own: context, as the prompt is."""
+    row = made([7], [1, 60, 61, 2], loss_mask=[True, False, False, True], rollout_logprobs=[-1.0, 0, 0, -2.0])
+    batch = lay_out(packed([row]), multiple=1, device=CPU)
+    assert batch.input_ids_1N.tolist() == [[7, 1, 60, 61]]
+    assert batch.targets_N.tolist() == [1, 60, 61, 2]
+    assert batch.response_mask_N.tolist() == [1, 0, 0, 1]
+    assert weighted_mean_length([row]) == 2
+    assert update_metrics([row])["tokens_trained"] == 1 + 2
+
+
+def test_token_weights_lie_on_the_response_rows():
+    batch = lay_out(packed([made(token_weights=[0.25, 0.75]), made()]), multiple=1, device=CPU)
+    assert batch.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1]
+    assert batch.old_logprobs_N is None
+
+
+def test_an_empty_share_is_one_padding_sequence_of_weight_zero():
+    batch = lay_out(packed([]), multiple=2, device=CPU)
+    assert batch.input_ids_1N.shape == (1, 2)
+    assert batch.cu_seqlens.tolist() == [0, 2]
+    assert batch.weights_S.tolist() == [0]
+    assert not batch.response_mask_N.any()
+
+
+# ------------------------------------------------------------------------------------------------- the plan
+
+
+@given(
+    lengths=st.lists(st.integers(2, 300), max_size=60),
+    ranks=st.integers(1, 5),
+    max_tokens=st.integers(50, 400),
+)
+def test_every_sequence_is_planned_once_and_every_rank_has_as_many_micro_batches(lengths, ranks, max_tokens):
+    plan = plan_micro_batches(lengths, ranks, max_tokens)
+    assert len(plan) == ranks
+    assert len({len(batches) for batches in plan}) == 1
+    assert sorted(i for batches in plan for batch in batches for i in batch) == list(range(len(lengths)))
+    for batches in plan:
+        for batch in batches:
+            assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= max_tokens
+    counts = [sum(len(batch) for batch in batches) for batches in plan]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(groups=st.lists(st.integers(0, 9), min_size=1, max_size=50), count=st.integers(1, 4))
+def test_minibatches_hold_whole_groups_and_average_over_their_own(groups, count):
+    rows = [made(group=g, weight=1.0) for g in groups]
+    minibatches = split_minibatches(rows, count)
+    assert len(minibatches) == count
+    homes = [{s.group for s in part} for part in minibatches]
+    assert sum(len(home) for home in homes) == len(set(groups))
+    assert sorted(s.group for part in minibatches for s in part) == sorted(groups)
+    for part, home in zip(minibatches, homes, strict=True):
+        assert {s.weight for s in part} <= {len(set(groups)) / max(1, len(home))}
+
+
+@settings(deadline=None)
+@given(some_sequences(), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, use_tis):
+    rows = [replace(s, rollout_logprobs=np.zeros(len(s.loss_mask), np.float32)) for s in rows]
+    config = config_for(layout(), max_tokens=60, num_steps_per_rollout=steps, use_tis=use_tis)
+    plan = plan_update(rows, config, ranks)
+    shares = [plan.shares[rank].minibatches for rank in range(ranks)]
+    live = [[s for s in p if s.has_advantage and s.loss_mask.any()] for p in split_minibatches(rows, steps)]
+    for number, part in enumerate(live):
+        own = [share[number] for share in shares]
+        assert len({len(minibatch.micro_batches) for minibatch in own}) == 1
+        assert len({minibatch.mean_length for minibatch in own}) == 1
+        assert {m.needs_old_logprobs for m in own} == {use_tis or number > 0}
+        assert {m.trained_tokens for m in own} == {sum(s.num_trained_tokens for s in part)}
+        sent = [i for m in own for micro_batch in m.micro_batches for i in micro_batch.members]
+        assert sorted(sent) == list(range(len(part)))
+    trained = [s.num_tokens for part in live for s in part]
+    assert plan.passes.updates == trained
+    assert plan.passes.forward == (trained if use_tis else [s.num_tokens for part in live[1:] for s in part])
+    metrics = update_metrics(rows)
+    assert metrics["sequences_trained"] + metrics["sequences_without_advantage"] == len(rows)
+    assert metrics["sequences_trained"] == len(trained)
+
+
+@given(some_sequences(max_size=12), st.integers(1, 3), st.randoms())
+def test_the_order_of_arrival_changes_neither_lengths_nor_loads(rows, ranks, rng):
+    """Which of two equally long sequences comes first may depend on it, and nothing else."""
+    shuffled = rng.sample(rows, len(rows))
+    plans = [plan_forward(given, config_for(layout(), max_tokens=60), ranks) for given in (rows, shuffled)]
+    first, second = (
+        [[[s.num_tokens for s in m.sequences] for m in plan.shares[r].micro_batches] for r in range(ranks)]
+        for plan in plans
+    )
+    assert first == second
+
+
+def test_a_token_mean_divides_by_the_weighted_length_of_the_whole_minibatch():
+    """(1/2 · 4 + 1/4 · 2 + 1/4 · 1) / 1, one sequence without advantage, one with a hole in its mask."""
+    rows = [
+        made(response=[1, 2, 3, 4], weight=0.5),
+        made(response=[1, 2], weight=0.25, advantage=0.0),
+        made(response=[1, 2, 3], weight=0.25, loss_mask=[False, True, False]),
+    ]
+    assert weighted_mean_length(rows) == pytest.approx(2.75)
+    assert weighted_mean_length([]) == 1.0
+    plan = plan_update(rows, config_for(layout()), 2)
+    assert [plan.shares[rank].minibatches[0].mean_length for rank in (0, 1)] == [2.75, 2.75]
+
+
+def test_blocks_of_prompts_count_those_without_advantage():
+    rows = [made(group=g, advantage=float(g > 1)) for g in (0, 1, 2, 3)]
+    config = config_for(layout())
+    config.run.gradient_meter_blocks = 2
+    share = plan_measure(rows, rows[2:], config, 1).shares[0]
+    assert [(b.prompts, len(b.micro_batches)) for b in share.own] == [(2, 0), (2, 1)]
+    assert [(b.prompts, len(b.micro_batches)) for b in share.plain] == [(1, 1), (1, 1)]
+    assert plan_measure(rows, list(rows), config, 1).shares[0].plain is None
+
+
+def test_what_ranks_found_comes_back_in_order():
+    assert merge_parts([[(2, "c")], [], [(0, "a"), (1, "b")]], 3) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="no rank reported on 1 of 2 sequences; the first is 0"):
+        merge_parts([[(1, "b")]], 2)
+
+
+@pytest.mark.parametrize(("tp", "pp", "world"), [(1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 2, 8)])
+def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last(tp, pp, world):
+    ranks = [data_parallel_rank(rank, layout(tp=tp, pp=pp), world) for rank in range(world)]
+    size = world // (tp * pp)
+    assert ranks == [d for _ in range(pp) for d in range(size) for _ in range(tp)]
+
+
+def test_arrays_leave_a_process_without_being_copied_into_the_pickle():
+    (share,) = plan_forward([made(response=list(range(2, 60)) * 100)], config_for(layout()), 1).shares
+    buffers = []
+    head = pickle.dumps(share, protocol=5, buffer_callback=buffers.append)
+    assert len(head) < 5000
+    (found,) = pickle.loads(head, buffers=buffers).micro_batches[0].sequences
+    assert np.array_equal(found.response_token_ids, share.micro_batches[0].sequences[0].response_token_ids)
+
+
+def test_a_rank_is_sent_only_what_it_reads():
+    row = replace(
+        made(token_weights=[1.0, 0.5], rollout_logprobs=[-1.0, -2.0]), returns=np.ones(2), values=np.ones(2)
+    )
+
+    def sent(share):
+        (s,) = share.micro_batches[0].sequences
+        per_token = ("rollout_logprobs", "token_weights", "returns", "values")
+        return [name for name in per_token if getattr(s, name) is not None]
+
+    policy, critic, forward = (
+        plan([row], config_for(layout()), 1).shares[0]
+        for plan in (plan_update, plan_value_update, plan_forward)
+    )
+    assert sent(policy.minibatches[0]) == ["rollout_logprobs", "token_weights"]
+    assert sent(critic.minibatches[0]) == ["returns", "values"]
+    assert sent(forward) == []
+
+
+def test_the_driver_needs_neither_torch_nor_megatron():
+    code = (
+        "import megatron_ibpo.policy.planning, sys; print('torch' in sys.modules, 'megatron' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+# ---------------------------------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "rollout_logprobs", "token_weights", "returns"])
+def test_arrays_that_do_not_fit_the_response_are_refused(name):
+    wrong = replace(made(), **{name: np.ones(3)})
+    with pytest.raises(ValueError, match=f"sequence 1: {name} has 3 entries for 2 response tokens"):
+        plan_forward([made(), wrong], config_for(layout()), 1)
+
+
+def test_no_prompt_no_rollout_logprobs_no_returns():
+    config = config_for(layout(), use_tis=True)
+    with pytest.raises(ValueError, match="sequence 0 has no prompt"):
+        plan_update([made(prompt=[])], config, 1)
+    with pytest.raises(ValueError, match="--use-tis needs the rollout's log-probs"):
+        plan_update([made()], config, 1)
+    with pytest.raises(ValueError, match="the critic needs returns and old values"):
+        plan_value_update([made()], config, 1)
+
+
+# ------------------------------------------------------------------------------ truncated importance weights
+
+
+def tis_arrays():
+    """Old over rollout log-probs: gaps .1 (masked: 9) .3, and 2 (capped at 1.5)."""
+    first = made(response=[1, 2, 3], loss_mask=[True, False, True], rollout_logprobs=[-1.1, -9.0, -1.3])
+    second = made(response=[4], weight=0.25, rollout_logprobs=[-3.0])
+    return replace(packed([first, second]), old_logprobs_R=np.array([-1, 0, -1, -1], np.float32))
+
+
+def test_truncated_weights_of_sequences_by_hand():
+    weighted, factors = truncate(tis_arrays(), 1.5, token_level=False)
+    assert [member for member, _ in factors] == [0, 1]
+    assert [factor for _, factor in factors] == pytest.approx([math.exp(0.2), 1.5], rel=1e-6)
+    assert weighted.weights_S.tolist() == pytest.approx([0.5 * math.exp(0.2), 0.25 * 1.5], rel=1e-6)
+    assert weighted.token_weights_R is None
+
+
+def test_truncated_weights_of_tokens_by_hand():
+    weighted, factors = truncate(tis_arrays(), 1.5, token_level=True)
+    own = [math.exp(0.1), math.exp(0.3)]
+    assert [factor for _, factor in factors] == pytest.approx([sum(own) / 2, 1.5], rel=1e-6)
+    assert weighted.token_weights_R[[0, 2, 3]].tolist() == pytest.approx([*own, 1.5], rel=1e-6)
+    assert weighted.weights_S.tolist() == [0.5, 0.25]
+
+
+def test_lengths_and_kinds_are_counted():
+    rows = sequences(9)
+    live = [s for s in rows if s.advantage]
+    assert update_metrics(rows) == {
+        "sequences_trained": len(live),
+        "sequences_without_advantage": 9 - len(live),
+        "tokens_trained": sum(s.num_tokens for s in live),
+        "tokens_trained_corrections": sum(s.num_tokens for s in live if s.kind == "correction"),
+    }

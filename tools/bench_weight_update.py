@@ -1,0 +1,593 @@
+"""Weight updates measured, and predicted for clusters.
+
+    python tools/bench_weight_update.py update        # live export to an engine, alongside a plain broadcast
+    python tools/bench_weight_update.py predict       # traffic and seconds on clusters, from the plan
+
+`update` starts trainer ranks and one vLLM engine on this machine and gives the engine the weights again and
+again, in turns with a plain gloo broadcast of the same bytes to an idle process. `predict` needs no weights
+and no GPU: it derives from the plan of an update what crosses which link.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+Family = Literal["dense", "moe"]
+MIB = 1024**2
+
+
+@dataclass
+class Update:
+    """Live export to one engine, alongside a plain gloo broadcast of the same bytes in the same run."""
+
+    families: tuple[Family, ...] = ("dense", "moe")
+    """dense: a Qwen3. moe: a Qwen3-Next with many small experts."""
+    ranks: tuple[int, ...] = (1, 2)
+    """Trainer ranks, tensor-parallel (and expert-parallel) over all of them; one case each."""
+    gigabytes: float = 1.0
+    """Of bfloat16 weights, about."""
+    bucket_mib: int = 128
+    """--update-weight-buffer-size."""
+    rounds: int = 7
+    """Of each kind, in turns, after one that is not counted."""
+    save: Path | None = None
+    """JSON file for the results."""
+
+
+def update(arguments: Update) -> None:
+    from megatron_ibpo.versions import machine
+
+    results, load = [], [os.getloadavg()[0]]
+    with tempfile.TemporaryDirectory(prefix="weight-update-") as scratch:
+        for family in arguments.families:
+            checkpoint = _make_checkpoint(Path(scratch) / family, family, int(arguments.gigabytes * 1e9))
+            for ranks in arguments.ranks:
+                result = {"family": family, **_measure(checkpoint, ranks, arguments, Path(scratch))}
+                print({name: value for name, value in result.items() if name != "all_seconds"}, flush=True)
+                results.append(result)
+            shutil.rmtree(checkpoint)
+    load.append(os.getloadavg()[0])
+    if arguments.save is not None:
+        options = {"bucket_mib": arguments.bucket_mib, "rounds": arguments.rounds}
+        measured_on = machine() | {"load_average_before_and_after": load}
+        _save(arguments.save, {"options": options, "machine": measured_on, "results": results})
+
+
+def _save(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _measure(checkpoint: Path, ranks: int, arguments: Update, scratch: Path) -> dict[str, Any]:
+    """One case, on trainer ranks of their own."""
+    out = scratch / "result.json"
+    task = json.dumps(
+        {
+            "checkpoint": str(checkpoint),
+            "bucket_bytes": arguments.bucket_mib * MIB,
+            "rounds": arguments.rounds,
+            "out": str(out),
+        }
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, __file__, "--as-trainer", task], check=True, timeout=1800, env=environment)
+    return {"ranks": ranks, **json.loads(out.read_text())}
+
+
+def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
+    """Random bfloat16 weights of about `num_bytes`, with a config.json that trainer and vLLM take."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.models.weight_map import weight_map
+
+    directory.mkdir(parents=True)
+    sizes = {
+        "vocab_size": 32000, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 2048, "eos_token_id": 1,
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+        "dtype": "bfloat16", "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
+    }  # fmt: skip
+    if family == "moe":
+        sizes |= {
+            "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"],
+            "full_attention_interval": 4, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+            "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "num_experts": 128, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+
+    def entries(layers: int) -> list[Any]:
+        (directory / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": layers}))
+        return [piece for entry in weight_map(read_hf_config(directory)).values() for piece in entry.pieces]
+
+    def size(pieces: list[Any]) -> int:
+        return 2 * sum(torch.Size(piece.shape).numel() for piece in pieces)
+
+    four = size(entries(8)) - size(entries(4))
+    layers = 4 * max(1, round((num_bytes - size(entries(4))) / four) + 1)
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        piece.name: torch.empty(piece.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=draw)
+        for piece in entries(layers)
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+# ------------------------------------------------------------------------------------------- prediction
+
+
+@dataclass
+class Predict:
+    """What an update moves over which link on clusters, from the plan, and the least time that takes.
+
+    Predictions: seconds are bytes over bandwidth, without launches, packing or loading.
+    """
+
+    models: tuple[Literal["30B-A3B", "80B-A3B"], ...] = ("30B-A3B", "80B-A3B")
+    gpus: tuple[int, ...] = (8, 16, 32, 64)
+    gpus_per_node: int = 8
+    nvlink_gb_s: float = 450.0
+    """Of one GPU, in one direction (H100: 450)."""
+    nic_gb_s: float = 50.0
+    """Of one network card, in one direction; there is one for each GPU (400 Gb/s)."""
+    engine_tp: int = 4
+    """Tensor-parallel size of the engines."""
+    save: Path | None = None
+    """JSON file for the results."""
+
+
+PUBLISHED = (
+    ("NeMo-RL, nccl reshard", "30B on H100", "0.74 to 1.00 s"),
+    ("slime", "30B on 8 H200", "3.0 s"),
+    ("verl", "on 16 + 16 H20", "15.8 s, then 4.4 s"),
+)
+"""What others say of theirs (system, setting, time): other models, machines and layouts than ours in part."""
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "eos_token_id": 151645,
+}  # fmt: skip
+"""Qwen3-30B-A3B's config.json."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one update. Trainer ranks are numbered node by node."""
+
+    model: int
+    received_by_rank: list[int]
+    sent_by_rank: list[int]
+    """Each byte once, however many listen."""
+    into_node: list[int]
+
+
+def predict(arguments: Predict) -> None:
+    rows = [
+        _predict_case(model, gpus, placement, arguments)
+        for model in arguments.models
+        for gpus in arguments.gpus
+        for placement in ("colocated", "separate")
+    ]
+    print("Predictions: bytes from the plan, seconds at line rate.")
+    _print_table(rows)
+    for system, setting, seconds in PUBLISHED:
+        print(f"published by others: {system}, {setting}: {seconds}")
+    if arguments.save is not None:
+        stated = {name: value for name, value in asdict(arguments).items() if name != "save"}
+        record = {"kind": "prediction", "stated": stated, "rows": rows, "published_by_others": PUBLISHED}
+        _save(arguments.save, record)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(
+        *(name.removesuffix("_gb").replace("_", " ") for name in names), caption="in GB and seconds"
+    )
+    for row in rows:
+        table.add_row(*(str(row.get(name, "–")) for name in names))
+    Console(width=200).print(table)
+
+
+def _predict_case(model: str, gpus: int, placement: str, arguments: Predict) -> dict[str, Any]:
+    """Colocated engines: memory handles, every GPU gathers everything. Separate ones: half of the GPUs are
+    engines, rank 0 gathers and broadcasts."""
+    colocated = placement == "colocated"
+    trainers = gpus if colocated else gpus // 2
+    per_node = arguments.gpus_per_node if colocated else arguments.gpus_per_node // 2
+    layout = _layout(model, trainers)
+    traffic = _traffic(_shape(model), layout, trainers, per_node, to=None if colocated else 0)
+    nvlink, nic = arguments.nvlink_gb_s * 1e9, arguments.nic_gb_s * 1e9
+    one_node = gpus <= arguments.gpus_per_node
+    sizes = (
+        layout.tensor_model_parallel_size,
+        layout.expert_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+    )
+    row: dict[str, Any] = {
+        "model": model,
+        "gpus": gpus,
+        "placement": placement,
+        "trainers": "TP{}·EP{}·PP{} on {}".format(*sizes, trainers),
+        "weights_gb": traffic.model / 1e9,
+        "gathered_by_a_gpu_gb": max(traffic.received_by_rank) / 1e9,
+        "sent_by_busiest_trainer_gb": max(traffic.sent_by_rank) / 1e9,
+        "gathered_into_a_node_gb": max(traffic.into_node) / 1e9,
+    }
+    if colocated:
+        inside = max(*traffic.received_by_rank, *traffic.sent_by_rank) / nvlink
+        into = max(traffic.into_node)
+        row["seconds_all_nics"] = max(inside, into / (nic * arguments.gpus_per_node))
+        row["seconds_one_nic"] = max(inside, into / nic)
+    else:
+        link = nvlink if one_node else nic
+        row["broadcast_by_rank_0_gb"] = traffic.model / 1e9
+        row["seconds_one_nic"] = max(traffic.model, max(traffic.received_by_rank)) / link
+    row["engine_worker_receives_gb"] = traffic.model / 1e9
+    row["engine_worker_needs_about_gb"] = traffic.model / arguments.engine_tp / 1e9
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _shape(model: str) -> Any:
+    from megatron_ibpo.models import read_hf_config
+
+    if model == "80B-A3B":
+        return read_hf_config(Path(__file__).parents[1] / "examples" / "models" / "qwen3_next_80b_a3b")
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+        return read_hf_config(Path(directory))
+
+
+def _layout(model: str, trainers: int) -> Any:
+    """Experts over the GPUs of a node; 80B has a pipeline stage a node, as in its recipe."""
+    from megatron_ibpo.config import ParallelConfig
+
+    stages = max(1, min(4, trainers // 8)) if model == "80B-A3B" else 1
+    return ParallelConfig(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=min(8, trainers // stages),
+        expert_tensor_parallel_size=1,
+        pipeline_model_parallel_size=stages,
+        sequence_parallel=True,
+    )
+
+
+def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int | None) -> Traffic:
+    """What a gathering to rank `to`, or to all ranks, moves, with bfloat16 weights."""
+    import math
+
+    import torch
+
+    from megatron_ibpo.config import Config
+    from megatron_ibpo.plan.census import as_rank
+    from megatron_ibpo.weights.layout.export import metadata_of, regions_of
+    from megatron_ibpo.weights.layout.holdings import my_holding
+    from megatron_ibpo.weights.layout.regions import choose_senders
+
+    config = Config(parallel=layout)
+    places = []
+    for rank in range(trainers):
+        with as_rank(rank, trainers, config):
+            places.append(my_holding(shape))
+    metas = metadata_of(shape, torch.bfloat16)
+    model = sum(meta.num_bytes for meta in metas)
+    sent = [0] * trainers
+    received = [0] * trainers
+    into = [0] * -(-trainers // per_node)
+    for senders in choose_senders(metas, regions_of(shape, places), prefer=to):
+        for rank, box in senders:
+            size = math.prod(stop - start for start, stop in box) * 2
+            takers = [taker for taker in (range(trainers) if to is None else [to]) if taker != rank]
+            sent[rank] += size if takers else 0
+            for taker in takers:
+                received[taker] += size
+            for node in {taker // per_node for taker in takers} - {rank // per_node}:
+                into[node] += size
+    return Traffic(model, received, sent, into)
+
+
+# ------------------------------------------------------------------------------------- on a trainer rank
+
+
+def _as_trainer(task: dict[str, Any]) -> None:
+    import torch
+
+    from megatron_ibpo.config import Config, ParallelConfig
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.quiet import hush_megatron
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
+    from megatron_ibpo.world import start_world
+
+    hush_megatron()
+    torch.set_num_threads(1)
+    world = start_world()
+    checkpoint = Path(task["checkpoint"])
+    shape = read_hf_config(checkpoint)
+    config = Config()
+    config.model.bf16 = True
+    config.parallel = ParallelConfig(
+        tensor_model_parallel_size=world.size,
+        expert_model_parallel_size=world.size if shape.is_moe else 1,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=world.size > 1,
+    )
+    parallel.initialize(config.parallel, world, seed=0)
+    chunks = build_model(shape, config)
+    load_hf(chunks, shape, checkpoint)
+    result = _in_turns(HFExport(chunks, shape), world, checkpoint, task)
+    if world.is_driver:
+        Path(task["out"]).write_text(json.dumps(result))
+    parallel.destroy()
+    world.close()
+
+
+def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """In turns: a broadcast, live export to a process that only receives, vLLM loading what it has already
+    (zeros), and live export to vLLM."""
+    total = sum(meta.num_bytes for meta in source.metadata())
+    bucket = task["bucket_bytes"]
+    engine = _start_engine(checkpoint) if world.is_driver else None
+    plain = _Peer(_receive_broadcasts) if world.is_driver else None
+    sink = _Peer(_receive_weights) if world.is_driver else None
+    try:
+        to_vllm = _open(source, world, engine, bucket)
+        to_sink = _open(source, world, sink, bucket)
+        broadcast = _open_broadcast(plain, total, bucket) if plain is not None else lambda: None
+        load = _open_rehearsal(source, engine)
+        kinds: dict[str, Callable[[], Any]] = {
+            "plain": broadcast,
+            "transport": to_sink,
+            "load": load,
+            "vllm": to_vllm,
+        }
+        rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+        for number in range(task["rounds"] + 1):
+            for kind, run in kinds.items():
+                row = _timed(run, world, engine.pid if engine and kind == "vllm" else None)
+                if number:
+                    rows[kind].append(row)
+        return _summary(rows, total, bucket) if world.is_driver else {}
+    finally:
+        for started in (engine, plain, sink):
+            if started is not None:
+                started.close()
+
+
+def _timed(run: Callable[[], Any], world: Any, engine_pid: int | None) -> dict[str, Any]:
+    """Seconds until all ranks are done, and how far memory rose above what it was, in bytes: of the ranks,
+    and of the engine."""
+    watched = [pid for pid in (os.getpid(), engine_pid) if pid is not None]
+    before = [_reset_peak(pid) for pid in watched]
+    world.barrier()
+    began = time.perf_counter()
+    sent = run()
+    world.barrier()
+    seconds = time.perf_counter() - began
+    rises = [_memory(pid, "VmHWM") - was for pid, was in zip(watched, before, strict=True)]
+    moved = world.all_gather(None if sent is None else (sent.num_bytes, sent.needed_bytes))
+    return {
+        "seconds": seconds,
+        "rises": world.all_gather(rises[0]),
+        "engine_rise": rises[1] if engine_pid is not None else None,
+        "ratio": None if sent is None else sum(part[0] for part in moved) / moved[0][1],
+    }
+
+
+def _summary(rows: dict[str, list[dict[str, Any]]], total: int, bucket: int) -> dict[str, Any]:
+    """Rates from the median of the rounds, and from the best one, which other work on the machine disturbs
+    least."""
+    seconds = {kind: [row["seconds"] for row in runs] for kind, runs in rows.items()}
+    rises = [rise for kind in ("transport", "vllm") for row in rows[kind] for rise in row["rises"]]
+    return {
+        "weights_gb": round(total / 1e9, 3),
+        "median": _rates({kind: statistics.median(values) for kind, values in seconds.items()}, total),
+        "best": _rates({kind: min(values) for kind, values in seconds.items()}, total),
+        "trainer_memory_rise_in_buckets": round(max(rises) / bucket, 2),
+        "engine_memory_rise_in_buckets": round(max(row["engine_rise"] for row in rows["vllm"]) / bucket, 2),
+        "bytes_sent_over_needed": round(max(row["ratio"] for row in rows["vllm"]), 6),
+        "all_seconds": {kind: [round(value, 3) for value in values] for kind, values in seconds.items()},
+    }
+
+
+def _rates(seconds: dict[str, float], total: int) -> dict[str, float]:
+    rate = {kind: total / value / 1e9 for kind, value in seconds.items()}
+    figures = {
+        "plain_broadcast_gb_s": rate["plain"],
+        "live_export_gb_s": rate["transport"],
+        "vllm_load_alone_gb_s": rate["load"],
+        "live_export_and_load_gb_s": rate["vllm"],
+        "live_export_over_plain": rate["transport"] / rate["plain"],
+        "live_export_and_load_over_plain": rate["vllm"] / rate["plain"],
+        "live_export_and_load_over_load_alone": rate["vllm"] / rate["load"],
+    }
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
+    """An update of the engine behind `link` (on the driver), after the first one, which meets it."""
+    from megatron_ibpo.weights.transfer.open import open_transport
+    from megatron_ibpo.weights.transfer.order import Order
+    from megatron_ibpo.weights.transfer.update import update_engines
+
+    transport = open_transport(
+        "gloo", world, num_engines=1, workers_per_engine=1, bucket_bytes=bucket, timeout=300
+    )
+    links = {} if link is None else {0: link}
+    order = Order(version=1, sleeping=False, check=False, timeout=300)
+
+    def run() -> Any:
+        sent = update_engines(transport, world, source, order, links, [0])
+        if sent.failures:
+            raise RuntimeError(f"the update failed: {sent.failures[0]}")
+        return sent
+
+    if failures := transport.connect(source, links, [0]):
+        raise RuntimeError(f"meeting the engine failed: {failures[0]}")
+    return run
+
+
+def _open_rehearsal(source: Any, engine: Any) -> Callable[[], None]:
+    """vLLM's own part of an update: loading and repacking tensors of zeros."""
+    from megatron_ibpo.weights.transfer.wire import encode_metas
+
+    wire = encode_metas(source.metadata())
+
+    def run() -> None:
+        if engine is not None:
+            engine.call("rehearse_weight_update", wire, timeout=300)
+
+    return run
+
+
+def _start_engine(checkpoint: Path) -> Any:
+    from megatron_ibpo.config import RolloutConfig
+    from megatron_ibpo.rollout.engine import Engine
+    from megatron_ibpo.rollout.settings import engine_settings
+
+    rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB)
+    threads = os.cpu_count() or 1  # the trainers have nothing else to do meanwhile
+    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=threads)
+    engine = Engine(settings, checkpoint.parent / "engine.log")
+    engine.wait_ready(600)
+    return engine
+
+
+class _Peer:
+    """A process that answers like an engine, as far as `function` knows the methods."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=function, args=(there,), daemon=True)
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as engines have it
+        try:
+            self._process.start()
+        finally:
+            del os.environ["THP_MEM_ALLOC_ENABLE"]
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        self._pipe.send((method, arguments))
+
+    def result(self, timeout: float) -> Any:
+        if not self._pipe.poll(timeout):
+            raise RuntimeError(f"no answer within {timeout} seconds")
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _receive_weights(pipe: Any) -> None:
+    """A worker that wants everything and loads nothing."""
+    from megatron_ibpo.weights.layout.regions import need_all
+    from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
+    from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer
+
+    receiver: Any = None
+    while True:
+        method, arguments = pipe.recv()
+        answer: Any = None
+        if method == "rehearse_weight_update":
+            answer = [encode_answer(need_all(decode_metas(arguments[0])), [], None)]
+        elif method == "init_weight_transfer":
+            (info,) = arguments
+            plan = WirePlan.decode(info["plan"])
+            group = join_group(info["address"], info["port"], info["first_worker"], info["size"])
+            receiver = GlooReceiver(group, plan, need_all(plan.metas), info["timeout"])
+        elif method == "update_weights":
+            for _ in receiver.tensors():
+                pass
+        pipe.send(answer)
+
+
+def _receive_broadcasts(pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ibpo.weights.transfer.gloo import join_group
+
+    _, (port, sizes) = pipe.recv()
+    group = join_group("127.0.0.1", port, 1, 2)
+    buffer = torch.zeros(max(sizes), dtype=torch.uint8)
+    pipe.send(None)
+    while True:
+        pipe.recv()
+        for size in sizes:
+            group.broadcast([buffer[:size]], dist.BroadcastOptions()).wait()
+        pipe.send(None)
+
+
+def _open_broadcast(peer: _Peer, total: int, bucket: int) -> Callable[[], None]:
+    """A plain broadcast of `total` bytes, bucket by bucket, from and to memory that is there already."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ibpo.weights.transfer.gloo import LOOPBACK, open_group
+
+    sizes = [bucket] * (total // bucket) + [total % bucket] * bool(total % bucket)
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    peer.begin("join", store.port, sizes)
+    group = open_group(store, LOOPBACK, 0, 2)
+    peer.result(60)
+    buffer = torch.zeros(bucket, dtype=torch.uint8)
+
+    def run() -> None:
+        peer.begin("receive")
+        for size in sizes:
+            group.broadcast([buffer[:size]], dist.BroadcastOptions()).wait()
+        peer.result(300)
+
+    return run
+
+
+def _reset_peak(pid: int) -> int:
+    """Forget the peak of a process's memory; what it has now, in bytes."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return _memory(pid, "VmRSS")
+
+
+def _memory(pid: int, kind: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+
+def main(command: Update | Predict) -> None:
+    if isinstance(command, Update):
+        update(command)
+    else:
+        predict(command)
+
+
+if __name__ == "__main__":
+    if "--as-trainer" in sys.argv:
+        _as_trainer(json.loads(sys.argv[-1]))
+    else:
+        main(tyro.cli(Update | Predict, description=__doc__))

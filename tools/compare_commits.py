@@ -1,0 +1,143 @@
+"""Whether two commits train alike, bit for bit, on this machine.
+
+    python tools/compare_commits.py v1.0                      # v1.0 and the working tree
+    python tools/compare_commits.py main my-branch --algorithms ibpo --layouts dense
+
+Both train on the same recorded rollouts, those of the working tree's `tests/golden`, each by its own code and
+its own way of starting trainers. Loss and gradient norm are compared exactly after every step, and all
+weights by their SHA-256. The exit status is 0 when all are equal, 1 when some differ, 2 when a commit cannot
+be run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from golden_runs import LAYOUTS, train_recorded, weights  # noqa: E402
+
+EQUAL, DIFFERENT, CANNOT_RUN = 0, 1, 2
+SHOWN_DIGITS = 12
+
+
+@dataclass
+class Arguments:
+    old: tyro.conf.Positional[str]
+    """A commit, as git names it."""
+    new: tyro.conf.Positional[str | None] = None
+    """Another one; the working tree when it is not given."""
+    layouts: tuple[Literal["dense", "dense-dp2", "next-tp2-ep2"], ...] = (
+        "dense",
+        "dense-dp2",
+        "next-tp2-ep2",
+    )
+    """Models and how they lie over trainers."""
+    algorithms: tuple[Literal["ibpo", "ibpo-mask", "gspo", "dapo", "ppo"], ...] = (
+        "ibpo",
+        "ibpo-mask",
+        "gspo",
+        "dapo",
+        "ppo",
+    )
+    """Presets."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step came to."""
+
+    loss: float
+    grad_norm: float
+    sha256: str
+    """Of the names, shapes and bytes of all weights after it."""
+
+
+@contextmanager
+def checked_out(commit: str | None) -> Iterator[Path]:
+    """A directory with the commit and its C++ extension built; the working tree for None."""
+    if commit is None:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory) / "tree"
+        _call(["git", "worktree", "add", "--detach", str(tree), commit], ROOT)
+        try:
+            _call(["bash", "tools/bootstrap.sh"], tree, IBPO_PYTHON=sys.executable)
+            yield tree
+        finally:
+            _call(["git", "worktree", "remove", "--force", str(tree)], ROOT)
+
+
+def _call(command: list[str], directory: Path, **environment: str) -> None:
+    done = subprocess.run(
+        command, cwd=directory, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} in {directory}: {done.stderr.strip()}")
+
+
+def trained(repository: Path, layout: str, algorithm: str) -> list[Step]:
+    """What the repository's code computes on the recorded rollouts, step by step."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = train_recorded(repository, LAYOUTS[layout], algorithm, Path(directory))
+        return [
+            Step(row["loss"], row["grad_norm"], digest(checkpoint))
+            for row, checkpoint in zip(run.rows, run.checkpoints, strict=True)
+        ]
+
+
+def digest(checkpoint: Path) -> str:
+    """SHA-256 of all weights."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights(checkpoint).items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def compare(old: Path, new: Path, arguments: Arguments) -> bool:
+    """Train both, print a line for each step, and return whether all steps are equal."""
+    equal = True
+    print(f"{'layout':<13} {'algorithm':<10} step {'loss':>22} {'gradient norm':>22} weights")
+    for layout in arguments.layouts:
+        for algorithm in arguments.algorithms:
+            steps = [trained(repository, layout, algorithm) for repository in (old, new)]
+            for number, (before, after) in enumerate(zip(*steps, strict=True), start=1):
+                for step, mark in [(before, "")] if before == after else [(before, "old"), (after, "new")]:
+                    print(
+                        f"{layout:<13} {algorithm:<10} {number:>4} {step.loss:>22} {step.grad_norm:>22} "
+                        f"{step.sha256[:SHOWN_DIGITS]} {mark or 'equal'}",
+                        flush=True,
+                    )
+                equal &= before == after
+    return equal
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    try:
+        with checked_out(arguments.old) as old, checked_out(arguments.new) as new:
+            equal = compare(old, new, arguments)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    print("equal bit for bit" if equal else "NOT equal")
+    return EQUAL if equal else DIFFERENT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
