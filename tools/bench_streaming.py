@@ -13,7 +13,6 @@ import itertools
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,16 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import psutil
+import tyro
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
-import psutil  # noqa: E402
-import tyro  # noqa: E402
-from measured_on import machine  # noqa: E402
-from simulated_engines import SimulatedEngine, StepTime, in_virtual_time  # noqa: E402
-
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig  # noqa: E402
-from megatron_ibpo.credit import (  # noqa: E402
+from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit import (
     CreditContext,
     FollowUp,
     Judgement,
@@ -38,17 +33,18 @@ from megatron_ibpo.credit import (  # noqa: E402
     Vocabulary,
     any_group,
 )
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids  # noqa: E402
-from megatron_ibpo.rollout import Engine  # noqa: E402
-from megatron_ibpo.rollout.settings import engine_settings  # noqa: E402
-from megatron_ibpo.sampling import Sampler, ThreadedEngine  # noqa: E402
-from megatron_ibpo.sampling.groups import Rules, sample_batch  # noqa: E402
+from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.rollout import Engine
+from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.sampling import Sampler, ThreadedEngine
+from megatron_ibpo.sampling.groups import Rules, sample_batch
+from megatron_ibpo.versions import machine
 
 CORRECTED = 4
 """Of a group's responses: half of them are wrong."""
 GROUP_SIZE = 8
 PROMPT_TOKENS, CORRECTION_TOKENS = 14, 50
-TINY = ROOT / "examples/tiny_qwen3_next"
+TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3_next"
 
 
 @dataclass(frozen=True)
