@@ -166,7 +166,7 @@ def test_vllm_arguments_get_the_type_that_vllm_declares(pair: str, value: object
 @pytest.mark.parametrize(
     ("pair", "says"),
     [
-        ("enable_expert_paralel=true", r"no such field \(nearest: enable_expert_parallel\)"),
+        ("enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
         ("data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
         ("enable_expert_parallel=1", "vLLM wants bool"),
         ("max_model_len=100", "use --rollout-max-context-len"),

@@ -312,7 +312,8 @@ class RolloutConfig:
     vllm_start_timeout: Annotated[float, POSITIVE] = 600.0
     """Seconds an engine may take to start."""
     rollout_timeout: Annotated[float, POSITIVE] = 3600.0
-    """Seconds one batch of sampling may take."""
+    """Seconds in which an engine that has requests must finish one of them; one that does not is ended and
+    replaced. 3600: the longest responses of a busy engine take minutes."""
     update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""

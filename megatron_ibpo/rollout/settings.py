@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
 from megatron_ibpo.weights.transfer.order import TransportName
 
 __all__ = ["EngineSettings", "engine_settings", "read_eos_token_ids"]
@@ -54,16 +55,12 @@ def engine_settings(
     *,
     gpus: tuple[int, ...],
     num_threads: int,
-    extra_arguments: Mapping[str, Any] | None = None,
 ) -> EngineSettings:
     """Settings of one engine of this run.
 
-    Args:
-        extra_arguments: what `vllm_arguments` made of --vllm-arg.
-
     Raises:
         ModelConfigError: there is no usable config.json.
-        ValueError: the checkpoint names no end-of-sequence token.
+        ValueError: the checkpoint names no end-of-sequence token, or --vllm-arg cannot be used.
     """
     on_cpu = transport == "gloo"
     # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token
@@ -85,7 +82,7 @@ def engine_settings(
         enforce_eager=on_cpu or rollout.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
         prefix_caching=not (on_cpu and recurrent),
-        extra_arguments=extra_arguments or {},
+        extra_arguments=vllm_arguments(rollout.vllm_arg),
     )
 
 

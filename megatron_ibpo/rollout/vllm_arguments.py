@@ -7,13 +7,14 @@ environment of the process that does it.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from megatron_ibpo.config import nearest
 
 __all__ = ["vllm_arguments"]
 
@@ -62,9 +63,7 @@ def _argument(pair: str, known: dict[str, str]) -> tuple[str, Any]:
         instead = f"use {OURS[name]}" if OURS[name] else "it follows from the model and the device"
         raise ValueError(f"--vllm-arg {name}: this project sets it; {instead}")
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f" (nearest: {nearest[0]})" if nearest else ""
-        raise ValueError(f"--vllm-arg {name}: vLLM's EngineArgs has no such field{hint}")
+        raise ValueError(f"--vllm-arg {name}: vLLM's EngineArgs has no such field{nearest(name, known)}")
     try:
         return name, _convert(text, known[name])
     except (ValueError, yaml.YAMLError):
