@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from megatron_ibpo.cluster.host import Host, gather, result
 from megatron_ibpo.cluster.placement import Placement
+from megatron_ibpo.config import user_directory
 
 __all__ = ["Trainers"]
 
@@ -25,6 +26,7 @@ class Trainers:
     def __init__(self, group: PlacementGroup, placement: Placement) -> None:
         """Start the processes, without waiting."""
         environment = {
+            "IBPO_CWD": str(user_directory()),  # where import paths of the user's own are looked for
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores of a node
             # Megatron's overlap of communication under TP asks for it
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
