@@ -1,7 +1,7 @@
-"""The processes of a run: who I am, and how plain Python objects go between us.
+"""The trainer ranks: who I am, and how small Python objects go between us.
 
-Tensors of the model travel in Megatron's own groups; this is the control plane (prompts, responses,
-scores, errors), always over gloo, so that it works the same beside NCCL and without a GPU.
+Tensors of the model travel in Megatron's own groups, data comes from the driver; this is for what ranks agree
+on (errors, sums, plans), always over gloo, so that it works the same alongside NCCL and without a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RemoteError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """The run's processes. Rank 0 is the driver: it reads prompts, scores and writes reports."""
+    """All trainer ranks."""
 
     rank: int
     size: int
@@ -36,24 +36,24 @@ class World:
     """gloo process group over all ranks."""
 
     @property
-    def is_driver(self) -> bool:
+    def is_rank_0(self) -> bool:
         return self.rank == 0
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
         return "cuda" if self.device.type == "cuda" else "cpu"
 
-    def on_driver(self, work: Callable[[], T]) -> T:
-        """Run `work` on the driver and return its result on every rank.
+    def on_rank_0(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its result on every rank.
 
         Raises:
-            the driver's own exception there, RemoteError with its text elsewhere: no rank is left waiting.
+            rank 0's own exception there, RemoteError with its text elsewhere: no rank is left waiting.
         """
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, None]
         error: BaseException | None = None
-        if self.is_driver:
+        if self.is_rank_0:
             try:
                 outcome[0] = work()
             except BaseException as caught:

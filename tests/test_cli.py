@@ -144,15 +144,6 @@ def test_a_flag_of_the_wrong_type_names_itself_and_its_value(capsys):
     assert "'two'" in said.out + said.err
 
 
-def test_only_rank_0_prints(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    for argv in (["--print-config"], ["--help"], ["--nonsense"]):
-        with pytest.raises(SystemExit):
-            parse_config(argv)
-    said = capsys.readouterr()
-    assert said.out + said.err == ""
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

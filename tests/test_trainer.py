@@ -108,7 +108,7 @@ def one_update(world, hf_dir, config, rows, updates=1):
     metrics = [planned.update(trainer, rows) for _ in range(updates)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
-    return (weights if world.is_driver else None), metrics
+    return (weights if world.is_rank_0 else None), metrics
 
 
 def open_trainer(world, hf_dir, config):
@@ -140,7 +140,7 @@ def gradients(world, cases, rows, **loss):
         config = config_for(parallel, **loss)
         before, _ = one_update(world, hf_dir, config, [])
         after, metrics = one_update(world, hf_dir, config, rows)
-        moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_driver else None
+        moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_rank_0 else None
         results.append((moved, metrics[0]))
     return results
 
@@ -415,7 +415,7 @@ def save_and_resume(world, hf_dir, rows, directory, parallel, mode):
     metrics = [planned.update(trainer, rows), planned.update(trainer, rows)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
     close_trainer()
-    return (weights if world.is_driver else None), [m["grad_norm"] for m in metrics], state
+    return (weights if world.is_rank_0 else None), [m["grad_norm"] for m in metrics], state
 
 
 @pytest.mark.parametrize("family", ["dense", "next"])

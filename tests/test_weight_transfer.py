@@ -488,7 +488,7 @@ def test_a_sleeping_engine_wakes_its_weights_before_the_update_and_its_cache_aft
 
 def with_a_fault(world: Any, fault: str) -> dict[str, Any]:
     """Engine 0 is well, engine 1 is not; then both are asked again, the second anew."""
-    engines = {0: ToyEngine(1), 1: ToyEngine(1, fault=fault)} if world.is_driver else {}
+    engines = {0: ToyEngine(1), 1: ToyEngine(1, fault=fault)} if world.is_rank_0 else {}
     transport = GlooTransport(world, 1, BUCKET, timeout=4)
     transport.connect(ToySource(world), engines, [0, 1])
     began = time.monotonic()
@@ -523,8 +523,8 @@ def without_a_trainer(world: Any) -> list[str]:
     """Rank 1 does not send: what is known of the engine then, from its owner and from itself."""
     engine = ToyEngine(1)
     transport = GlooTransport(world, 1, BUCKET, timeout=1)
-    transport.connect(ToySource(world), {0: engine} if world.is_driver else {}, [0])
-    if not world.is_driver:
+    transport.connect(ToySource(world), {0: engine} if world.is_rank_0 else {}, [0])
+    if not world.is_rank_0:
         time.sleep(6)
         return []
     engine.begin("start_weight_update", False)
@@ -541,7 +541,7 @@ def test_an_engine_does_not_wait_for_ever_for_a_trainer():
 
 
 def with_a_flipped_bit(world: Any) -> str:
-    engines = {0: ToyEngine(2)} if world.is_driver else {}
+    engines = {0: ToyEngine(2)} if world.is_rank_0 else {}
     transport = GlooTransport(world, 2, BUCKET, timeout=20)
     transport.connect(ToySource(world), engines, [0])
     send = _Outbox.send
@@ -570,7 +570,7 @@ def test_a_wrong_bit_is_named_with_its_tensor_and_shard():
 def with_tensors_that_do_not_fit(world: Any) -> list[str]:
     said = []
     for change in ({"without": "norm"}, {"extra": "who"}):
-        engines = {0: ToyEngine(2)} if world.is_driver else {}
+        engines = {0: ToyEngine(2)} if world.is_rank_0 else {}
         try:
             GlooTransport(world, 2, BUCKET, timeout=20).connect(ToySource(world, **change), engines, [0])
             said.append("connected")
@@ -645,7 +645,7 @@ class Sink(ToyEngine):
 
 
 def to_an_engine_that_does_not_listen(world: Any) -> tuple[str, float]:
-    links = {0: Sink(1, fault="stalls")} if world.is_driver else {}
+    links = {0: Sink(1, fault="stalls")} if world.is_rank_0 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=2)
     transport.connect(LargeSource(world), links, [0])
     began = time.monotonic()

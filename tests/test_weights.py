@@ -219,7 +219,7 @@ def read_in_every_form(world, forms):
         chunks = build_model(shape, Config(parallel=layout(ep=2)))
         load_hf(chunks, shape, path)
         exports.append({n: None if t is None else t.clone() for n, t in HFExport(chunks, shape)})
-    return exports if world.is_driver else None
+    return exports if world.is_rank_0 else None
 
 
 def test_sharded_files_and_fused_experts_load_like_a_single_file(checkpoints, tmp_path):

@@ -342,7 +342,7 @@ def _as_trainer(task: dict[str, Any]) -> None:
     chunks = build_model(shape, config)
     load_hf(chunks, shape, checkpoint)
     result = _in_turns(HFExport(chunks, shape), world, checkpoint, task)
-    if world.is_driver:
+    if world.is_rank_0:
         Path(task["out"]).write_text(json.dumps(result))
     parallel.destroy()
     world.close()
@@ -353,9 +353,9 @@ def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -
     (zeros), and live export to vLLM."""
     total = sum(meta.num_bytes for meta in source.metadata())
     bucket = task["bucket_bytes"]
-    engine = _start_engine(checkpoint) if world.is_driver else None
-    plain = _Peer(_receive_broadcasts) if world.is_driver else None
-    sink = _Peer(_receive_weights) if world.is_driver else None
+    engine = _start_engine(checkpoint) if world.is_rank_0 else None
+    plain = _Peer(_receive_broadcasts) if world.is_rank_0 else None
+    sink = _Peer(_receive_weights) if world.is_rank_0 else None
     try:
         to_vllm = _open(source, world, engine, bucket)
         to_sink = _open(source, world, sink, bucket)
@@ -373,7 +373,7 @@ def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -
                 row = _timed(run, world, engine.pid if engine and kind == "vllm" else None)
                 if number:
                     rows[kind].append(row)
-        return _summary(rows, total, bucket) if world.is_driver else {}
+        return _summary(rows, total, bucket) if world.is_rank_0 else {}
     finally:
         for started in (engine, plain, sink):
             if started is not None:

@@ -53,7 +53,7 @@ def progress_bar(world: World, title: str) -> Iterator[Report]:
     """A bar on the driver, of its own share of the work."""
     columns = ("[bold]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     lock = threading.Lock()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not world.is_driver) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not world.is_rank_0) as bar:
         task = bar.add_task(title, total=None)
 
         def report(now: int, total: int) -> None:
@@ -71,14 +71,14 @@ def verify(hf_dir: Path, stored_dir: Path, world: World, *, allow_pickle: bool =
     with progress_bar(world, "comparing") as report:
         differing = differing_tensors(hf_dir, stored_dir, world, allow_pickle=allow_pickle, report=report)
     if differing:
-        if world.is_driver:
+        if world.is_rank_0:
             console.print(f"[red]{len(differing)} tensors differ: {', '.join(differing[:8])}")
         return 1
-    if world.is_driver:
+    if world.is_rank_0:
         console.print("weights: 0 differing bytes")
     reason = _too_much(hf_dir, world)
     if reason:
-        if world.is_driver:
+        if world.is_rank_0:
             console.print(f"[yellow]logits: not compared: {reason}")
         return 0
     largest, relative = logits_difference(hf_dir, stored_dir, world)

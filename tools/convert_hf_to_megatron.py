@@ -64,7 +64,7 @@ def convert(arguments: Arguments, world: World) -> int:
             allow_pickle=arguments.allow_pickle,
             report=report,
         )
-    if world.is_driver:
+    if world.is_rank_0:
         size = checkpoint_bytes(arguments.hf_checkpoint, allow_pickle=arguments.allow_pickle)
         console.print(f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
     if not arguments.verify:

@@ -39,7 +39,7 @@ def convert(arguments: Arguments, world: World) -> int:
     started = time.perf_counter()
     with progress_bar(world, "converting") as report:
         megatron_to_hf(stored, arguments.save, world, origin=arguments.origin_hf_checkpoint, report=report)
-    if world.is_driver:
+    if world.is_rank_0:
         size = checkpoint_bytes(arguments.save)
         console.print(f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
     return verify(arguments.save, stored, world) if arguments.verify else 0

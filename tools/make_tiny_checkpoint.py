@@ -179,8 +179,8 @@ def main(arguments: Arguments) -> None:
         loss=LossConfig(),
     )
     with tempfile.TemporaryDirectory() as scratch:
-        start = Path(world.on_driver(lambda: scratch))
-        world.on_driver(lambda: write_initial_checkpoint(start, arguments.family, arguments.seed))
+        start = Path(world.on_rank_0(lambda: scratch))
+        world.on_rank_0(lambda: write_initial_checkpoint(start, arguments.family, arguments.seed))
         shape = read_hf_config(start)
         parallel.initialize(config.parallel, world, arguments.seed)
         chunks = build_model(shape, config, device=world.device_type)
@@ -198,11 +198,11 @@ def main(arguments: Arguments) -> None:
                 supervised_rows(tokenizer, template, source.batch(step, arguments.rows), rng, arguments)
             )
             metrics = trainer.update(plan_update(rows, config, ranks).shares[share])
-            if world.is_driver and (step + 1) % 25 == 0:
+            if world.is_rank_0 and (step + 1) % 25 == 0:
                 seconds = time.perf_counter() - begin
                 print(f"step {step + 1}: grad norm {metrics['grad_norm']:.2f}, {seconds:.0f} s", flush=True)
         save_hf(HFExport(chunks, shape), world, arguments.save, start)
-        if world.is_driver:
+        if world.is_rank_0:
             made = {**vars(arguments), "task": TASK, "seconds": round(seconds)}
             del made["save"]
             (arguments.save / "warm_start.json").write_text(json.dumps(made, indent=2) + "\n")

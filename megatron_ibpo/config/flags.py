@@ -8,7 +8,6 @@ given, flags. `megatron_ibpo.config.presets` says where a preset counts.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 
 import tyro
@@ -30,14 +29,12 @@ later file wins, flags win over files); --print-config prints the resolved recip
 def parse_config(argv: Sequence[str]) -> Config:
     """The configuration that a command line means, with absolute paths (see `megatron_ibpo.config.paths`).
 
-    `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2); under a launcher only
-    rank 0 prints.
+    `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2).
 
     Raises:
         ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
             type; an unknown preset.
     """
-    speaks = int(os.environ.get("RANK", 0)) == 0
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=path_of_user, action="append", default=[])
     early.add_argument("--print-config", "--print_config", action="store_true")
@@ -59,12 +56,10 @@ def parse_config(argv: Sequence[str]) -> Config:
         prog="megatron_ibpo.train",
         description=_DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes,),
-        console_outputs=speaks,
     )
     for entry in ENTRIES.values():
         entry.put(config, entry.located(entry.get(config), in_recipe=False))
     if known.print_config:
-        if speaks:
-            print(config_yaml(config), end="")
+        print(config_yaml(config), end="")
         raise SystemExit(0)
     return config

@@ -37,8 +37,6 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     Returns:
         FITS (0), or REFUSED (2) after printing why.
     """
-    if int(os.environ.get("RANK", 0)) != 0:
-        return FITS
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is the same on a machine with GPUs
     console = console or open_console()
     try:

@@ -52,7 +52,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         (partial / _CRITIC if critic is not None else partial).mkdir(parents=True)
 
-    trainer.world.on_driver(prepare)
+    trainer.world.on_rank_0(prepare)
     _save(trainer, partial)
     if critic is not None:
         _save(critic, partial / _CRITIC)
@@ -68,7 +68,7 @@ def save_checkpoint(
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
 
-    trainer.world.on_driver(publish)
+    trainer.world.on_rank_0(publish)
     return final
 
 

@@ -80,7 +80,7 @@ def hf_to_megatron(
         FileExistsError: there is something at `target`.
         DiskSpaceError: the disk is or becomes full.
     """
-    world.on_driver(lambda: _check_target(target))
+    world.on_rank_0(lambda: _check_target(target))
     shape = read_hf_config(hf_dir)
     holdings = _check_layout(shape, parallel, virtual_stages)
     checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
@@ -88,7 +88,7 @@ def hf_to_megatron(
     if ignored := checkpoint.check(shape, entries):
         logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
     dtypes = _stored_dtypes(checkpoint, entries)
-    world.on_driver(lambda: _check_tied_head(checkpoint, shape))
+    world.on_rank_0(lambda: _check_tied_head(checkpoint, shape))
     shares = _shares(entries, holdings)
     jobs = [
         Job(f"__{rank}_{number}.distcp", half, sum(s.numel * dtypes[s.entry.name].itemsize for s in half))
@@ -138,7 +138,7 @@ def megatron_to_hf(
     Raises:
         as `hf_to_megatron`.
     """
-    world.on_driver(lambda: _check_target(target))
+    world.on_rank_0(lambda: _check_target(target))
     origin, shape = model_of(stored_dir, origin)
     stored = StoredCheckpoint(stored_dir)
     entries = model_entries(shape, stored.tensors)

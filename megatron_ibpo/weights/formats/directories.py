@@ -135,7 +135,7 @@ def write_directory(
     Args:
         needed: bytes that the disk must have free.
         write: every rank's own files; no collectives. Its result must pickle.
-        finish: on the driver, with all ranks' results: the remaining files. Returns the digests that are
+        finish: on rank 0, with all ranks' results: the remaining files. Returns the digests that are
             known already, by file name; other files are hashed.
 
     Raises:
@@ -150,7 +150,7 @@ def write_directory(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
 
-    world.on_driver(prepare)
+    world.on_rank_0(prepare)
     try:
         error: Exception | None = None
         result: T | None = None
@@ -165,9 +165,9 @@ def write_directory(
             write_manifest(partial, finish(partial, results))  # type: ignore[arg-type]
             _replace(partial, target)
 
-        world.on_driver(publish)
+        world.on_rank_0(publish)
     except BaseException:
-        if world.is_driver:
+        if world.is_rank_0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 

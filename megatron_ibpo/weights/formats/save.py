@@ -51,7 +51,7 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
 def _write(
     export: HFExport, files: dict[str, list[TensorMeta]], directory: Path, world: World
 ) -> dict[str, str]:
-    """Gather and write tensor by tensor, on the driver. Returns digests by file.
+    """Gather and write tensor by tensor, on rank 0. Returns digests by file.
 
     An error does not end the gathering, in which all ranks take part; it is raised after it.
     """
@@ -60,7 +60,7 @@ def _write(
     remaining = [(file, meta.name) for file, metas in files.items() for meta in metas]
     writer: SafetensorsFile | None = None
     for (file, name), (gathered, tensor) in zip(remaining, export, strict=True):
-        if not world.is_driver or error is not None:
+        if not world.is_rank_0 or error is not None:
             continue
         assert gathered == name
         assert tensor is not None

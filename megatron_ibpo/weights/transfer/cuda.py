@@ -56,7 +56,7 @@ class NcclTransport:
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
         """Meet all engines; with a group in common they can only be met together."""
-        host, port = self._world.on_driver(lambda: (socket.gethostname(), _free_port()))
+        host, port = self._world.on_rank_0(lambda: (socket.gethostname(), _free_port()))
 
         def place(engine: int) -> tuple[dict[str, Any]]:
             info = NCCLWeightTransferInitInfo(
@@ -99,11 +99,11 @@ class NcclTransport:
         )
         failures = start(links, "update_weights", lambda _: (vars(info),))
         sums: dict[str, int] = {}
-        recorded = _recorded(self._gather, sums) if check and self._world.is_driver else self._gather
+        recorded = _recorded(self._gather, sums) if check and self._world.is_rank_0 else self._gather
         self._sender.source = _Adapted(metas, recorded)
         self._sender.send_weights()
         collect(links, failures, self._timeout)
-        num_bytes = _num_bytes(metas) * self._num_engines if self._world.is_driver else 0
+        num_bytes = _num_bytes(metas) * self._num_engines if self._world.is_rank_0 else 0
         return Sent(failures, num_bytes * self._workers, num_bytes, sums)
 
 
@@ -138,7 +138,7 @@ class IpcTransport:
         metas = source.metadata()
         client = _Relay(links, self._timeout)
         sums: dict[str, int] = {}
-        recorded = _recorded(self._gather, sums) if check and self._world.is_driver else self._gather
+        recorded = _recorded(self._gather, sums) if check and self._world.is_rank_0 else self._gather
         sender = IPCTrainerWeightTransferEngine.trainer_init(
             IPCTrainerInitInfo(
                 packed=True,
@@ -149,7 +149,7 @@ class IpcTransport:
             source=_Adapted(metas, recorded),
         )
         sender.send_weights()
-        num_bytes = _num_bytes(metas) * len(engines) if self._world.is_driver else 0
+        num_bytes = _num_bytes(metas) * len(engines) if self._world.is_rank_0 else 0
         return Sent(client.failures, num_bytes * self._workers, num_bytes, sums)
 
 

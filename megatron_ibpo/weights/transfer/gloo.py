@@ -149,8 +149,8 @@ class GlooTransport:
         present = [engine for engine in engines if engine not in missing]
         hosts = self._world.all_gather(socket.gethostname())
         host = LOOPBACK if len(set(hosts)) == 1 else hosts[0]
-        stores = {engine: _listen(host) for engine in present} if self._world.is_driver else {}
-        ports = self._world.on_driver(lambda: {engine: store.port for engine, store in stores.items()})
+        stores = {engine: _listen(host) for engine in present} if self._world.is_rank_0 else {}
+        ports = self._world.on_rank_0(lambda: {engine: store.port for engine, store in stores.items()})
         ranks = self._ranks
         size = len(ranks) + self._workers
         place = {rank: number for number, rank in enumerate(ranks)}
