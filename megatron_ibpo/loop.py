@@ -258,9 +258,8 @@ class Run:
         directory = self.config.run.run_dir / "weight_check"
         self.policy.save_hf(directory)
         updated = probe(engines.idle(0), engines.version)
-        engines.replaced(0, directory)
-        compare_probes(updated, probe(engines.idle(0), 0))
-        engines.replaced(0, None)
+        with engines.fresh(0, directory) as fresh:
+            compare_probes(updated, probe(fresh, 0))
         shutil.rmtree(directory)
         self.progress.weights_checked = True
 

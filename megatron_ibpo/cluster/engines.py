@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """An engine as the Sampler asks it (`rollout.protocol.AsyncEngine`)."""
+    """An engine as the Sampler asks it (`rollout.protocol.AsyncEngine`), whichever process it is now."""
 
-    host: Host
+    hosts: Mapping[int, Host]
+    index: int
 
     async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
         await self._call("submit", list(requests), version)
@@ -55,8 +57,9 @@ class RemoteEngine:
         await self._call("kill", why)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        host = self.hosts[self.index]
         try:
-            return await awaited(self.host.call(method, *arguments), self.host.name)
+            return await awaited(host.call(method, *arguments), host.name)
         except ProcessDiedError as error:
             raise EngineDiedError(str(error)) from None
 
@@ -128,7 +131,7 @@ class Engines:
 
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
-        return [RemoteEngine(self.hosts[index]) for index in sorted(self.hosts)]
+        return [RemoteEngine(self.hosts, index) for index in sorted(self.hosts)]
 
     @property
     def version(self) -> int:
@@ -182,16 +185,17 @@ class Engines:
             EngineError: the run's restarts are used up.
         """
         await asyncio.to_thread(self._restart, {index: "while it sampled"})
-        return RemoteEngine(self.hosts[index])
+        return RemoteEngine(self.hosts, index)
 
-    def replaced(self, index: int, hf_dir: Path | None) -> None:
-        """A fresh engine in the place of one that lives, with the weights of `hf_dir` as version 0; with
-        None the current ones."""
+    @contextmanager
+    def fresh(self, index: int, hf_dir: Path) -> Iterator[IdleEngine]:
+        """A fresh engine, with the weights of `hf_dir` as version 0, in the place of one that lives; it stays,
+        and gets the current weights in the end."""
         self._replace([index], hf_dir)
-        if hf_dir is None:
-            _, _, dead = self._catch_up([index])
-            if dead:
-                raise _give_up(dead)
+        yield self.idle(index)
+        _, _, dead = self._catch_up([index])
+        if dead:
+            raise _give_up(dead)
 
     def idle(self, index: int) -> IdleEngine:
         """One engine, to be asked by itself."""
