@@ -189,7 +189,7 @@ class Engines:
 
     @contextmanager
     def fresh(self, index: int, hf_dir: Path) -> Iterator[IdleEngine]:
-        """A fresh engine, with the weights of `hf_dir` as version 0, in the place of one that lives; it stays,
+        """A fresh engine with the weights of `hf_dir` as version 0, in the place of one that lives; it stays,
         and gets the current weights in the end."""
         self._replace([index], hf_dir)
         yield self.idle(index)
