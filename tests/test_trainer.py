@@ -111,10 +111,11 @@ def one_update(world, hf_dir, config, rows, updates=1):
     return (weights if world.is_rank_0 else None), metrics
 
 
-def open_trainer(world, hf_dir, config):
+def open_trainer(world, hf_dir, config, reference=None):
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.reference import load_reference
     from megatron_ibpo.policy.trainer import Trainer
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
@@ -124,7 +125,8 @@ def open_trainer(world, hf_dir, config):
     chunks = build_model(shape, config, device="cpu")
     load_hf(chunks, shape, Path(hf_dir))
     export = HFExport(chunks, shape)
-    return Trainer(chunks, shape.vocab_size, config, world, total_updates=10), export, shape
+    held = None if reference is None else load_reference(chunks, shape, reference)
+    return Trainer(chunks, shape.vocab_size, config, world, total_updates=10, reference=held), export, shape
 
 
 def close_trainer():
@@ -396,6 +398,36 @@ def test_truncated_importance_weights_by_hand(checkpoints):
     assert metrics["tis_weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
     expected = sum(-w * row.weight * row.advantage for w, row in zip(weights, rows, strict=True))
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def held_to_another(world, hf_dir, reference_dir, rows):
+    """Log-probs of both policies, and metrics of an update of the first held to the second."""
+    reference = open_trainer(world, reference_dir, config_for(layout(tp=world.size)))[0]
+    wanted = planned.logprobs(reference, rows)
+    close_trainer()
+    config = config_for(layout(tp=world.size), kl_coef=0.5, kl_estimator="k3")
+    trainer, _, _ = open_trainer(world, hf_dir, config, reference_dir)
+    before = planned.logprobs(trainer, rows)
+    metrics = planned.update(trainer, rows)
+    close_trainer()
+    return before, wanted, metrics
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loss_keeps_the_policy_close_to_its_reference(checkpoints, tmp_path, ranks):
+    """k3 = exp(ref - log π) - 1 - (ref - log π); its mean goes onto each sequence's loss."""
+    rows = with_holes([row for row in sequences(8) if row.advantage])
+    rows = [row for row in rows if row.loss_mask.any()]
+    other = make_qwen3(tmp_path / "other", 6, std=0.1)
+    before, wanted, metrics = run_ranks(held_to_another, ranks, checkpoints["dense"], other, rows)[0]
+    loss, tokens, total = 0.0, 0, 0.0
+    for row, own, reference in zip(rows, before, wanted, strict=True):
+        gaps = np.subtract(reference, own)[row.loss_mask]
+        k3 = np.exp(gaps) - 1 - gaps
+        loss += row.weight * (-row.advantage + 0.5 * k3.mean())
+        total, tokens = total + k3.sum(), tokens + len(k3)
+    assert metrics["kl"] == pytest.approx(total / tokens, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
 
 
 def save_and_resume(world, hf_dir, rows, directory, parallel, mode):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core import parallel_state
 from torch import Tensor
@@ -35,18 +34,12 @@ from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, response_values, split_sequences
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
+from megatron_ibpo.policy.reference import Reference
 from megatron_ibpo.policy.truncated_importance import Factor, truncate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
-__all__ = ["Reference", "Trainer"]
-
-
-class Reference(Protocol):
-    """Other weights of the same model, to which the loss may keep the policy close."""
-
-    def swapped_in(self, chunks: list[Any]) -> AbstractContextManager[Any]:
-        """The model computes with these weights until the context ends."""
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -66,7 +59,7 @@ class Trainer:
             chunks: what `build_model` made for this rank.
             vocab_size: true vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
-            reference: its log-probs go with every micro-batch into the loss.
+            reference: its log-probs go with every micro-batch into the loss; None without a KL penalty.
 
         Raises:
             ValueError: a loss that is unknown, or that its flags do not fit.
