@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+import planned
 import pytest
 import torch
 from ranks import run_ranks
@@ -41,14 +42,14 @@ def exchanged(world, policy_dir, reference_dir, parallel, bf16):
     rows = sequences(6)
     trainer, _, shape = open_trainer(world, policy_dir, config_of(parallel, bf16))
     reference = load_reference(trainer.chunks, shape, reference_dir)
-    trainer.update(rows)
+    planned.update(trainer, rows)
     weights = held(trainer)
-    before = trainer.logprobs(rows)
+    before = planned.logprobs(trainer, rows)
     with reference.swapped_in(trainer.chunks):
-        inside = trainer.logprobs(rows)
-    after = trainer.logprobs(rows)
+        inside = planned.logprobs(trainer, rows)
+    after = planned.logprobs(trainer, rows)
     is_back = all(map(torch.equal, weights, held(trainer)))
-    next_update = trainer.update(rows)["grad_norm"]
+    next_update = planned.update(trainer, rows)["grad_norm"]
     close_trainer()
     return before, inside, after, is_back, next_update
 
@@ -61,14 +62,14 @@ def config_of(parallel, bf16):
 
 def logprobs_of(world, hf_dir, parallel, bf16):
     trainer, _, _ = open_trainer(world, hf_dir, config_of(parallel, bf16))
-    found = trainer.logprobs(sequences(6))
+    found = planned.logprobs(trainer, sequences(6))
     close_trainer()
     return found
 
 
 def two_updates(world, hf_dir, parallel, bf16):
     trainer, _, _ = open_trainer(world, hf_dir, config_of(parallel, bf16))
-    norms = [trainer.update(sequences(6))["grad_norm"] for _ in range(2)]
+    norms = [planned.update(trainer, sequences(6))["grad_norm"] for _ in range(2)]
     close_trainer()
     return norms
 
