@@ -267,6 +267,23 @@ def test_a_group_stays_together_and_groups_are_spread() -> None:
     assert metrics["sampling_tail_seconds"] > 0
 
 
+def test_corrections_stay_near_their_group_unless_another_engine_has_far_less_to_do() -> None:
+    (prompt,) = make_prompts(0, 1)
+    small, large = (SampleRequest(prompt.token_ids, seed, seed * 10) for seed in (1, 2))
+    sampler = Sampler([SimulatedEngine(STEP, write) for _ in range(2)], RandomScore(), stall_timeout=100)
+
+    async def work() -> None:
+        busy = asyncio.create_task(sampler.answer(prompt, [large]))
+        await asyncio.sleep(0)  # engine 0 has 20 tokens to write
+        assert sampler.place([small]) == 1
+        assert sampler.place([large], near=0) == 0
+        assert sampler.place([small], near=0) == 1
+        await busy
+        assert sampler.place([small]) == 0
+
+    in_virtual_time(work())
+
+
 def test_requests_of_one_moment_go_out_together() -> None:
     sizes = []
 
