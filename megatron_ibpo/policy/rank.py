@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import parallel
+from megatron_ibpo.policy.answers import About, Sent
 from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
@@ -33,29 +33,7 @@ from megatron_ibpo.weights.transfer.order import Order, TransportName
 from megatron_ibpo.weights.transfer.update import Transport, update_engines
 from megatron_ibpo.world import World, start_world
 
-__all__ = ["About", "Sent", "TrainerRank"]
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """What the driver cannot know before the model is built."""
-
-    parameters: int
-    """Of the whole model."""
-    loss_backend: str
-    """What computes the loss, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What became of one pass over the weights, as this rank saw it."""
-
-    failures: dict[int, str]
-    """By engine: why it has no part in the update any more."""
-    num_bytes: int
-    """Bytes that this rank gave to engines."""
-    needed_bytes: int
-    """Bytes that the shards of all engines' workers take."""
+__all__ = ["TrainerRank"]
 
 
 class TrainerRank:

@@ -1,0 +1,29 @@
+"""What trainer ranks tell the driver, which reads it without importing torch or Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["About", "Sent"]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the driver cannot know before the model is built."""
+
+    parameters: int
+    """Of the whole model."""
+    loss_backend: str
+    """What computes the loss, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of one pass over the weights, as this rank saw it."""
+
+    failures: dict[int, str]
+    """By engine: why it has no part in the update any more."""
+    num_bytes: int
+    """Bytes that this rank gave to engines."""
+    needed_bytes: int
+    """Bytes that the shards of all engines' workers take."""
