@@ -64,6 +64,7 @@ def steps(run_dir):
     return [row for row in rows if row["kind"] == "step"]
 
 
+@pytest.mark.slow
 def test_trainers_on_two_nodes_and_an_engine_on_the_third(address, tmp_path):
     status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "1")
     assert status == 0, output[-5000:]
@@ -76,6 +77,7 @@ def test_trainers_on_two_nodes_and_an_engine_on_the_third(address, tmp_path):
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_engines_next_to_the_trainers_of_two_nodes(address, tmp_path):
     status, output = run(address, tmp_path / "run", "--num-trainers", "2")
     assert status == 0, output[-5000:]

@@ -9,18 +9,13 @@ from credit_cases import response
 
 from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.models import forward_flops, read_hf_config
-from megatron_ibpo.records import SampleRequest, token_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
 
 
-def request(prompt):
-    return SampleRequest(token_ids(prompt), seed=0, max_tokens=9)
-
-
-def answer(length):
-    return response([7] * length, finish_reason="length")
+def answer(prompt, length):
+    return response([7] * length, finish_reason="length", prompt=prompt)
 
 
 def test_a_forward_pass_of_the_tiny_dense_model_by_hand():
@@ -43,7 +38,7 @@ def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight
 
 def test_a_shared_prompt_is_read_once_and_every_answer_is_written():
     meter = CostMeter(DENSE, accelerators=2)
-    meter.sampling([request([1, 2, 3])] * 2 + [request([4])], [answer(5), answer(2), answer(1)])
+    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 3], 2), answer([4], 1)])
     assert meter.spent.tokens == 3 + 5 + 2 + 1 + 1
     f = [forward_flops(DENSE, n) for n in range(9)]
     assert meter.spent.flops == f[3] + (f[8] - f[3]) + (f[5] - f[3]) + f[1] + (f[2] - f[1])

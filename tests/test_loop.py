@@ -230,6 +230,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
     assert shared_memory() <= before
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_restarted_once(tmp_path):
     run_dir = tmp_path / "run"
     process = start_script(run_dir, *SMALL, "--num-rollout", "6", "--eval-num-prompts", "0", "--no-save")
