@@ -34,6 +34,7 @@ def test_engines_of_their_own_take_the_nodes_without_trainers_first():
     placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
     assert where(placement.trainers) == [(0, 1)] * 8
     assert where(placement.engines) == [(1, 4), (1, 4)]
+    assert not placement.spans_nodes(0)
     assert placement.partners == [(), ()]
     assert placement.owners == [0, 1]
 
@@ -42,6 +43,7 @@ def test_an_engine_larger_than_a_node_leaves_its_gpus_to_vllms_own_ray():
     engines = Engines(16, colocate=False, num_gpus=16)
     placement = plan_placement(gpus(8, 8, 8), num_trainers=8, engines=engines, on_gpu=True)
     assert where(placement.engines) == [(1, 0)]
+    assert placement.spans_nodes(0)
 
 
 def test_processes_on_cpus_take_one_each():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
 
 from megatron_ibpo.cluster.host import Host, ProcessDiedError, awaited, gather, result
@@ -222,6 +223,10 @@ class Engines:
             settings = replace(
                 self.settings, gpus=tuple(range(count)), model=str(hf_dir or self.settings.model)
             )
+            if placement.spans_nodes(index):  # not run: it takes nodes with GPUs
+                extra = {**settings.extra_arguments, "distributed_executor_backend": "ray"}
+                settings = replace(settings, extra_arguments=extra)
+                environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
             bundle = partners[0] if placement.colocated else len(placement.trainers) + index
             host = Host(
                 f"engine {index}",

@@ -66,6 +66,11 @@ class Placement:
             rows.append((node.address, _ranges(ranks), _ranges(engines)))
         return rows
 
+    def spans_nodes(self, engine: int) -> bool:
+        """The engine is larger than a node: nothing is reserved for it, since vLLM does that itself."""
+        on_gpu = any(node.gpus for node in self.nodes)
+        return on_gpu and not self.colocated and self.engines[engine].gpus == 0
+
     @property
     def owners(self) -> list[int]:
         """Of each engine, the trainer rank that speaks with it during a weight update."""
