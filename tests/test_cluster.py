@@ -145,6 +145,7 @@ def test_a_port_that_is_taken_is_said_at_once(scratch):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
     port = free_port()
     lead = nodes(0, port, scratch, "true")

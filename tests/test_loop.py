@@ -161,6 +161,7 @@ def test_a_run_keeps_which_held_out_problems_were_solved(run):
         assert sum(solved.values()) / 64 == evaluation["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, tmp_path):
     """On recorded rollouts, where training alone is paid."""
     run_dir, _ = run
@@ -201,6 +202,7 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, tmp
     assert any(not torch.equal(start[name], first[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_a_policy_that_diverges_is_stopped(run, tmp_path):
     """A learning rate that makes every later loss infinite: the steps are skipped, counted, then it stops."""
     run_dir, _ = run
