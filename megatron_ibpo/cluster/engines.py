@@ -204,13 +204,7 @@ class Engines:
 
     def close(self) -> None:
         """Stop all engines; nothing of them remains, whatever state they are in."""
-        closing = [(host, host.call("close")) for host in self.hosts.values()]
-        for host, answer in closing:
-            try:
-                result(answer, host.name, self.start_timeout)
-            except Exception as error:  # the way out goes on
-                log.debug("closing %s: %s", host.name, error)
-            host.kill()
+        self._stop(self.hosts)
         self.hosts.clear()
 
     def _launch(self, engines: Iterable[int], hf_dir: Path | None = None) -> None:
@@ -239,6 +233,16 @@ class Engines:
             self.hosts[index] = host
             host.build(FACTORY, environment, settings, self.logs / f"engine_{index}.log")
 
+    def _stop(self, engines: Iterable[int]) -> None:
+        """End these engines' processes, whatever state they are in."""
+        closing = [(self.hosts[index], self.hosts[index].call("close")) for index in engines]
+        for host, answer in closing:
+            try:
+                result(answer, host.name, self.start_timeout)
+            except Exception as error:  # it is to go anyway
+                log.debug("closing %s: %s", host.name, error)
+            host.kill()
+
     def _wait(self, engines: Iterable[int]) -> None:
         hosts = [self.hosts[index] for index in engines]
         names = [host.name for host in hosts]
@@ -247,17 +251,17 @@ class Engines:
 
     def _catch_up(self, engines: Sequence[int]) -> tuple[int, int, Reasons]:
         """Give `engines` the current weights; (bytes sent, bytes that their shards take, those that died)."""
-        links = [self._links(rank, engines) for rank in range(len(self.placement.trainers))]
+        ranks = range(len(self.placement.trainers))
         strangers = [index for index in engines if index not in self.connected]
         dead: Reasons = {}
         if strangers:
-            asked = [({i: own[i] for i in strangers if i in own}, strangers) for own in links]
+            asked = [(self._links(rank, strangers), strangers) for rank in ranks]
             dead = self._reasons(self.trainers.each("connect", asked))
             self.connected |= set(strangers) - set(dead)
         present = [index for index in engines if index not in dead]
         if not present:
             return 0, 0, dead
-        orders = [({i: own[i] for i in present if i in own}, present, self.order) for own in links]
+        orders = [(self._links(rank, present), present, self.order) for rank in ranks]
         passes = self.trainers.each("send", orders)
         dead |= self._reasons([done.failures for done in passes])
         self.connected -= set(dead)
@@ -300,13 +304,7 @@ class Engines:
             raise _give_up(dead_again)
 
     def _replace(self, engines: Sequence[int], hf_dir: Path | None = None) -> None:
-        for index in engines:
-            answer = self.hosts[index].call("close")
-            try:
-                result(answer, f"engine {index}", self.start_timeout)
-            except Exception as error:  # it was to go anyway
-                log.debug("closing engine %d: %s", index, error)
-            self.hosts[index].kill()
+        self._stop(engines)
         self.connected -= set(engines)
         self._launch(engines, hf_dir)
         self._wait(engines)
