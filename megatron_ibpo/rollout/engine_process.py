@@ -25,6 +25,10 @@ from megatron_ibpo.rollout.settings import EngineSettings
 
 __all__ = ["main"]
 
+HOLD_S = 0.05
+"""Between messages with finished samples, while others are still being sampled: each message costs several
+processes a millisecond or two, which a tiny model on two cores feels. Nobody waits for it, as the engine is
+busy, and one that comes to rest sends at once."""
 OWNER_CHECK_S = 0.5
 """Between looks at whether the owner still lives."""
 CPU_BATCHED_TOKENS = 8192
@@ -56,18 +60,23 @@ def main(descriptor: int) -> None:
 def _serve(channel: Connection, engine: SamplingEngine) -> None:
     """Sample what is asked for, and take in more between steps. Whatever fails inside vLLM ends the process,
     for a restart."""
+    finished: list[tuple[Any, ...]] = []
+    sent = time.monotonic()
     while True:
-        while not engine.busy or channel.poll(0):
-            method, arguments = channel.recv()
-            if method == "close":
-                engine.close()
-                channel.send(("result", None))
-                return
-            answer = _obey(engine, method, arguments)
-            if answer is not None:
-                channel.send(answer)
-        if finished := engine.step():
+        if finished and (not engine.busy or time.monotonic() - sent >= HOLD_S):
             channel.send(("samples", (engine.version, finished)))
+            finished, sent = [], time.monotonic()
+        if engine.busy and not channel.poll(0):
+            finished += engine.step()
+            continue
+        method, arguments = channel.recv()
+        if method == "close":
+            engine.close()
+            channel.send(("result", None))
+            return
+        answer = _obey(engine, method, arguments)
+        if answer is not None:
+            channel.send(answer)
 
 
 def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> tuple[str, Any] | None:
