@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ibpo.policy.critic import Critic
@@ -101,7 +103,10 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 
 def _save(trained: Trainer | Critic, directory: Path) -> None:
     models = _models(trained.chunks, is_loading=False)
-    dist_checkpointing.save({**models, **_progress(trained, models, is_loading=False)}, str(directory))
+    # The writer works in this process and needs no more than this queue. Megatron's is for writers elsewhere:
+    # it lives in a process of its own for each rank, which takes seconds to import everything again.
+    with mock.patch.object(filesystem_async, "_results_queue", queue.SimpleQueue()):
+        dist_checkpointing.save({**models, **_progress(trained, models, is_loading=False)}, str(directory))
 
 
 def _restore(trained: Trainer | Critic, directory: Path) -> None:
