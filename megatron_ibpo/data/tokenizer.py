@@ -6,6 +6,7 @@ add nothing of its own: no special tokens, no leading space.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,16 +86,29 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if (path / "tokenizer.model").exists() and not (path / "tokenizer.json").exists():
         return SentencePieceTokenizer(path / "tokenizer.model")
 
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
     except Exception as error:
         raise DataError(
             f"tokenizer {path}: cannot be loaded ({type(error).__name__}: {error}); the directory needs "
             "tokenizer.json and tokenizer_config.json, or a SentencePiece tokenizer.model"
         ) from error
     return HuggingFaceTokenizer(tokenizer, str(path))
+
+
+def _tokenizer_class(path: Path) -> Any:
+    """AutoTokenizer, or what it would choose for a tokenizer that is all in its tokenizer.json: to find that
+    out it imports torch and every model's configuration, which takes seconds."""
+    settings = path / "tokenizer_config.json"
+    if (path / "tokenizer.json").exists() and settings.exists():
+        chosen = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+        if chosen in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 class HuggingFaceTokenizer:
