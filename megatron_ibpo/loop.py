@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import (
@@ -73,6 +74,7 @@ class Run:
     policy: Policy
     engines: Engines | None
     """None when recorded rollouts are replayed."""
+    verifiers: Verifiers
     reporter: Report
     stages: Stages
     cost: CostMeter
@@ -176,7 +178,10 @@ class Run:
                     old_logprobs=self.progress.old_logprobs,
                     new_logprobs=self.progress.new_logprobs,
                 )
-            counts = {"engine_restarts": 0 if self.engines is None else self.engines.restarts}
+            counts = {
+                "engine_restarts": 0 if self.engines is None else self.engines.restarts,
+                "verifier_deaths": self.verifiers.deaths,
+            }
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics() | counts
             responses = [response for group in groups for response in group.responses]
             errors = [response.reward_error for response in responses if response.reward_error is not None]

@@ -21,13 +21,14 @@ from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import cluster_nodes, reserved
 from megatron_ibpo.cluster.session import open_ray
 from megatron_ibpo.cluster.trainers import Trainers
+from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.report import Report, Stages, checkpoint_bytes, prepare_run_dir, run_sizes
-from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rewards import Verifier, open_pool
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling.rollouts import open_rollouts
@@ -64,11 +65,12 @@ def open_run(config: Config) -> Iterator[Run]:
             check_loss_of_run(config)
             task = open_task(config)
             prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config))
-            verifier = stack.enter_context(open_verifier(config.data))
+            own_pool = stack.enter_context(open_pool(config.data))
             wait_for_ray()
             placement = _placed(config)
             world_size = len(placement.trainers)
             _check_layout(shape, config, world_size)
+            verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data))
             group = stack.enter_context(reserved(placement))
             trainers = Trainers(group, placement)
             stack.callback(trainers.close)
@@ -88,9 +90,11 @@ def open_run(config: Config) -> Iterator[Run]:
                     loss_backend=about.loss_backend,
                 )
             )
-            reporter.note(_where(placement))
+            reporter.note(_where(config, placement))
+            verifiers.wait_ready()
             if engines is not None:
                 engines.wait_ready()
+            verifier = Verifier(verifiers, config.data)
             rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
         run = Run(
             config=config,
@@ -98,6 +102,7 @@ def open_run(config: Config) -> Iterator[Run]:
             rollouts=rollouts,
             policy=Policy(trainers, config, world_size),
             engines=engines,
+            verifiers=verifiers,
             reporter=reporter,
             stages=stages,
             cost=CostMeter(
@@ -231,10 +236,12 @@ def _accelerators(config: Config, placement: Placement) -> int:
     return len(placement.trainers) + (own if any(node.gpus for node in placement.nodes) else 0)
 
 
-def _where(placement: Placement) -> str:
+def _where(config: Config, placement: Placement) -> str:
     """What sits where, a line for each node."""
-    rows = [f"{node}: trainers {trainers}, engines {engines}" for node, trainers, engines in placement.rows()]
-    return "\n".join(rows)
+    return "\n".join(
+        f"{node}: trainers {trainers}, engines {engines}, {verifiers} verifiers"
+        for node, trainers, engines, verifiers in placement.rows(config.data.reward_workers)
+    )
 
 
 @contextmanager

@@ -1,5 +1,4 @@
-"""The loop on a cluster of three nodes, simulated on this machine: each is a Ray node of its own with one
-CPU, so that no two processes that take one can share it."""
+"""The loop on a cluster of three nodes, simulated on this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from simulated_cluster import simulated_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = [
@@ -17,34 +17,11 @@ SHORT = [
     *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),
 ]
 
-CLUSTER = """
-import os, sys
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-from ray.cluster_utils import Cluster
-node = {"num_cpus": 1, "object_store_memory": 128 * 1024**2}
-cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-for _ in range(2):
-    cluster.add_node(**node)
-print(cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
-
 
 @pytest.fixture(scope="module")
 def address():
-    cluster = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield cluster.stdout.readline().strip()
-    finally:
-        cluster.stdin.close()
-        cluster.wait(60)
+    with simulated_cluster(3) as cluster:
+        yield cluster.address
 
 
 def run(address, run_dir, *flags):
@@ -70,9 +47,9 @@ def test_trainers_on_two_nodes_and_an_engine_on_the_third(address, tmp_path):
     assert status == 0, output[-5000:]
     placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
     assert sorted(line.split(": ", 1)[1] for line in placed) == [
-        "trainers 0, engines –",
-        "trainers 1, engines –",
-        "trainers –, engines 0",
+        "trainers 0, engines –, 2 verifiers",
+        "trainers 1, engines –, 2 verifiers",
+        "trainers –, engines 0, 2 verifiers",
     ]
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 
@@ -83,9 +60,9 @@ def test_engines_next_to_the_trainers_of_two_nodes(address, tmp_path):
     assert status == 0, output[-5000:]
     placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
     assert sorted(line.split(": ", 1)[1] for line in placed) == [
-        "trainers 0, engines 0",
-        "trainers 1, engines 1",
-        "trainers –, engines –",
+        "trainers 0, engines 0, 2 verifiers",
+        "trainers 1, engines 1, 2 verifiers",
+        "trainers –, engines –, 2 verifiers",
     ]
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 

@@ -39,6 +39,13 @@ def test_engines_of_their_own_take_the_nodes_without_trainers_first():
     assert placement.owners == [0, 1]
 
 
+def test_engines_alone_have_the_cluster_to_themselves():
+    engines = Engines(2, colocate=False, num_gpus=6)
+    placement = plan_placement(gpus(4, 2), num_trainers=0, engines=engines, on_gpu=True)
+    assert placement.trainers == []
+    assert where(placement.engines) == [(0, 2), (0, 2), (1, 2)]
+
+
 def test_an_engine_larger_than_a_node_leaves_its_gpus_to_vllms_own_ray():
     engines = Engines(16, colocate=False, num_gpus=16)
     placement = plan_placement(gpus(8, 8, 8), num_trainers=8, engines=engines, on_gpu=True)
@@ -56,7 +63,7 @@ def test_processes_on_cpus_take_one_each():
 def test_a_table_says_what_sits_where():
     engines = Engines(4, colocate=False, num_gpus=8)
     placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
-    assert placement.rows() == [("10.0.0.0", "0-7", "–"), ("10.0.0.1", "–", "0-1")]
+    assert placement.rows(verifiers=2) == [("10.0.0.0", "0-7", "–", "2"), ("10.0.0.1", "–", "0-1", "2")]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,7 @@ def test_a_table_says_what_sits_where():
         (gpus(8), 8, Engines(1, colocate=False), ["--no-colocate", "room for 0 of 8 engines"]),
         (gpus(8, 8), 8, Engines(3, colocate=False, num_gpus=8), ["--rollout-num-gpus 8", "multiple"]),
         (cpus(1), 2, None, ["--num-trainers 2", "1 CPUs"]),
+        (gpus(2), 0, Engines(4, colocate=False, num_gpus=4), ["room for 0 of 1 engines", "ask for fewer"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_there_is(nodes, trainers, engines, words):

@@ -118,7 +118,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
         "reward_end": None,
         "steps": 4,
         "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
-        "counts": dict.fromkeys([*COUNTS, "engine_restarts"], 0) | {"skipped_pairs": 8, "engine_restarts": 1},
+        "counts": dict.fromkeys([*COUNTS, "verifier_deaths"], 0) | {"skipped_pairs": 8, "engine_restarts": 1},
     }
     height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
     assert height > 300
@@ -185,7 +185,8 @@ def test_the_console_ends_with_what_several_samples_told(config):
 def test_a_run_that_stopped_early_says_how_to_go_on(config):
     assert "saved no checkpoint" in shown_at_the_end(config, status="interrupted", steps=1)[1]
     (config.run.run_dir / "checkpoints/step_000001").mkdir(parents=True)
-    (config.run.run_dir / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", "summary.json"):
+        (config.run.run_dir / name).unlink()
     shown = shown_at_the_end(config, status="failed: no luck", steps=1)[1]
     command = shlex.split(shown.splitlines()[-1])
     assert shown.splitlines()[-2].startswith("to go on after step 1 ")

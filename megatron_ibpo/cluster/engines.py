@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.cluster.host import Host, ProcessDiedError, awaited, gather, result
+from megatron_ibpo.cluster.host import Host, ProcessDiedError, awaited, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.records import Sample, SampleRequest
@@ -224,8 +224,7 @@ class Engines:
             bundle = partners[0] if placement.colocated else len(placement.trainers) + index
             host = Host(
                 f"engine {index}",
-                self.group,
-                bundle,
+                in_bundle(self.group, bundle),
                 gpus=placement.engines[index].gpus,
                 threads=CALLS_AT_ONCE,
                 environment={},

@@ -14,9 +14,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-__all__ = ["Host", "ProcessDiedError", "Where", "awaited", "gather", "result"]
+__all__ = ["Host", "ProcessDiedError", "Where", "awaited", "gather", "in_bundle", "on_node", "result"]
 
 GRACE_S = 5.0
 """After the first failure of several processes: what the others have to fail too, for the better message."""
@@ -63,14 +63,26 @@ class _Process:
         return getattr(self._built, method)(*arguments, **named)
 
 
+Place = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
+
+
+def in_bundle(group: PlacementGroup, bundle: int) -> Place:
+    """Where a process has its own part of what is reserved."""
+    return PlacementGroupSchedulingStrategy(group, bundle)
+
+
+def on_node(node_id: str) -> Place:
+    """On this node and no other, with nothing reserved."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
 class Host:
     """A process of the run, as the driver holds it."""
 
     def __init__(
         self,
         name: str,
-        group: PlacementGroup,
-        bundle: int,
+        place: Place,
         *,
         gpus: int,
         threads: int = 1,
@@ -80,7 +92,7 @@ class Host:
 
         Args:
             name: for messages, such as "trainer 3".
-            bundle: of the placement group that it lives in.
+            place: see `in_bundle` and `on_node`.
             gpus: of the bundle's, that are its own.
             threads: calls that it runs at the same time. With 1 they run in its main thread.
         """
@@ -92,7 +104,7 @@ class Host:
                 num_cpus=0,
                 num_gpus=gpus,
                 max_concurrency=threads,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                scheduling_strategy=place,
             )
             .remote(name, dict(environment), [path or os.getcwd() for path in sys.path])
         )

@@ -57,13 +57,17 @@ class Placement:
     ranks that an engine is next to."""
     colocated: bool
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """(node, trainers, engines) for people to read."""
+    def rows(self, verifiers: int) -> list[tuple[str, str, str, str]]:
+        """(node, trainers, engines, number of verifiers) for people to read.
+
+        Args:
+            verifiers: processes on each node, --reward-workers.
+        """
         rows = []
         for index, node in enumerate(self.nodes):
             ranks = [rank for rank, slot in enumerate(self.trainers) if slot.node == index]
             engines = [number for number, slot in enumerate(self.engines) if slot.node == index]
-            rows.append((node.address, _ranges(ranks), _ranges(engines)))
+            rows.append((node.address, _ranges(ranks), _ranges(engines), str(verifiers)))
         return rows
 
     def spans_nodes(self, engine: int) -> bool:
@@ -157,10 +161,11 @@ def _apart(
             free[index] -= step
     if len(places) < total // size:
         unit = "GPUs" if on_gpu else "CPUs"
+        alongside = f"alongside {len(trainers)} trainers " if trainers else ""
         raise PlacementError(
-            f"--no-colocate --rollout-num-gpus {total}: alongside {len(trainers)} trainers there is room for "
-            f"{len(places)} of {total // size} engines of {step} {unit} each "
-            f"({_described(nodes, on_gpu)}); add nodes, ask for fewer, or drop --no-colocate"
+            f"--rollout-num-gpus {total}: {alongside}there is room for {len(places)} of {total // size} "
+            f"engines of {step} {unit} each ({_described(nodes, on_gpu)}); add nodes, or ask for fewer"
+            + (", or drop --no-colocate" if trainers else "")
         )
     return Placement(list(nodes), list(trainers), places, [()] * len(places), colocated=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.cluster.host import Host, gather, result
+from megatron_ibpo.cluster.host import Host, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.config import user_directory
 
@@ -33,7 +33,7 @@ class Trainers:
         }
         self._slots = placement.trainers
         self.hosts = [
-            Host(f"trainer {rank}", group, rank, gpus=slot.gpus, environment=environment)
+            Host(f"trainer {rank}", in_bundle(group, rank), gpus=slot.gpus, environment=environment)
             for rank, slot in enumerate(placement.trainers)
         ]
 

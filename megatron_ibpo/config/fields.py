@@ -255,7 +255,8 @@ class DataConfig:
     reward_timeout: Annotated[float, POSITIVE] = 10.0
     """Seconds a verifier may take for one response before it is killed and counted as an error."""
     reward_workers: Annotated[int, at_least(1)] = 2
-    """Verifier processes, for verifiers that need isolation."""
+    """Verifier processes on each node of the cluster. 2: scoring is quick, and trainers and engines share
+    the processors."""
     data_seed: Annotated[int, at_least(0)] = 0
     """Order of prompts and drawing of generated tasks."""
 

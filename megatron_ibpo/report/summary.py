@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["COUNTS", "summarise"]
+__all__ = ["COUNTS", "measures", "summarise"]
 
 COUNTS = (
     "truncated_responses",
@@ -26,7 +26,7 @@ COUNTS = (
     "updates_empty",
 )
 """Metrics that count what was dropped or failed; a summary gives their sums over the run."""
-_RUNNING_TOTALS = ("engine_restarts",)
+_RUNNING_TOTALS = ("engine_restarts", "verifier_deaths")
 """Metrics that are sums already; a summary gives the largest."""
 _SPENT = ("spent_accelerator_seconds", "spent_tokens", "spent_flops")
 """Running totals of the whole run, resumed or not."""
@@ -73,15 +73,15 @@ def _accuracies(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, float | 
         end = evaluations[-1]
     if start and end and start.get("num_prompts") != end.get("num_prompts"):
         start = {}
-    measures = {**_measures(start), **_measures(end)}
+    known = {**measures(start), **measures(end)}
     return {
-        f"{name}_{when}": row.get(metric) if name in _measures(row) else None
-        for name, metric in measures.items()
+        f"{name}_{when}": row.get(metric) if name in measures(row) else None
+        for name, metric in known.items()
         for when, row in (("start", start), ("end", end))
     }
 
 
-def _measures(evaluation: Row) -> dict[str, str]:
+def measures(evaluation: Row) -> dict[str, str]:
     """Measures of one evaluation and the metrics that hold them."""
     samples = evaluation.get("samples_per_prompt")
     several = {

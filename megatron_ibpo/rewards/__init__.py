@@ -1,7 +1,27 @@
 """Verifiers: the only source of rewards."""
 
 from megatron_ibpo.rewards.answers import answer_extractor
-from megatron_ibpo.rewards.verifier import VERIFIERS, Score, Verifier, open_verifier
-from megatron_ibpo.rewards.workers import WorkerError
+from megatron_ibpo.rewards.verifier import (
+    VERIFIERS,
+    Pool,
+    Score,
+    Verifier,
+    open_pool,
+    open_verifier,
+    reward_function,
+)
+from megatron_ibpo.rewards.workers import Outcome, WorkerError, WorkerPool
 
-__all__ = ["VERIFIERS", "Score", "Verifier", "WorkerError", "answer_extractor", "open_verifier"]
+__all__ = [
+    "VERIFIERS",
+    "Outcome",
+    "Pool",
+    "Score",
+    "Verifier",
+    "WorkerError",
+    "WorkerPool",
+    "answer_extractor",
+    "open_pool",
+    "open_verifier",
+    "reward_function",
+]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_ibpo.config import DataConfig, is_import_path, nearest
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
-__all__ = ["VERIFIERS", "Score", "Verifier", "open_verifier"]
+__all__ = ["VERIFIERS", "Pool", "Score", "Verifier", "open_pool", "open_verifier", "reward_function"]
 
 VERIFIERS = {
     "reasoning_gym": "megatron_ibpo.rewards.reasoning_gym:score",
@@ -35,6 +36,18 @@ class Score:
     """How the verifier failed."""
 
 
+class Pool(Protocol):
+    """Processes that run the reward function: a `WorkerPool`, or one on each node of a cluster."""
+
+    def submit(self, arguments: tuple[Any, ...]) -> Future[Outcome]:
+        """The outcome of one call, when it comes."""
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
 class Verifier:
     """Scores responses by a function (prompt text, response text, label, metadata) -> number.
 
@@ -42,19 +55,14 @@ class Verifier:
     responses that wait to be scored, and it returns a number for each.
     """
 
-    def __init__(self, target: str, *, threshold: float, timeout: float, workers: int):
+    def __init__(self, pool: Pool, data: DataConfig):
         """
         Args:
-            target: package.module:function.
-            threshold: smallest reward of a correct response.
-            timeout: seconds for one response.
-
-        Raises:
-            WorkerError: the function cannot be loaded.
+            pool: runs the function that `data` names.
         """
-        self._target = target
-        self._threshold = threshold
-        self._pool = WorkerPool(target, size=workers, timeout=timeout)
+        self._target = reward_function(data)
+        self._threshold = data.reward_threshold
+        self._pool = pool
         self._errors = 0
 
     def score(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
@@ -63,7 +71,8 @@ class Verifier:
         A function that raises, hangs, kills its process or returns what is no finite number gives a score
         without a reward. The first such error of a call is logged.
         """
-        outcomes = self._pool.call([_arguments(prompt, response) for prompt, response in pairs])
+        asked = [self._pool.submit(_arguments(prompt, response)) for prompt, response in pairs]
+        outcomes = [outcome.result() for outcome in asked]
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if errors:
             _log.warning(
@@ -109,10 +118,24 @@ def _arguments(prompt: Prompt, response: str) -> tuple[Any, ...]:
 
 
 def open_verifier(data: DataConfig) -> Verifier:
-    """The verifier that `data.rm_type` names: reasoning_gym, math, or package.module:function.
+    """The verifier that `data.rm_type` names, on this machine alone. Raises what `open_pool` raises."""
+    return Verifier(open_pool(data), data)
+
+
+def open_pool(data: DataConfig) -> WorkerPool:
+    """Processes of this machine that run the function which `data.rm_type` names.
 
     Raises:
         ValueError: an unknown name (with the nearest), or a function that cannot be loaded.
+    """
+    return WorkerPool(reward_function(data), size=data.reward_workers, timeout=data.reward_timeout)
+
+
+def reward_function(data: DataConfig) -> str:
+    """module:function of `data.rm_type`: reasoning_gym, math, or package.module:function.
+
+    Raises:
+        ValueError: an unknown name (with the nearest).
     """
     target = VERIFIERS.get(data.rm_type, data.rm_type)
     if not is_import_path(target):
@@ -121,6 +144,4 @@ def open_verifier(data: DataConfig) -> Verifier:
             f"--rm-type {data.rm_type}: no such verifier; there are {', '.join(VERIFIERS)}, or give an "
             f"import path package.module:function{hint}"
         )
-    return Verifier(
-        target, threshold=data.reward_threshold, timeout=data.reward_timeout, workers=data.reward_workers
-    )
+    return target

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,10 +82,6 @@ class WorkerPool:
                 raise self._closed_error()
             self._calls.put(call)
         return call.outcome
-
-    def call(self, calls: Sequence[tuple[Any, ...]]) -> list[Outcome]:
-        """The outcome of every call, in order, as `submit` has them."""
-        return [outcome.result() for outcome in [self.submit(arguments) for arguments in calls]]
 
     def close(self) -> None:
         """End the processes; calls that no process has begun are cancelled."""

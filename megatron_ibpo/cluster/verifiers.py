@@ -1,0 +1,250 @@
+"""The reward function on every node of a run: a call goes where the fewest wait."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+
+from megatron_ibpo.cluster.host import Host, on_node, result
+from megatron_ibpo.cluster.placement import Node
+from megatron_ibpo.config import DataConfig, user_directory
+from megatron_ibpo.rewards import Outcome, Pool, WorkerError, WorkerPool, reward_function
+from megatron_ibpo.words import counted
+
+__all__ = ["NodePool", "Verifiers"]
+
+FACTORY = "megatron_ibpo.cluster.verifiers:NodePool"
+CALLS_AT_ONCE = 4
+"""Of an actor: one waits for outcomes while calls come in."""
+START_TIMEOUT_S = 300.0
+"""For an actor to come up and its worker processes to import the reward function."""
+TAKE_S = 5.0
+"""Seconds that one look at an actor may take when nothing is finished."""
+SLACK_S = 30.0
+"""For the answer to come back. An actor that takes longer is lost, as its node is then."""
+ALLOWED_RESTARTS = 3
+"""Of a node's actor in a run. One that dies again and again has a cause that starting it does not mend."""
+CLOSE_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class NodePool:
+    """Runs inside the actor: a pool that is handed calls and asked for what is finished."""
+
+    def __init__(self, target: str, size: int, timeout: float) -> None:
+        """See `WorkerPool`."""
+        self._pool = WorkerPool(target, size=size, timeout=timeout)
+        self._finished: queue.SimpleQueue[tuple[int, Future[Outcome]]] = queue.SimpleQueue()
+
+    def submit(self, number: int, arguments: tuple[Any, ...]) -> None:
+        outcome = self._pool.submit(arguments)
+        outcome.add_done_callback(lambda done: self._finished.put((number, done)))
+
+    def take(self, timeout: float) -> list[tuple[int, Outcome]]:
+        """The calls that have finished since the last look; waits up to `timeout` seconds for the first.
+
+        Raises:
+            WorkerError: a process that had to be replaced does not start again.
+        """
+        finished = []
+        with suppress(queue.Empty):
+            finished.append(self._finished.get(timeout=timeout))
+            while True:
+                finished.append(self._finished.get_nowait())
+        return [(number, outcome.result()) for number, outcome in finished]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    arguments: tuple[Any, ...]
+    outcome: Future[Outcome]
+
+
+@dataclass(eq=False)
+class _Lane:
+    """The actor of one node and what it owes."""
+
+    node: Node
+    host: Host
+    takes_calls: bool = False
+    open: dict[int, _Call] = field(default_factory=dict)
+
+
+class Verifiers:
+    """The worker processes of all nodes, asked as one pool (`rewards.Pool`): the driver's own, and an actor
+    with as many on every other node.
+
+    With the driver's node alone a call goes straight to its own pool. The calls that an actor owes when it
+    dies are asked again elsewhere; it is started again as long as its node is alive.
+    """
+
+    def __init__(self, own: Pool, nodes: Sequence[Node], data: DataConfig) -> None:
+        """Start the actors, without waiting.
+
+        Args:
+            own: the driver's; whoever opened it closes it.
+            nodes: of the run, the driver's among them.
+        """
+        self.deaths = 0
+        """Actors that died in this run."""
+        self._own, self._own_open = own, 0
+        self._per_node = data.reward_workers
+        self._settings = (reward_function(data), data.reward_workers, data.reward_timeout)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        """Over the lanes and what is counted here."""
+        self._closed = False
+        here = ray.get_runtime_context().get_node_id()
+        self._lanes = [_Lane(node, self._launch(node)) for node in nodes if node.node_id != here]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=lane.host.name, daemon=True)
+            for lane in self._lanes
+        ]
+
+    def wait_ready(self) -> None:
+        """Wait until every actor can be asked.
+
+        Raises:
+            WorkerError: the function cannot be loaded on one of the nodes.
+            ProcessDiedError: an actor did not start.
+        """
+        for lane in self._lanes:
+            try:
+                self._await_built(lane)
+            except WorkerError as error:
+                raise WorkerError(f"{lane.host.name}: {error}") from None
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, arguments: tuple[Any, ...]) -> Future[Outcome]:
+        """See `WorkerPool.submit`."""
+        with self._lock:
+            lane = self._least_busy()
+            if lane is not None:
+                call = _Call(arguments, Future())
+                number = next(self._numbers)
+                lane.open[number] = call
+                lane.host.call("submit", number, arguments)  # its fate shows when outcomes are taken
+                return call.outcome
+            self._own_open += 1
+        outcome = self._own.submit(arguments)
+        outcome.add_done_callback(self._count_own)
+        return outcome
+
+    def close(self) -> None:
+        """End the actors, and with them their processes; calls that they owe are cancelled."""
+        self._closed = True
+        for lane in self._lanes:
+            lane.host.kill()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(CLOSE_TIMEOUT_S)
+        for lane in self._lanes:
+            for call in lane.open.values():
+                call.outcome.cancel()
+
+    def __enter__(self) -> Verifiers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _least_busy(self) -> _Lane | None:
+        """The node where a call waits for the fewest others, per worker; None: the driver's, which is
+        preferred, since nothing has to travel."""
+        lanes = [lane for lane in self._lanes if lane.takes_calls]
+        least = min(lanes, key=lambda lane: len(lane.open), default=None)
+        if least is None or self._own_open // self._per_node <= len(least.open) // self._per_node:
+            return None
+        return least
+
+    def _count_own(self, _: Future[Outcome]) -> None:
+        with self._lock:
+            self._own_open -= 1
+
+    # --------------------------------------------------------------------------------------- one node
+
+    def _launch(self, node: Node) -> Host:
+        host = Host(
+            f"verifier of {node.address}",
+            on_node(node.node_id),
+            gpus=0,
+            threads=CALLS_AT_ONCE,
+            environment={"IBPO_CWD": str(user_directory())},  # where import paths are looked for
+        )
+        host.build(FACTORY, {}, *self._settings)
+        return host
+
+    def _await_built(self, lane: _Lane) -> None:
+        result(lane.host.built, lane.host.name, START_TIMEOUT_S)
+        with self._lock:
+            lane.takes_calls = True
+
+    def _serve(self, lane: _Lane) -> None:
+        """The thread of one node."""
+        for restarts in range(ALLOWED_RESTARTS + 1):
+            try:
+                if restarts:
+                    self._restart(lane)
+                self._collect(lane)
+            except Exception as error:  # whatever Ray says of an actor or a node that is gone
+                if not self._closed:
+                    self._give_up(lane, error)
+            if self._closed or not _is_alive(lane.node):
+                break
+        if not self._closed:
+            log.warning("%s is not started again; the other nodes score what is left", lane.host.name)
+
+    def _restart(self, lane: _Lane) -> None:
+        log.warning("starting %s again", lane.host.name)
+        lane.host = self._launch(lane.node)
+        if self._closed:  # meanwhile, and not seen this one
+            lane.host.kill()
+        self._await_built(lane)
+
+    def _collect(self, lane: _Lane) -> None:
+        """Take what the actor finishes, until the end of the run."""
+        while not self._closed:
+            for number, outcome in result(lane.host.call("take", TAKE_S), lane.host.name, TAKE_S + SLACK_S):
+                with self._lock:
+                    call = lane.open.pop(number)
+                if call.outcome.set_running_or_notify_cancel():
+                    call.outcome.set_result(outcome)
+
+    def _give_up(self, lane: _Lane, error: Exception) -> None:
+        """Ask elsewhere what a lost actor owes."""
+        with self._lock:
+            self.deaths += lane.takes_calls  # otherwise it did not come up again, and its death is counted
+            lane.takes_calls = False
+            orphans, lane.open = list(lane.open.values()), {}
+        lane.host.kill()
+        log.warning("%s; %s asked elsewhere", error, counted(len(orphans), "call"))
+        for call in orphans:
+            if not call.outcome.cancelled():
+                self.submit(call.arguments).add_done_callback(partial(_hand_on, call.outcome))
+
+
+def _hand_on(to: Future[Outcome], done: Future[Outcome]) -> None:
+    """Give `to` what came of `done`."""
+    if done.cancelled():
+        to.cancel()
+    elif to.set_running_or_notify_cancel():
+        if (error := done.exception()) is not None:
+            to.set_exception(error)
+        else:
+            to.set_result(done.result())
+
+
+def _is_alive(node: Node) -> bool:
+    return any(known["NodeID"] == node.node_id and known["Alive"] for known in ray.nodes())

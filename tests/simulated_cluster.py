@@ -1,0 +1,54 @@
+"""A Ray cluster of several nodes, simulated on this machine: each is a Ray node of its own with one CPU, so
+that no two processes that take one can share it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["SimulatedCluster", "simulated_cluster"]
+
+PROGRAM = """
+import os, sys
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 1, "object_store_memory": 128 * 1024**2}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+more = [cluster.add_node(**node) for _ in range(int(sys.argv[1]) - 1)]
+print(cluster.address, flush=True)
+for _ in sys.stdin:
+    cluster.remove_node(more.pop(), allow_graceful=False)
+    print("removed", flush=True)
+cluster.shutdown()
+"""
+
+
+@dataclass
+class SimulatedCluster:
+    address: str
+    process: subprocess.Popen[str]
+
+    def remove_node(self) -> None:
+        """Kill the last node that is left, never the first."""
+        self.process.stdin.write("remove\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "removed\n"
+
+
+@contextmanager
+def simulated_cluster(num_nodes: int) -> Iterator[SimulatedCluster]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(num_nodes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield SimulatedCluster(process.stdout.readline().strip(), process)
+    finally:
+        process.stdin.close()
+        process.wait(60)

@@ -1,0 +1,130 @@
+"""Verifiers on the nodes of a cluster: all calls are answered, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import Future
+
+import psutil
+import pytest
+from simulated_cluster import simulated_cluster
+
+from megatron_ibpo.cluster.reservation import cluster_nodes
+from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.verifiers import Verifiers
+from megatron_ibpo.config import DataConfig
+from megatron_ibpo.records import Prompt, token_ids
+from megatron_ibpo.rewards import Verifier, WorkerError, open_pool
+
+OWNERS = """
+import os, time
+
+def owner(prompt, response, label, metadata):
+    time.sleep(0.01)
+    return os.getppid()  # of the process whose pool this is
+"""
+DATA = DataConfig(rm_type="owners:owner", reward_workers=1)
+ANSWER_TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("user")
+    (directory / "owners.py").write_text(OWNERS)
+    sys.path.insert(0, str(directory))
+    with simulated_cluster(3) as started, open_ray(started.address, num_cpus=1):
+        yield started
+    sys.path.remove(str(directory))
+
+
+@pytest.fixture(scope="module")
+def verifiers(cluster):
+    with open_pool(DATA) as own:
+        with Verifiers(own, cluster_nodes(), DATA) as opened:
+            opened.wait_ready()
+            yield opened
+            owners = {int(pid) for pid in scored(opened, 60)} - {os.getpid()}
+        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in owners], timeout=10)
+        assert alive == []
+
+
+def asked(count):
+    prompt = Prompt(0, token_ids([]), 0, "42", "task", "what?")
+    return [(prompt, f"answer {number}") for number in range(count)]
+
+
+def submitted(verifiers, count):
+    return [verifiers.submit((prompt.text, text, prompt.label, {})) for prompt, text in asked(count)]
+
+
+def scored(verifiers, count):
+    """Who owned the worker of each of so many calls."""
+    return [call.result(ANSWER_TIMEOUT_S).value for call in submitted(verifiers, count)]
+
+
+def eventually(holds, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if holds():
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_calls_are_spread_over_all_nodes_by_load(verifiers):
+    owners = [score.reward for score in Verifier(verifiers, DATA).score(asked(300))]
+    shares = {owner: owners.count(owner) for owner in set(owners)}
+    assert len(shares) == 3
+    assert os.getpid() in shares
+    assert min(shares.values()) > 60
+    assert verifiers.deaths == 0
+
+
+def test_a_single_call_stays_on_the_drivers_machine(verifiers):
+    assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4
+
+
+def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifiers):
+    before = set(scored(verifiers, 60))
+    victim = int(max(before - {os.getpid()}))
+    calls = submitted(verifiers, 300)
+    calls[60].result(ANSWER_TIMEOUT_S)
+    os.kill(victim, signal.SIGKILL)
+    owners = [call.result(ANSWER_TIMEOUT_S).value for call in calls]
+    assert None not in owners
+    assert verifiers.deaths == 1
+    assert eventually(lambda: len(now := set(scored(verifiers, 60))) == 3 and victim not in now)
+    assert verifiers.deaths == 1
+
+
+def test_a_function_that_cannot_be_loaded_on_a_node_is_refused(cluster):
+    missing = DataConfig(rm_type="owners:nobody", reward_workers=1)
+    refused = pytest.raises(WorkerError, match=r"verifier of .*: .*defines no 'nobody'")
+    with open_pool(DATA) as own, Verifiers(own, cluster_nodes(), missing) as verifiers, refused:
+        verifiers.wait_ready()
+
+
+def test_a_node_alone_is_asked_without_a_detour(cluster):
+    class Own:
+        answer = Future()
+
+        def submit(self, arguments):
+            return self.answer
+
+    with Verifiers(Own(), cluster_nodes()[:1], DATA) as verifiers:
+        verifiers.wait_ready()
+        assert verifiers.submit(("what?", "42", "42", {})) is Own.answer
+
+
+def test_what_a_lost_node_owes_is_scored_elsewhere_and_it_is_given_up(cluster, verifiers, caplog):
+    deaths = verifiers.deaths
+    calls = submitted(verifiers, 300)
+    calls[60].result(ANSWER_TIMEOUT_S)
+    cluster.remove_node()
+    assert None not in [call.result(ANSWER_TIMEOUT_S).value for call in calls]
+    assert eventually(lambda: "is not started again; the other nodes score what is left" in caplog.text)
+    assert verifiers.deaths == deaths + 1
+    assert len(set(scored(verifiers, 60))) == 2
