@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ibpo.config import Config, ConfigError, check_config
 from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
 
-__all__ = ["check_loss_of_run", "check_run", "check_settings"]
+__all__ = ["check_evaluation", "check_loss_of_run", "check_run", "check_settings"]
 
 
 def check_run(config: Config) -> None:
@@ -24,6 +24,15 @@ def check_settings(config: Config) -> None:
         ConfigError: as there.
     """
     check_config(config, _WITHOUT_TORCH)
+
+
+def check_evaluation(config: Config) -> None:
+    """Refuse an evaluation on its own that cannot work, as far as that shows without a model or data.
+
+    Raises:
+        ConfigError: with all problems at once, each naming its flag.
+    """
+    check_config(config, _WITHOUT_TORCH, trains=False)
 
 
 def check_loss_of_run(config: Config) -> None:

@@ -35,6 +35,10 @@ def _tool(name: str) -> tuple[str, ...]:
 
 COMMANDS = {
     "train": Command(("-m", "megatron_ibpo.train"), "train a policy"),
+    "evaluate": Command(
+        ("-m", "megatron_ibpo.evaluate_policy"),
+        "accuracy on held-out prompts, without training",
+    ),
     "plan": Command(("-m", "megatron_ibpo.train", "--dry-run"), "what a run would need, without running it"),
     "convert to-megatron": Command(
         _tool("convert_hf_to_megatron.py"), "Hugging Face checkpoint → Megatron's distributed checkpoint"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ from megatron_ibpo.report import Report, Stages, checkpoint_bytes, prepare_run_d
 from megatron_ibpo.rewards import Verifier, open_pool
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.settings import engine_settings
-from megatron_ibpo.sampling.rollouts import open_rollouts
-from megatron_ibpo.task import open_task
+from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
+from megatron_ibpo.task import Task, open_task
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
 
-__all__ = ["START_ERRORS", "open_run"]
+__all__ = ["START_ERRORS", "OpenEvaluation", "open_evaluation", "open_run"]
 
 START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
 """What `open_run` raises for input that cannot work."""
@@ -121,6 +121,48 @@ def open_run(config: Config) -> Iterator[Run]:
             yield run
 
 
+@dataclass(frozen=True)
+class OpenEvaluation:
+    """An evaluation about to be made, with what it asks."""
+
+    task: Task
+    rollouts: Rollouts
+    engines: Engines
+    verifiers: Verifiers
+    where: str
+    """What sits where."""
+
+
+@contextmanager
+def open_evaluation(config: Config) -> Iterator[OpenEvaluation]:
+    """Engines with the weights of --hf-checkpoint, and verifiers; no trainer. Closed again on the way out,
+    whatever happens.
+
+    Raises:
+        one of START_ERRORS, with what is wrong, where, and what to do.
+    """
+    hf_dir = config.model.hf_checkpoint
+    assert hf_dir is not None  # check_evaluation saw to it
+    with ExitStack() as stack:
+        config = _with_context(config, read_hf_config(hf_dir))
+        wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
+        task = open_task(config, trains=False)
+        prepare_run_dir(config)
+        own_pool = stack.enter_context(open_pool(config.data))
+        wait_for_ray()
+        placement = _engines_placed(config)
+        verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data))
+        group = stack.enter_context(reserved(placement))
+        nobody = Trainers(group, placement)
+        engines = _start_engines(config, hf_dir, nobody, placement, group, stack)
+        assert engines is not None  # the placement has one or more
+        verifiers.wait_ready()
+        engines.wait_ready()
+        verifier = Verifier(verifiers, config.data)
+        rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
+        yield OpenEvaluation(task, rollouts, engines, verifiers, _where(config, placement))
+
+
 @contextmanager
 def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any]]:
     """Enters `context` in a thread, and gives what waits for that; leaves it on the way out."""
@@ -162,6 +204,21 @@ def _placed(config: Config) -> Placement:
     own_gpus = 0 if rollout.colocate or engines is None else rollout.rollout_num_gpus or num_gpus // 2
     num_trainers = cluster.num_trainers or max(1, num_gpus - own_gpus)
     return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
+
+
+def _engines_placed(config: Config) -> Placement:
+    """Where engines go that have the cluster to themselves: all its GPUs, or as many CPU processes as there
+    would be trainers.
+
+    Raises:
+        PlacementError: the cluster has too little.
+    """
+    nodes, rollout = cluster_nodes(), config.rollout
+    size, num_gpus = rollout.rollout_num_gpus_per_engine, sum(node.gpus for node in nodes)
+    within_nodes = sum(node.gpus // size for node in nodes)
+    engines = within_nodes or (num_gpus or config.cluster.num_trainers or 1) // size or 1
+    wanted = WantedEngines(size, colocate=False, num_gpus=rollout.rollout_num_gpus or engines * size)
+    return plan_placement(nodes, num_trainers=0, engines=wanted, on_gpu=num_gpus > 0)
 
 
 def _start_engines(

@@ -32,14 +32,17 @@ class Task:
     suffixes: PromptSuffixes
     """Of --rollout-prompt-suffixes."""
     prompts: PromptSource | None
-    """None when recorded rollouts are replayed."""
+    """None when recorded rollouts are replayed, or for an evaluation on its own."""
     eval_prompts: list[Prompt]
     extract_answer: Callable[[str], str | None] | None
     """For votes at evaluation, where the verifier's module has one and several samples are taken."""
 
 
-def open_task(config: Config) -> Task:
+def open_task(config: Config, *, trains: bool = True) -> Task:
     """Read and check everything of the task that the run will need.
+
+    Args:
+        trains: otherwise held-out prompts are all that is asked.
 
     Raises:
         ValueError, OSError: a tokenizer or data that does not serve; with what, where, and what to do.
@@ -56,43 +59,45 @@ def open_task(config: Config) -> Task:
         _placeholder(config, tokenizer),
     )
     suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
-    prompts, eval_prompts = _open_prompts(config, tokenizer, suffixes.longest)
+    replays = config.run.load_debug_rollout_data is not None
     votes = config.run.n_samples_per_eval_prompt > 1
     return Task(
         tokenizer,
         vocabulary,
         suffixes,
-        prompts,
-        eval_prompts,
+        _training_prompts(config, tokenizer, suffixes.longest) if trains and not replays else None,
+        [] if replays else _held_out_prompts(config, tokenizer),
         answer_extractor(config.data.rm_type) if votes else None,
     )
 
 
-def _open_prompts(
-    config: Config, tokenizer: Tokenizer, growth: int
-) -> tuple[PromptSource | None, list[Prompt]]:
-    """(source of training prompts, held-out prompts); neither when recorded rollouts are replayed.
-
-    Args:
-        growth: tokens that perturbation may add to a training prompt.
+def _training_prompts(config: Config, tokenizer: Tokenizer, growth: int) -> PromptSource:
     """
-    if config.run.load_debug_rollout_data is not None:
-        return None, []
+    Args:
+        growth: tokens that perturbation may add to a prompt.
+    """
+    data = config.data
+    assert data.prompt_data is not None
+    room = _room(config) - growth
+    return open_source(data.prompt_data, tokenizer, data, split="train", max_prompt_len=room)
+
+
+def _held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    """None where evaluation is off."""
+    data, count = config.data, config.run.eval_num_prompts
+    if count == 0:
+        return []
+    assert data.eval_prompt_data is not None
+    room = _room(config)
+    held_out = open_source(data.eval_prompt_data, tokenizer, data, split="eval", max_prompt_len=room)
+    return held_out.batch(0, min(count, len(held_out) or count))
+
+
+def _room(config: Config) -> int:
+    """Tokens that a prompt may have."""
     rollout = config.rollout
     assert rollout.rollout_max_context_len is not None  # start-up resolved it
-    assert config.data.prompt_data is not None
-    room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
-    prompts = open_source(
-        config.data.prompt_data, tokenizer, config.data, split="train", max_prompt_len=room - growth
-    )
-    if config.run.eval_num_prompts == 0:
-        return prompts, []
-    assert config.data.eval_prompt_data is not None
-    held_out = open_source(
-        config.data.eval_prompt_data, tokenizer, config.data, split="eval", max_prompt_len=room
-    )
-    count = config.run.eval_num_prompts
-    return prompts, held_out.batch(0, min(count, len(held_out) or count))
+    return rollout.rollout_max_context_len - rollout.rollout_max_response_len
 
 
 def _placeholder(config: Config, tokenizer: Tokenizer) -> int | None:

@@ -14,7 +14,7 @@ from megatron_ibpo.checks import check_run, check_settings
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.versions import missing
 
-__all__ = ["main", "train"]
+__all__ = ["BAD_INPUT", "DONE", "INTERRUPTED", "lacking", "main", "refuse", "train"]
 
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 
@@ -26,18 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         check_settings(config)
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     return _plan(config) if config.run.dry_run else train(config)
 
 
 def train(config: Config) -> int:
     """The whole run."""
-    if lacks := missing():
-        return _refuse(
-            ImportError(
-                f"not installed: {', '.join(lacks)}; `bash tools/bootstrap.sh` installs what a run needs"
-            )
-        )
+    if lacks := lacking():
+        return refuse(lacks)
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.interrupts import StopRequest
     from megatron_ibpo.startup import START_ERRORS, open_run
@@ -47,7 +43,7 @@ def train(config: Config) -> int:
         try:
             run = stack.enter_context(open_run(config))
         except START_ERRORS as error:
-            return _refuse(error)
+            return refuse(error)
         run.evaluate_if_due()
         while not run.done():
             groups = run.sample()
@@ -73,11 +69,21 @@ def _plan(config: Config) -> int:
     try:
         check_run(config)
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     return plan_run(config)
 
 
-def _refuse(error: BaseException) -> int:
+def lacking() -> ImportError | None:
+    """What to say where packages that a run needs are not installed."""
+    if not (names := missing()):
+        return None
+    return ImportError(
+        f"not installed: {', '.join(names)}; `bash tools/bootstrap.sh` installs what a run needs"
+    )
+
+
+def refuse(error: BaseException) -> int:
+    """Say what is wrong with the input; returns the exit status."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     return BAD_INPUT
 

@@ -10,10 +10,10 @@ import megatron_ibpo
 PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
-    "main", "train", "startup", "loop", "choice", "study", "plan", "cluster", "sampling", "report", "checks",
-    "rollout", "task", "evaluate", "rewards", "credit", "data", "policy", "loss", "kernels", "edit_distance",
-    "weights", "cost", "models", "world", "config", "records", "seeds", "versions", "quiet", "interrupts",
-    "words",
+    "main", "evaluate_policy", "train", "startup", "loop", "choice", "study", "plan", "cluster", "sampling",
+    "report", "checks", "rollout", "task", "evaluate", "rewards", "credit", "data", "policy", "loss",
+    "kernels", "edit_distance", "weights", "cost", "models", "world", "config", "records", "seeds",
+    "versions", "quiet", "interrupts", "words",
 ]  # fmt: skip
 """From the loop down: a room may import only from rooms after it."""
 

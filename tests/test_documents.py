@@ -75,6 +75,8 @@ def check_ibpo(words: list[str]) -> None:
         return
     length = 2 if words[0] == "convert" else 1
     python = COMMANDS[" ".join(words[:length])].python
+    if words[0] == "evaluate" and not words[1].startswith("-"):
+        length += 1  # a run
     if python[0] == "-m":
         parse_config([*python[2:], *words[length:]])
     else:

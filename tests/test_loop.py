@@ -242,3 +242,53 @@ def test_an_engine_that_dies_is_restarted_once(tmp_path):
     assert status == 0, output[-5000:]
     assert rows_of(run_dir)[-1]["engine_restarts"] == 1
     assert rows_of(run_dir)[-1]["step"] == 6
+
+
+def start_evaluation(*words):
+    command = [sys.executable, "-m", "megatron_ibpo.main", "evaluate", *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_path):
+    """The same weights, prompts and seeds: every measure and every outcome."""
+    run_dir, _ = run
+    alone = tmp_path / "alone"
+    before = shared_memory()
+    process = start_evaluation(run_dir, "--run-dir", alone)
+    status, output = finished(process)
+    assert status == 0, output[-5000:]
+    assert shared_memory() <= before
+    at_the_end = rows_of(run_dir, "evaluation")[-1]
+    measured = json.loads((alone / "summary.json").read_text())
+    names = ("num_prompts", "accuracy", "accuracy_low", "accuracy_high", "greedy_accuracy", "mean_length")
+    assert [measured[name] for name in names] == [at_the_end[name] for name in names]
+    assert load_outcomes(outcomes_path(alone, 0)) == load_outcomes(outcomes_path(run_dir, 3))
+    assert measured["policy"] == str(run_dir / "hf")
+    assert f"accuracy {measured['accuracy']:.3f} [" in output
+    assert "trainers –, engines 0-1, 2 verifiers" in output
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_evaluation_and_all_that_it_started(run, tmp_path):
+    before = shared_memory()
+    process = start_evaluation(run[0], "--run-dir", tmp_path / "alone", "--eval-num-prompts", "20000")
+    while "trainers –" not in (line := process.stdout.readline()):
+        assert line, "it ended before it began"
+    started = started_by(process)
+    assert engines_among(started)
+    os.killpg(process.pid, signal.SIGINT)
+    status, output = finished(process, 60)
+    assert status == 130, output[-5000:]
+    assert "Traceback" not in output
+    assert not (tmp_path / "alone/summary.json").exists()
+    assert still_running(started) == []
+    assert shared_memory() <= before

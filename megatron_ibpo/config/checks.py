@@ -15,17 +15,20 @@ from megatron_ibpo.config.presets import PRESETS, unknown_preset
 __all__ = ["check_algorithm", "check_config"]
 
 
-def check_config(config: Config, rooms: Iterable[Callable[[Config], object]] = ()) -> None:
+def check_config(
+    config: Config, rooms: Iterable[Callable[[Config], object]] = (), *, trains: bool = True
+) -> None:
     """Refuse what cannot work.
 
     Args:
         rooms: checks of those who know more, such as which loss variants there are; each raises ValueError
             with a line for every problem.
+        trains: otherwise the policy is evaluated and no more.
 
     Raises:
         ConfigError: with all problems at once, each naming its flag.
     """
-    problems = [*_out_of_range(config), *_missing_inputs(config), *_contradictions(config)]
+    problems = [*_out_of_range(config), *_missing_inputs(config, trains), *_contradictions(config)]
     problems += _algorithm_problems(config.algorithm, config.data.reward_threshold)
     for check in rooms:
         try:
@@ -64,7 +67,7 @@ def _out_of_range(config: Config) -> list[str]:
     ]
 
 
-def _missing_inputs(config: Config) -> list[str]:
+def _missing_inputs(config: Config, trains: bool) -> list[str]:
     """What has to be named or to exist; a dry run needs the model only."""
     run, data = config.run, config.data
     problems = []
@@ -78,15 +81,18 @@ def _missing_inputs(config: Config) -> list[str]:
         problems.append("--use-wandb: the package wandb is not installed; pip install wandb")
     if run.dry_run or run.load_debug_rollout_data is not None:
         return problems
-    if data.prompt_data is None:
+    if trains and data.prompt_data is None:
         problems.append(
             "--prompt-data: required, PATH.jsonl, a generated task such as reasoning_gym://chain_sum, or "
             "import://package.module:function"
         )
     if run.eval_num_prompts > 0 and data.eval_prompt_data is None:
         problems.append(
-            "--eval-prompt-data: required for evaluation; --eval-num-prompts 0 turns evaluation off"
+            "--eval-prompt-data: required for evaluation"
+            + ("; --eval-num-prompts 0 turns evaluation off" if trains else "")
         )
+    if not trains and run.eval_num_prompts == 0:
+        problems.append("--eval-num-prompts: must be at least 1 for an evaluation, is 0")
     return problems
 
 

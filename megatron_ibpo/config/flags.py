@@ -20,14 +20,20 @@ from megatron_ibpo.config.recipes import config_yaml, read_recipe
 
 __all__ = ["parse_config"]
 
-_DESCRIPTION = """Train a policy by IBPO: Megatron-core trains, vLLM samples.
+_TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
+_RECIPES = """
 
 Besides the flags below: --config FILE.yaml reads a recipe with these flags as keys (may be repeated, the
 later file wins, flags win over files); --print-config prints the resolved recipe and exits."""
 
 
-def parse_config(argv: Sequence[str]) -> Config:
+def parse_config(
+    argv: Sequence[str], *, program: str = "megatron_ibpo.train", description: str = _TRAINING
+) -> Config:
     """The configuration that a command line means, with absolute paths (see `megatron_ibpo.config.paths`).
+
+    Args:
+        program: for --help, with what it does.
 
     `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2).
 
@@ -53,8 +59,8 @@ def parse_config(argv: Sequence[str]) -> Config:
         Config,
         args=flags,
         default=defaults,
-        prog="megatron_ibpo.train",
-        description=_DESCRIPTION,
+        prog=program,
+        description=description + _RECIPES,
         config=(tyro.conf.OmitArgPrefixes,),
     )
     for entry in ENTRIES.values():

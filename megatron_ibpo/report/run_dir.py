@@ -17,6 +17,7 @@ from megatron_ibpo.versions import installed_versions, warn_on_differences
 
 __all__ = [
     "METRICS_FILE",
+    "SUMMARY_FILE",
     "checkpoint_bytes",
     "how_to_go_on",
     "prepare_run_dir",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
 _TOKENIZER = "tokenizer"
 """Directory with the tokenizer of the run's model, and what else describes that model but for its weights."""
@@ -45,10 +47,10 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     """
     run_dir = config.run.run_dir
     continues = config.run.load is not None
-    if (run_dir / METRICS_FILE).exists() and not continues:
+    if any((run_dir / name).exists() for name in (METRICS_FILE, SUMMARY_FILE)) and not continues:
         raise ConfigError(
-            f"--run-dir: {run_dir} already holds a run; choose another directory, or continue that run "
-            f"with --load {run_dir}"
+            f"--run-dir: {run_dir} already holds a run; choose another directory, or continue that run's "
+            f"training with --load {run_dir}"
         )
     probe = run_dir / f".writable.{os.getpid()}"
     try:

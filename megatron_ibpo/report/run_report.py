@@ -18,11 +18,11 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import Evaluation
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
-from megatron_ibpo.report.run_dir import METRICS_FILE, how_to_go_on
+from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on
 from megatron_ibpo.report.summary import summarise
 from megatron_ibpo.words import counted
 
-__all__ = ["Report"]
+__all__ = ["Report", "measure_name"]
 
 
 class Report:
@@ -103,7 +103,7 @@ class Report:
         )
         curves = self._run_dir / "curves.png"
         drawn = plot_curves(self._log.rows, curves, title=self._title)
-        path = self._run_dir / "summary.json"
+        path = self._run_dir / SUMMARY_FILE
         path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         self.note(f"{status}: {counted(summary['steps'], 'step')}")
         self._display.print(_results_table(summary))
@@ -156,11 +156,11 @@ def _results_table(summary: dict[str, Any]) -> Table:
         table.add_column(column, justify="right")
     for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
         start, end = summary[f"{key}_start"], summary[f"{key}_end"]
-        table.add_row(_measure_name(key), *("–" if x is None else f"{x:.3f}" for x in (start, end)))
+        table.add_row(measure_name(key), *("–" if x is None else f"{x:.3f}" for x in (start, end)))
     return table
 
 
-def _measure_name(key: str) -> str:
+def measure_name(key: str) -> str:
     """pass_at_4 → pass@4, best_of_4 → best-of-4, and the words of the others."""
     names = {
         "accuracy": "accuracy, sampled",
