@@ -153,7 +153,7 @@ def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
 def test_every_command_shows_its_help_from_any_directory(tmp_path):
     """By the entry point that the documents use."""
     environment = os.environ | {"IBPO_PYTHON": sys.executable}
-    for name in ["", "train", "inspect", "convert to-hf", "page"]:
+    for name in ["", "train", "evaluate", "inspect", "convert to-hf", "page"]:
         done = subprocess.run(
             ["bash", str(ROOT / "tools/ibpo.sh"), *name.split(), "--help"],
             cwd=tmp_path,
