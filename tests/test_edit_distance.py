@@ -19,14 +19,13 @@ from rapidfuzz.distance import Levenshtein
 from megatron_ibpo import _edit_distance
 from megatron_ibpo.edit_distance import (
     SATURATED,
-    Moments,
     batch_distance,
     distance,
-    distance_moments,
     opcodes,
     rewrite_test,
     unmodified_mask,
 )
+from megatron_ibpo.edit_distance.rewrites import adaptive_threshold
 
 ISAS = _edit_distance.supported_isas()
 ENGINES = ["", "packed", "stripes", "wavefront"]
@@ -290,8 +289,7 @@ def test_rewrites_by_hand():
     assert test.distance.tolist() == [0.6, 0.8, 0.8, 0.8, 0.8]
     assert test.reference_distance.tolist()[:4] == [np.inf, 0.8, 0.6, 0.6]  # the first: above 0.6
     assert np.isnan(test.reference_distance[4])
-    ragged = (*flatten([r for own in refs for r in own]), [0, 1, 2, 3, 5, 5])
-    again = rewrite_test(flatten(y), flatten(y_hat), ragged, threshold=0.6)
+    again = rewrite_test(flatten(y), flatten(y_hat), refs, threshold=0.6)
     assert again.rewritten.tolist() == test.rewritten.tolist()
     known = rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4, 4]))
     assert known.rewritten.tolist() == test.rewritten.tolist()
@@ -299,23 +297,12 @@ def test_rewrites_by_hand():
         rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4]))
 
 
-def test_ranks_that_share_moments_agree_on_the_adaptive_threshold():
+def test_the_adaptive_threshold_by_hand():
     """d = 0 five times and 1 once: mean 1/6, population std √5/6."""
     y, y_hat = [[7, 7]] * 6, [[7, 7]] * 5 + [[9, 9]]
-    refs = [[[9, 9]]] * 6
-    alone = rewrite_test(y, y_hat, refs, threshold="adaptive")
-    assert alone.threshold == pytest.approx(1 / 6 + 5**0.5 / 3)
-    assert alone.rewritten.tolist() == [False] * 5 + [True]
-    parts = [slice(0, 2), slice(2, 6)]
-    of_ranks = [
-        distance_moments(rewrite_test(y[p], y_hat[p], refs[p], threshold=1.0).distance) for p in parts
-    ]
-    everywhere = Moments(*map(sum, zip(*of_ranks, strict=True)))
-    tests = [rewrite_test(y[p], y_hat[p], refs[p], threshold="adaptive", moments=everywhere) for p in parts]
-    assert [t.threshold for t in tests] == [alone.threshold] * 2
-    assert np.concatenate([t.rewritten for t in tests]).tolist() == alone.rewritten.tolist()
-    reduced = rewrite_test(y, y_hat, refs, threshold="adaptive", moments=torch.tensor([6.0, 1.0, 1.0]))
-    assert reduced.threshold == alone.threshold
+    test = rewrite_test(y, y_hat, [[[9, 9]]] * 6, threshold="adaptive")
+    assert test.threshold == pytest.approx(1 / 6 + 5**0.5 / 3)
+    assert test.rewritten.tolist() == [False] * 5 + [True]
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.integers(1, 3))
@@ -340,7 +327,7 @@ def test_the_adaptive_threshold_is_the_double_below_the_exact_one(distances):
     exact = [Fraction(value) for value in distances]
     mean = sum(exact) / len(exact)
     variance = sum((value - mean) ** 2 for value in exact) / len(exact)
-    threshold = rewrite_test([], [], [], threshold="adaptive", moments=distance_moments(distances)).threshold
+    threshold = adaptive_threshold(np.array(distances))
     above = Fraction(math.nextafter(threshold, 2))
     assert threshold <= mean or (Fraction(threshold) - mean) ** 2 <= 4 * variance
     assert above > mean
@@ -515,28 +502,12 @@ def test_bad_input_is_refused_by_name(bad, error, message):
     [
         ({"threshold": "adaptiv"}, TypeError, 'threshold: must be a number or "adaptive"'),
         ({"threshold": -1}, ValueError, "threshold: must be 0 or more, not -1"),
-        ({"moments": (1, 0.5, 0.25)}, ValueError, 'moments: only an "adaptive" threshold needs them'),
-        (
-            {"threshold": "adaptive", "moments": (0, 0, 0)},
-            ValueError,
-            "moments: of 0 corrections, but there are 1",
-        ),
-        ({"threshold": "adaptive", "moments": (1, 2)}, ValueError, "moments: must be"),
-        (
-            {"threshold": "adaptive", "moments": (1, math.nan, 0)},
-            ValueError,
-            r"moments: must be .* finite and 0 or more, not \(1, nan, 0\)",
-        ),
-        ({"threshold": "adaptive", "moments": 5}, ValueError, "moments: must be .* not 5"),
-        ({"threshold": "adaptive", "moments": "abc"}, ValueError, "moments: must be .* not 'abc'"),
-        ({"threshold": "adaptive", "moments": (1, math.inf, 0)}, ValueError, "moments: must be .* inf"),
-        ({"threshold": "adaptive", "moments": (1, 0, -1)}, ValueError, "moments: must be .* -1"),
         ({"threshold": np.array([0.5, 0.6])}, TypeError, 'threshold: must be a number or "adaptive"'),
         ({"refs": []}, ValueError, "refs: of 0 pairs, but y has 1"),
         ({"refs": None}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"refs": [None]}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"refs": [[1, 3]]}, ValueError, r"refs\[0\]: must be 1-D"),
-        ({"refs": ([1], [0, 1])}, ValueError, r"refs: a tuple must be \(values, offsets, pair_offsets\)"),
+        ({"refs": ([1], [0, 1])}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"y_hat": [[1], [2]]}, ValueError, "y_hat: 2 sequences, but y has 1"),
         ({"y": [[1.5]]}, TypeError, r"y\[0\]: .* not float64"),
     ],

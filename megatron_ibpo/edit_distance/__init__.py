@@ -11,16 +11,14 @@ AVX-512, AVX2 or plain C++ is chosen when it runs; IBPO_EDIT_DISTANCE_ISA=avx512
 from megatron_ibpo.edit_distance.alignments import Opcode, opcodes, unmodified_mask
 from megatron_ibpo.edit_distance.distances import SATURATED, batch_distance, distance
 from megatron_ibpo.edit_distance.inputs import read_ids
-from megatron_ibpo.edit_distance.rewrites import Moments, RewriteTest, distance_moments, rewrite_test
+from megatron_ibpo.edit_distance.rewrites import RewriteTest, rewrite_test
 
 __all__ = [
     "SATURATED",
-    "Moments",
     "Opcode",
     "RewriteTest",
     "batch_distance",
     "distance",
-    "distance_moments",
     "opcodes",
     "read_ids",
     "rewrite_test",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megatron_ibpo import _edit_distance
 
-__all__ = ["Ragged", "check_threads", "pair_up", "read_ids", "read_offsets", "read_ragged"]
+__all__ = ["Ragged", "check_threads", "pair_up", "read_ids", "read_ragged"]
 
 LONGEST = 2**30 - 1
 """Ids of one sequence; a batch may hold any number."""
@@ -73,7 +73,7 @@ def _kind(value: Any) -> type:
     return bool if isinstance(value, bool) or np.asarray(value).dtype == np.bool_ else type(value)
 
 
-def read_offsets(name: str, offsets: Any, num_values: int) -> npt.NDArray[np.int64]:
+def _read_offsets(name: str, offsets: Any, num_values: int) -> npt.NDArray[np.int64]:
     """`offsets` as int64; first 0, never falling, last `num_values`.
 
     Raises:
@@ -95,13 +95,14 @@ def read_ragged(name: str, values: Any, offsets: Any = None) -> Ragged:
     """Sequences from `<name>_values` and `<name>_offsets`, or from a list of sequences and None.
 
     Raises:
-        TypeError, ValueError: as read_ids and read_offsets, or a sequence of more than LONGEST ids.
+        TypeError, ValueError: as read_ids; offsets that are no bounds of the values; a sequence of more than
+            LONGEST ids.
     """
     if offsets is None:
         ragged = _joined(name, values)
     else:
         ids = read_ids(f"{name}_values", values)
-        ragged = Ragged(ids, read_offsets(f"{name}_offsets", offsets, ids.size))
+        ragged = Ragged(ids, _read_offsets(f"{name}_offsets", offsets, ids.size))
     too_long = np.flatnonzero(ragged.lengths > LONGEST)
     if too_long.size:
         at = int(too_long[0])

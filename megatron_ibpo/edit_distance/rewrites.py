@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
@@ -12,21 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ibpo.edit_distance.distances import SATURATED, count_edits, normalize
-from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_offsets, read_ragged
+from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_ragged
 
-__all__ = ["Moments", "RewriteTest", "distance_moments", "rewrite_test"]
-
-
-class Moments(NamedTuple):
-    """What an adaptive threshold needs of the distances d(y, ŷ).
-
-    Those of ranks add up entry by entry, exactly and in any order. Floats from an all-reduce do as well: the
-    ranks agree on them too, but they are rounded.
-    """
-
-    number: int | float
-    total: Fraction | float
-    total_of_squares: Fraction | float
+__all__ = ["RewriteTest", "adaptive_threshold", "rewrite_test"]
 
 
 class RewriteTest(NamedTuple):
@@ -42,26 +29,12 @@ class RewriteTest(NamedTuple):
     """α in force; NaN if it is adaptive and there are no corrections."""
 
 
-def distance_moments(distances: npt.ArrayLike) -> Moments:
-    """Exact sums: they depend neither on the order nor on how the distances are shared among ranks.
-
-    Raises:
-        ValueError: a distance is negative, infinite or not a number.
-    """
-    values = np.asarray(distances, np.float64)
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError("distances: must be finite and 0 or more")
-    exact = [Fraction(value) for value in values.ravel().tolist()]
-    return Moments(len(exact), sum(exact, Fraction()), sum((x * x for x in exact), Fraction()))
-
-
 def rewrite_test(
     y: Any,
     y_hat: Any,
     refs: Any,
     *,
     threshold: float | Literal["adaptive"],
-    moments: Sequence[Any] | None = None,
     edits: npt.NDArray[np.int64] | None = None,
     num_threads: int = 0,
 ) -> RewriteTest:
@@ -73,22 +46,17 @@ def rewrite_test(
 
     Args:
         y, y_hat: n sequences each: a tuple (values, offsets) as in batch_distance, or a list of sequences.
-        refs: the references of each of the n pairs, none, one or several: a list of n lists of sequences, or
-            a tuple (values, offsets, pair_offsets), where those of pair i are the sequences pair_offsets[i]
-            to pair_offsets[i + 1] - 1.
-        threshold: α, or "adaptive": mean + 2 population standard deviations of d(y, ŷ), without rounding on
-            the way, so that a distance equal to it is no rewrite.
-        moments: for "adaptive", of the corrections of all ranks (distance_moments of each, added up), so that
-            the ranks agree; these n alone by default.
+        refs: the references of each of the n pairs, none, one or several: a list of n lists of sequences.
+        threshold: α, or "adaptive" (`adaptive_threshold`).
         edits: of each y and ŷ, int64 [n], where they are known: unmodified_mask and batch_distance give them.
         num_threads: as in batch_distance.
 
     Raises:
         TypeError, ValueError: as batch_distance; edits that are not as many; a threshold that is negative or
-            not a number, moments without an adaptive threshold or of fewer corrections than there are here.
+            not a number.
     """
     threads = check_threads(num_threads)
-    _check_threshold(threshold, moments)
+    _check_threshold(threshold)
     originals, corrected = pair_up("y", _read("y", y), "y_hat", _read("y_hat", y_hat))
     references, owners = _read_references(refs, len(corrected))
     if edits is None:
@@ -97,7 +65,7 @@ def rewrite_test(
         raise ValueError(f"edits: must be int64 [{len(corrected)}], not {edits.dtype} {list(edits.shape)}")
     distances = normalize(edits, originals, corrected)
     nearest, farther = _against_references(originals, corrected, references, owners, edits, threads)
-    alpha = _adaptive(distances, moments) if isinstance(threshold, str) else float(threshold)
+    alpha = adaptive_threshold(distances) if isinstance(threshold, str) else float(threshold)
     return RewriteTest((distances > alpha) & farther, distances, nearest, alpha)
 
 
@@ -129,27 +97,17 @@ def _against_references(
     return np.where(has_references, nearest, np.nan), farther
 
 
-def _adaptive(distances: npt.NDArray[np.float64], moments: Sequence[Any] | None) -> float:
-    count, total, squares = _read_moments(distance_moments(distances) if moments is None else moments)
-    if count < distances.size:
-        raise ValueError(
-            f"moments: of {float(count):g} corrections, but there are {distances.size} here alone"
-        )
-    if count == 0:
+def adaptive_threshold(distances: npt.NDArray[np.float64]) -> float:
+    """mean + 2 population standard deviations of the distances, NaN without any.
+
+    Nothing is rounded on the way, so that a distance equal to it is no rewrite, and that neither order nor
+    the number of threads changes it.
+    """
+    if not distances.size:
         return math.nan
-    return _floor_of_sum(total / count, max(Fraction(), 4 * (squares / count - (total / count) ** 2)))
-
-
-def _read_moments(moments: Any) -> list[Fraction]:
-    try:
-        exact = [Fraction(x) if isinstance(x, int | Fraction) else Fraction(float(x)) for x in moments]
-    except (TypeError, ValueError, OverflowError):  # Fraction raises the last two for nan and inf
-        exact = []
-    if len(exact) != 3 or min(exact) < 0:
-        raise ValueError(
-            f"moments: must be (count, sum, sum of squares), finite and 0 or more, not {moments!r}"
-        )
-    return exact
+    exact = [Fraction(value) for value in distances.tolist()]
+    mean, square = sum(exact, Fraction()) / len(exact), sum((x * x for x in exact), Fraction()) / len(exact)
+    return _floor_of_sum(mean, 4 * (square - mean**2))
 
 
 def _floor_of_sum(x: Fraction, y: Fraction) -> float:
@@ -176,17 +134,13 @@ def _decimal(value: Fraction) -> Decimal:
     return Decimal(value.numerator) / Decimal(value.denominator)
 
 
-def _check_threshold(threshold: Any, moments: Any) -> None:
+def _check_threshold(threshold: Any) -> None:
     if isinstance(threshold, str) and threshold == "adaptive":
-        if moments is not None:
-            _read_moments(moments)
         return
     if isinstance(threshold, bool | str) or not isinstance(threshold, int | float | np.integer | np.floating):
         raise TypeError(f'threshold: must be a number or "adaptive", not {threshold!r}')
     if math.isnan(threshold) or threshold < 0:
         raise ValueError(f"threshold: must be 0 or more, not {threshold}")
-    if moments is not None:
-        raise ValueError(f'moments: only an "adaptive" threshold needs them, not {threshold}')
 
 
 def _read(name: str, sequences: Any) -> Ragged:
@@ -199,18 +153,9 @@ def _read(name: str, sequences: Any) -> Ragged:
 
 def _read_references(refs: Any, count: int) -> tuple[Ragged, npt.NDArray[np.int64]]:
     """(all references, the pair that each belongs to)."""
-    if isinstance(refs, tuple):
-        if len(refs) != 3:
-            raise ValueError(
-                f"refs: a tuple must be (values, offsets, pair_offsets), not of {len(refs)} entries"
-            )
-        references = read_ragged("refs", *refs[:2])
-        numbers = np.diff(read_offsets("refs pair_offsets", refs[2], len(references)))
-    else:
-        if not isinstance(refs, list) or not all(isinstance(own, list | tuple) for own in refs):
-            raise TypeError("refs: must be a list with, for each pair, a list of sequences, none to several")
-        references = read_ragged("refs", [reference for own in refs for reference in own])
-        numbers = np.array([len(own) for own in refs], np.int64)
-    if numbers.size != count:
-        raise ValueError(f"refs: of {numbers.size} pairs, but y has {count}")
-    return references, np.repeat(np.arange(count), numbers)
+    if not isinstance(refs, list) or not all(isinstance(own, list | tuple) for own in refs):
+        raise TypeError("refs: must be a list with, for each pair, a list of sequences, none to several")
+    if len(refs) != count:
+        raise ValueError(f"refs: of {len(refs)} pairs, but y has {count}")
+    references = read_ragged("refs", [reference for own in refs for reference in own])
+    return references, np.repeat(np.arange(count), np.array([len(own) for own in refs], np.int64))

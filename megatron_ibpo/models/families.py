@@ -9,7 +9,7 @@ __all__ = ["FAMILIES", "family_part"]
 
 FAMILIES = {
     "qwen3": "megatron_ibpo.models.qwen3",
-    "qwen3_moe": "megatron_ibpo.models.qwen3_moe",
+    "qwen3_moe": "megatron_ibpo.models.qwen3",
     "qwen3_next": "megatron_ibpo.models.qwen3_next",
 }
 """By `model_type` of config.json: the package with everything that is special to the family."""

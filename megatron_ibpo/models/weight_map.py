@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -72,10 +72,8 @@ class Piece:
 
     def within(self, prefix: str) -> Piece:
         """The piece with its names prefixed."""
-        fused = self.fused
-        if fused is not None:
-            fused = Fused(prefix + fused.name, fused.shape, fused.expert, fused.first_row)
-        return Piece(prefix + self.name, self.shape, self.cut, fused)
+        fused = self.fused and replace(self.fused, name=prefix + self.fused.name)
+        return replace(self, name=prefix + self.name, fused=fused)
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """(start, length) along the cut's dimension of what `rank` of `ranks` holds."""
@@ -148,17 +146,7 @@ class Entry:
     def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
         """The entry with its names prefixed, in a layer of the model."""
         pieces = tuple(piece.within(hf) for piece in self.pieces)
-        return Entry(
-            megatron + self.name,
-            pieces,
-            self.join,
-            self.part,
-            self.joined_cut,
-            self.stored_apart,
-            layer,
-            self.expert,
-            self.num_experts,
-        )
+        return replace(self, name=megatron + self.name, pieces=pieces, layer=layer)
 
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
         """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along

@@ -1,4 +1,4 @@
-"""What dense Qwen3's layers cost: attention in all of them."""
+"""What Qwen3's layers cost: attention in all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense Qwen3's layers."""
+"""Qwen3's layers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_ibpo.models.shape import ModelShape
-from megatron_ibpo.models.spec import Backend, attention, dense_mlp, transformer_layer
+from megatron_ibpo.models.spec import Backend, attention, dense_mlp, moe, transformer_layer
 
 
 def layer_spec(shape: ModelShape, layer: int, backend: Backend) -> ModuleSpec:
-    return transformer_layer(attention(backend), dense_mlp(backend))
+    return transformer_layer(attention(backend), moe(shape, backend) if shape.is_moe else dense_mlp(backend))
 
 
 def config_fields(shape: ModelShape) -> dict[str, Any]:

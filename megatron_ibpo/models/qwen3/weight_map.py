@@ -1,11 +1,11 @@
-"""Dense Qwen3's tensors."""
+"""Qwen3's tensors."""
 
 from __future__ import annotations
 
 from megatron_ibpo.models.shape import ModelShape
-from megatron_ibpo.models.shared_entries import attention, dense_mlp
+from megatron_ibpo.models.shared_entries import attention, dense_mlp, moe
 from megatron_ibpo.models.weight_map import Entry
 
 
 def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
-    return [*attention(shape), *dense_mlp(shape)]
+    return [*attention(shape), *(moe(shape) if shape.is_moe else dense_mlp(shape))]

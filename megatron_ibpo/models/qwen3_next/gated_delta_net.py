@@ -185,36 +185,21 @@ class _ChunkedDeltaRule(torch.autograd.Function):
             output[at].baddbmm_(within[at], new_value[at])
             state = torch.baddbmm(state * from_start[at, -1:], key_decayed[at].mT, new_value[at])
         ctx.sizes = sizes
-        ctx.save_for_backward(
-            query,
-            key,
-            value,
-            beta,
-            between,
-            from_start,
-            to_end,
-            lower,
-            solve,
-            u,
-            w,
-            within,
-            new_value,
-            *states,
-        )
+        kept = query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value
+        ctx.save_for_backward(*kept, *states)
         return output
 
     @staticmethod
     def backward(ctx, grad_output):
-        (query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value) = (
-            ctx.saved_tensors[:13]
-        )
+        kept, states = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
+        query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value = kept
         query_decayed, key_decayed, beta_key = query * from_start, key * to_end, key * beta
         grad_new = torch.bmm(within.mT, grad_output)
         grad_query_decayed, grad_w = torch.empty_like(query), torch.empty_like(key)
         grad_key_decayed = torch.zeros_like(key)
         grad_last = key.new_zeros(len(key))
         grad_state, last = None, len(key)
-        for size, state in zip(reversed(ctx.sizes), reversed(ctx.saved_tensors[13:]), strict=True):
+        for size, state in zip(reversed(ctx.sizes), reversed(states), strict=True):
             at = slice(last - size, last)
             last -= size
             earlier = torch.bmm(query_decayed[at].mT, grad_output[at])
