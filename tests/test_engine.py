@@ -27,14 +27,12 @@ from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.process_group import shared_memory
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
-from megatron_ibpo.weights.layout.regions import whole
-from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
+from megatron_ibpo.weights.errors import WeightMismatchError, WeightPlanError
+from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 from megatron_ibpo.weights.transfer import gloo
-from megatron_ibpo.weights.transfer.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.transfer.link import Sent
-from megatron_ibpo.weights.transfer.open import open_transport
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
-from megatron_ibpo.weights.transfer.update import Transport, update_engines
+from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
 from megatron_ibpo.world import World
 
 CONTEXT = 256

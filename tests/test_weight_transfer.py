@@ -6,6 +6,7 @@ tests/test_engine.py does the same with vLLM.
 
 from __future__ import annotations
 
+import pickle
 import re
 import threading
 import time
@@ -22,9 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from megatron_ibpo.weights.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.layout.regions import (
     Message,
     Need,
+    Region,
+    TensorMeta,
     assemble,
     choose_senders,
     intersect,
@@ -35,15 +39,13 @@ from megatron_ibpo.weights.layout.regions import (
     plan_buckets,
     whole,
 )
-from megatron_ibpo.weights.layout.weight_source import Region, TensorMeta
 from megatron_ibpo.weights.transfer.checksum import checksum, compare_checksums, part_checksums
-from megatron_ibpo.weights.transfer.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, _Outbox, join_group
 from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.order import Order
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
-from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer, read_answers
+from megatron_ibpo.weights.transfer.wire import Answer, read_answers
 
 # ----------------------------------------------------------------------------------- who sends what to whom
 
@@ -387,16 +389,16 @@ class ToyEngine:
         errors = [answer for answer in found if isinstance(answer, Exception)]
         self.answers.put(errors[0] if errors else found)
 
-    def rehearse_weight_update(self, worker: ToyWorker, tensors: list[Any]) -> dict[str, Any]:
-        rehearsal = Rehearsal(decode_metas(tensors))
+    def rehearse_weight_update(self, worker: ToyWorker, tensors: bytes) -> bytes:
+        rehearsal = Rehearsal(pickle.loads(tensors))
         loaded = worker.load_weights(rehearsal.tensors())
         worker.needs = rehearsal.needs()
-        return encode_answer(worker.needs, sorted(SHAPES.keys() - loaded), None)
+        return pickle.dumps(Answer(worker.needs, sorted(SHAPES.keys() - loaded), None))
 
     def init_weight_transfer(self, worker: ToyWorker, info: dict[str, Any]) -> None:
         rank = info["first_worker"] + worker.rank
         group = join_group(info["address"], info["port"], rank, info["size"])
-        worker.receiver = GlooReceiver(group, WirePlan.decode(info["plan"]), worker.needs, info["timeout"])
+        worker.receiver = GlooReceiver(group, pickle.loads(info["plan"]), worker.needs, info["timeout"])
 
     def start_weight_update(self, worker: ToyWorker, check: bool) -> None:
         worker.receipt = {} if check else None
@@ -588,7 +590,7 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank_before_anything_is_sent
 
 
 def test_what_a_model_raises_at_unknown_tensors_is_passed_on():
-    answer = encode_answer([], [], "KeyError: 'who'")
+    answer = pickle.dumps(Answer([], [], "KeyError: 'who'"))
     with pytest.raises(WeightPlanError, match="engine 3 cannot load the trainer's tensors: KeyError: 'who'"):
         read_answers(3, [answer], [])
 
@@ -632,9 +634,9 @@ class LargeSource(ToySource):
 class Sink(ToyEngine):
     """Wants everything, keeps nothing."""
 
-    def rehearse_weight_update(self, worker: ToyWorker, tensors: list[Any]) -> dict[str, Any]:
-        worker.needs = need_all(decode_metas(tensors))
-        return encode_answer(worker.needs, [], None)
+    def rehearse_weight_update(self, worker: ToyWorker, tensors: bytes) -> bytes:
+        worker.needs = need_all(pickle.loads(tensors))
+        return pickle.dumps(Answer(worker.needs, [], None))
 
     def update_weights(self, worker: ToyWorker, info: dict[str, Any]) -> None:
         assert worker.receiver is not None

@@ -33,9 +33,8 @@ from rich.table import Table
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.versions import machine
-from megatron_ibpo.weights.formats.hugging_face import INDEX, SafetensorsFile, file_names, index_of
-from megatron_ibpo.weights.layout.regions import plan_buckets
-from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.weights.formats.hugging_face import SafetensorsFile, file_names, write_index
+from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
 
 Family = Literal["dense", "moe"]
 SHARD_BYTES = 2 * 1000**3
@@ -232,7 +231,7 @@ def make_checkpoint(directory: Path, family: Family, num_bytes: int) -> int:
             start = (number * 7919 + place * 104729) % 2**20
             file.write(meta.name, pool[start : start + meta.num_bytes // 2].view(meta.shape))
         file.close()
-    (directory / INDEX).write_text(json.dumps(index_of(files)))
+    write_index(directory, files)
     return largest
 
 

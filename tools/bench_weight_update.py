@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import statistics
 import subprocess
@@ -432,9 +433,8 @@ def _rates(seconds: dict[str, float], total: int) -> dict[str, float]:
 
 def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
     """An update of the engine behind `link` (on the driver), after the first one, which meets it."""
-    from megatron_ibpo.weights.transfer.open import open_transport
     from megatron_ibpo.weights.transfer.order import Order
-    from megatron_ibpo.weights.transfer.update import update_engines
+    from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 
     transport = open_transport(
         "gloo", world, num_engines=1, workers_per_engine=1, bucket_bytes=bucket, timeout=300
@@ -455,9 +455,7 @@ def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
 
 def _open_rehearsal(source: Any, engine: Any) -> Callable[[], None]:
     """vLLM's own part of an update: loading and repacking tensors of zeros."""
-    from megatron_ibpo.weights.transfer.wire import encode_metas
-
-    wire = encode_metas(source.metadata())
+    wire = pickle.dumps(source.metadata())
 
     def run() -> None:
         if engine is not None:
@@ -509,17 +507,17 @@ def _receive_weights(pipe: Any) -> None:
     """A worker that wants everything and loads nothing."""
     from megatron_ibpo.weights.layout.regions import need_all
     from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
-    from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer
+    from megatron_ibpo.weights.transfer.wire import Answer
 
     receiver: Any = None
     while True:
         method, arguments = pipe.recv()
         answer: Any = None
         if method == "rehearse_weight_update":
-            answer = [encode_answer(need_all(decode_metas(arguments[0])), [], None)]
+            answer = [pickle.dumps(Answer(need_all(pickle.loads(arguments[0])), [], None))]
         elif method == "init_weight_transfer":
             (info,) = arguments
-            plan = WirePlan.decode(info["plan"])
+            plan = pickle.loads(info["plan"])
             group = join_group(info["address"], info["port"], info["first_worker"], info["size"])
             receiver = GlooReceiver(group, plan, need_all(plan.metas), info["timeout"])
         elif method == "update_weights":

@@ -28,9 +28,8 @@ from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
-from megatron_ibpo.weights.transfer.open import open_transport
 from megatron_ibpo.weights.transfer.order import Order, TransportName
-from megatron_ibpo.weights.transfer.update import Transport, update_engines
+from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
 from megatron_ibpo.world import World, start_world
 
 __all__ = ["TrainerRank"]

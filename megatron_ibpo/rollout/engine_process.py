@@ -185,8 +185,8 @@ class SamplingEngine:
         """Meet the trainer at the place that `init_info` names."""
         self._llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
 
-    def rehearse_weight_update(self, tensors: list[Any]) -> list[dict[str, Any]]:
-        """What each worker needs of tensors of these names, dtypes and shapes. The engine has no weights
+    def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
+        """What each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
         afterwards until it is given some."""
         self._llm.set_weight_version(NO_VERSION)
         self._llm.collective_rpc("start_weight_update")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_ibpo.records import Floats, Sample, SampleRequest, TokenIds, token_ids
-from megatron_ibpo.weights.transfer.errors import WeightMismatchError
+from megatron_ibpo.weights.errors import WeightMismatchError
 
 __all__ = ["Probe", "compare_probes", "probe"]
 

@@ -1,10 +1,10 @@
-"""What is wrong with a checkpoint."""
+"""What goes wrong with a checkpoint, or with a weight update when no engine died. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "listed"]
+__all__ = ["CheckpointError", "WeightMismatchError", "WeightPlanError", "listed"]
 
 SHOWN = 8
 """Names listed in an error before it only counts."""
@@ -12,6 +12,14 @@ SHOWN = 8
 
 class CheckpointError(ValueError):
     """A checkpoint's files or tensors are not what the model needs."""
+
+
+class WeightMismatchError(RuntimeError):
+    """An engine does not have the weights that were sent to it."""
+
+
+class WeightPlanError(ValueError):
+    """The trainer's tensors are not those that the engine's model loads."""
 
 
 def listed(names: Sequence[str]) -> str:

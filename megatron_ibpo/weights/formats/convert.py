@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,20 +24,18 @@ from megatron_ibpo.models import ModelShape, check_layout, pipeline_layers, read
 from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.directories import write_directory
-from megatron_ibpo.weights.formats.file_jobs import Job, Turn, run_jobs
+from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, Turn, run_jobs
 from megatron_ibpo.weights.formats.hugging_face import (
-    INDEX,
     Checkpoint,
     SafetensorsFile,
     copy_all_but_weights,
     file_names,
-    index_of,
+    write_index,
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
 from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
 from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
-from megatron_ibpo.weights.layout.regions import consecutive_runs
-from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.weights.layout.regions import TensorMeta, consecutive_runs
 from megatron_ibpo.world import World
 
 __all__ = [
@@ -96,24 +95,19 @@ def hf_to_megatron(
         for number, half in enumerate(_in_parts(mine, FILES_PER_RANK))
     ]
 
-    def write(directory: Path) -> tuple[list[Record], dict[str, str]]:
-        mine = jobs[world.rank :: world.size]
-        total = sum(job.num_bytes for job in mine)
+    def write(directory: Path) -> dict[str, tuple[list[Record], str]]:
+        work = partial(_write_distcp, directory, checkpoint)
+        return _run_share(jobs, world, report, work)
 
-        done = run_jobs(
-            mine, lambda job, turn: _write_distcp(directory, job, checkpoint, turn, report, total)
-        )
-        records = [record for part, _ in done for record in part]
-        return records, {job.file: digest for job, (_, digest) in zip(mine, done, strict=True)}
-
-    def finish(directory: Path, parts: list[tuple[list[Record], dict[str, str]]]) -> dict[str, str]:
-        digests = write_metadata(directory, [record for records, _ in parts for record in records])
+    def finish(directory: Path, parts: list[dict[str, tuple[list[Record], str]]]) -> dict[str, str]:
+        written = {name: own for part in parts for name, own in part.items()}
+        digests = write_metadata(directory, [record for records, _ in written.values() for record in records])
         (directory / HF_FILES).mkdir()
         copy_all_but_weights(hf_dir, directory / HF_FILES, dtypes["embedding.word_embeddings.weight"])
         layout = {"optimizer": False, "parallel": asdict(parallel), "virtual_stages": virtual_stages}
         (directory / LAYOUT).write_text(json.dumps(layout))
         (directory / RUN_STATE).write_text(json.dumps({"step": 0}))
-        return digests | {name: digest for _, part in parts for name, digest in part.items()}
+        return digests | {name: digest for name, (_, digest) in written.items()}
 
     overhead = 2048 * sum(len(share.entry.blocks()) for mine in shares.values() for share in mine)
     write_directory(target, world, sum(job.num_bytes for job in jobs) + overhead, write, finish)
@@ -164,18 +158,12 @@ def megatron_to_hf(
     files = {job.file: [meta for entry in job.items for meta in metas[entry.name]] for job in jobs}
 
     def write(directory: Path) -> dict[str, str]:
-        mine = jobs[world.rank :: world.size]
-        total = sum(job.num_bytes for job in mine)
-
-        def convert(job: Job[Entry], turn: Turn) -> str:
-            return _write_safetensors(directory, job, metas, parameter, turn, report, total)
-
-        return {job.file: digest for job, digest in zip(mine, run_jobs(mine, convert), strict=True)}
+        work = partial(_write_safetensors, directory, metas, parameter)
+        return _run_share(jobs, world, report, work)
 
     def finish(directory: Path, parts: list[dict[str, str]]) -> dict[str, str]:
         copy_all_but_weights(origin, directory, metas["embedding.word_embeddings.weight"][0].dtype)
-        if len(files) > 1:
-            (directory / INDEX).write_text(json.dumps(index_of(files), indent=2))
+        write_index(directory, files)
         return {name: digest for part in parts for name, digest in part.items()}
 
     write_directory(target, world, sum(job.num_bytes for job in jobs), write, finish)
@@ -333,8 +321,22 @@ def _warn_of_nan(tensor: Tensor, name: str) -> None:
 # ----------------------------------------------------------------------------------------------- writing
 
 
+def _run_share(
+    jobs: list[Job[Item]],
+    world: World,
+    report: Report,
+    work: Callable[[Job[Item], Turn, Callable[[int], None]], Result],
+) -> dict[str, Result]:
+    """What `work` gives for each of this rank's files, by name. It is handed what to call with the bytes of
+    each parameter that is done."""
+    mine = jobs[world.rank :: world.size]
+    total = sum(job.num_bytes for job in mine)
+    done = run_jobs(mine, lambda job, turn: work(job, turn, lambda now: report(now, total)))
+    return {job.file: result for job, result in zip(mine, done, strict=True)}
+
+
 def _write_distcp(
-    directory: Path, job: Job[_Share], checkpoint: Checkpoint, turn: Turn, report: Report, total: int
+    directory: Path, checkpoint: Checkpoint, job: Job[_Share], turn: Turn, report: Callable[[int], None]
 ) -> tuple[list[Record], str]:
     """One file of a Megatron checkpoint. Returns what is in it, and its digest."""
     file = DistcpFile(directory / job.file)
@@ -344,18 +346,17 @@ def _write_distcp(
             sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
             for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
                 file.add(block, part)
-            report(shard.nbytes, total)
+            report(shard.nbytes)
     return file.records, file.close()
 
 
 def _write_safetensors(
     directory: Path,
-    job: Job[Entry],
     metas: dict[str, list[TensorMeta]],
     parameter: Callable[[Entry, Turn], AbstractContextManager[Tensor]],
+    job: Job[Entry],
     turn: Turn,
-    report: Report,
-    total: int,
+    report: Callable[[int], None],
 ) -> str:
     """One file of a Hugging Face checkpoint. Returns its digest."""
     file = SafetensorsFile(directory / job.file, [meta for entry in job.items for meta in metas[entry.name]])
@@ -364,7 +365,7 @@ def _write_safetensors(
             for number, meta in enumerate(metas[entry.name]):
                 spans = sorted(span for span in entry.spans() if span.piece == number)
                 file.write(meta.name, *(whole[span.shard_row :][: span.rows] for span in spans))
-            report(whole.nbytes, total)
+            report(whole.nbytes)
     return file.close()
 
 

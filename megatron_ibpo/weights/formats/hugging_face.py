@@ -18,9 +18,9 @@ from megatron_ibpo.models.weight_map import Entry, Piece, is_ignored
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.directories import MANIFEST, HashedFile
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
-from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.weights.layout.regions import TensorMeta
 
-__all__ = ["INDEX", "Checkpoint", "SafetensorsFile", "copy_all_but_weights", "file_names", "index_of"]
+__all__ = ["INDEX", "Checkpoint", "SafetensorsFile", "copy_all_but_weights", "file_names", "write_index"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,6 +28,7 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """By safetensors' names: what weights may be."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json",
     MANIFEST,
@@ -87,13 +88,16 @@ class Checkpoint:
                 "download it again"
             ) from None
 
-    def __contains__(self, piece: Piece) -> bool:
-        return self._source(piece) is not None
-
     def _source(self, piece: Piece) -> str | None:
         """Name under which this checkpoint holds the piece."""
         names = [piece.name] + ([piece.fused.name] if piece.fused else [])
         return next((name for name in names if name in self.file_of), None)
+
+    def _found(self, piece: Piece) -> tuple[str, Any]:
+        """(name, what reads it) of a piece that `check` has found."""
+        name = self._source(piece)
+        assert name is not None, f"{piece.name}: presence is checked before reading"
+        return name, self._slice(name)
 
     def _slice(self, name: str) -> Any:
         try:
@@ -115,7 +119,7 @@ class Checkpoint:
                 config.json and the formats here allow; names them.
         """
         pieces = {piece.name: piece for entry in entries for piece in entry.pieces}
-        missing = sorted(name for name, piece in pieces.items() if piece not in self)
+        missing = sorted(name for name, piece in pieces.items() if self._source(piece) is None)
         if missing:
             tied = "; config.json says tie_word_embeddings=false" if missing == ["lm_head.weight"] else ""
             raise CheckpointError(f"{self.directory}: missing {listed(missing)}{tied}")
@@ -132,9 +136,7 @@ class Checkpoint:
         return ignored
 
     def _check_tensor(self, piece: Piece) -> None:
-        name = self._source(piece)
-        assert name is not None
-        found = self._slice(name)
+        name, found = self._found(piece)
         wanted = piece.fused.shape if piece.fused and name == piece.fused.name else piece.shape
         if tuple(found.get_shape()) != wanted:
             raise CheckpointError(
@@ -148,16 +150,12 @@ class Checkpoint:
             )
 
     def dtype(self, piece: Piece) -> torch.dtype:
-        name = self._source(piece)
-        assert name is not None, f"{piece.name}: presence is checked before reading"
-        return DTYPES[self._slice(name).get_dtype()]
+        return DTYPES[self._found(piece)[1].get_dtype()]
 
     def read(self, piece: Piece, rank: int = 0, ranks: int = 1) -> Tensor:
         """The cut of `piece` that `rank` of `ranks` holds, in the checkpoint's dtype. May share memory with
         the file."""
-        name = self._source(piece)
-        assert name is not None, f"{piece.name}: presence is checked before reading"
-        tensor = self._slice(name)
+        name, tensor = self._found(piece)
         fused = piece.fused if name != piece.name else None
         spans = piece.ranges(rank, ranks) if piece.cut else [(0, piece.shape[0])]
         dim = piece.cut.dim if piece.cut else 0
@@ -198,8 +196,7 @@ class _PickledSlice:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        return names.get(self._tensor.dtype, str(self._tensor.dtype))
+        return DTYPE_NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._tensor[index]
@@ -213,13 +210,12 @@ class SafetensorsFile:
     one at a time need be in memory."""
 
     def __init__(self, path: Path, metas: Iterable[TensorMeta]):
-        names = {dtype: name for name, dtype in DTYPES.items()}
         self._expected = iter(metas := list(metas))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for meta in metas:
             span = [end, end := end + meta.num_bytes]
-            header[meta.name] = {"dtype": names[meta.dtype], "shape": meta.shape, "data_offsets": span}
+            header[meta.name] = {"dtype": DTYPE_NAMES[meta.dtype], "shape": meta.shape, "data_offsets": span}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._file = HashedFile(path)
@@ -249,12 +245,15 @@ def file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def index_of(files: dict[str, list[TensorMeta]]) -> dict[str, Any]:
-    """What the index of several files says."""
-    return {
+def write_index(directory: Path, files: dict[str, list[TensorMeta]]) -> None:
+    """The index of a checkpoint's weight files; a single one needs none."""
+    if len(files) == 1:
+        return
+    index = {
         "metadata": {"total_size": sum(meta.num_bytes for metas in files.values() for meta in metas)},
         "weight_map": {meta.name: file for file, metas in files.items() for meta in metas},
     }
+    (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron_ibpo.weights.formats.directories import write_directory
 from megatron_ibpo.weights.formats.hugging_face import (
-    INDEX,
     SafetensorsFile,
     copy_all_but_weights,
     file_names,
-    index_of,
+    write_index,
 )
 from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.weights.layout.regions import plan_buckets
-from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
 from megatron_ibpo.world import World
 
 __all__ = ["save_hf"]
@@ -40,8 +37,7 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
 
     def finish(directory: Path, digests: list[dict[str, str]]) -> dict[str, str]:
         copy_all_but_weights(origin_hf_dir, directory, export.dtype)
-        if len(files) > 1:
-            (directory / INDEX).write_text(json.dumps(index_of(files), indent=2))
+        write_index(directory, files)
         return digests[0]
 
     needed = sum(meta.num_bytes for meta in metadata)

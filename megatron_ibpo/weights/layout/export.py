@@ -23,8 +23,7 @@ from megatron_ibpo.weights.layout.holdings import (
     parameters_by_global_name,
     shard_holders,
 )
-from megatron_ibpo.weights.layout.regions import whole
-from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
+from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 
 __all__ = ["HFExport", "metadata_of", "regions_of"]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ibpo.weights.layout.regions import (
     Held,
+    WeightSource,
     assemble,
     choose_senders,
     messages,
@@ -22,7 +23,6 @@ from megatron_ibpo.weights.layout.regions import (
     plan_buckets,
     receive_buffer,
 )
-from megatron_ibpo.weights.layout.weight_source import WeightSource
 
 __all__ = ["Gather"]
 

@@ -7,19 +7,22 @@ the same plain data, so that nothing but bytes travels in an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_ibpo.weights.layout.weight_source import Box, Region, TensorMeta
-
 __all__ = [
+    "Box",
     "Buckets",
     "Message",
     "Need",
     "Part",
+    "Region",
+    "TensorMeta",
+    "WeightSource",
     "assemble",
     "box_name",
     "choose_senders",
@@ -36,12 +39,55 @@ __all__ = [
     "whole",
 ]
 
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) along each dimension of a tensor."""
 Buckets = list[range]
 """Consecutive tensors, by number, that travel together."""
 Held = Mapping[Box, Tensor]
 """What a rank holds of one tensor."""
 Sender = tuple[int, Box]
 """A rank, and the region of a tensor that it sends to whoever wants of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor of a checkpoint in Hugging Face format."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a tensor, and the trainer ranks that hold it."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+class WeightSource(Protocol):
+    """The policy's weights under their Hugging Face names, as the trainer's ranks hold them.
+
+    `metadata` and `regions` are equal on every rank and never change; nothing here communicates.
+    """
+
+    def metadata(self) -> list[TensorMeta]:
+        """The tensors, in the order in which they are sent."""
+        ...
+
+    def regions(self) -> list[tuple[Region, ...]]:
+        """Of each tensor: disjoint regions that cover it."""
+        ...
+
+    def local(self) -> Iterator[Held]:
+        """One pass over the tensors: the regions that this rank holds, by their boxes; empty where it holds
+        none. They may share memory with the model."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

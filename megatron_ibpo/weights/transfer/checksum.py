@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_ibpo.weights.layout.regions import Message, box_name, unpack
-from megatron_ibpo.weights.layout.weight_source import TensorMeta
-from megatron_ibpo.weights.transfer.errors import WeightMismatchError
+from megatron_ibpo.weights.errors import WeightMismatchError, listed
+from megatron_ibpo.weights.layout.regions import Message, TensorMeta, box_name, unpack
 
 __all__ = ["checksum", "compare_checksums", "part_checksums"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd, as a signed 64-bit number
 CHUNK_WORDS = 16 * 1024**2
-SHOWN = 5
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -56,8 +54,7 @@ def compare_checksums(sent: Mapping[str, int], receipts: Sequence[Mapping[str, i
     wrong = {name for receipt in receipts for name in receipt if sent.get(name) != receipt[name]}
     wrong |= sent.keys() - {name for receipt in receipts for name in receipt}
     if wrong:
-        shown = ", ".join(sorted(wrong)[:SHOWN])
         raise WeightMismatchError(
             f"{len(wrong)} of {len(sent)} tensors of a weight update reached the engine changed or not at "
-            f"all: {shown}"
+            f"all: {listed(sorted(wrong))}"
         )

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from megatron_ibpo.weights.layout.gather import Gather
-from megatron_ibpo.weights.layout.weight_source import TensorMeta, WeightSource
+from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
 from megatron_ibpo.world import World

@@ -6,6 +6,7 @@ engine that dies takes no other with it.
 
 from __future__ import annotations
 
+import pickle
 import socket
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from megatron_ibpo.weights.layout.regions import (
     Message,
     Need,
     Sender,
+    TensorMeta,
+    WeightSource,
     assemble,
     choose_senders,
     messages,
@@ -29,11 +32,10 @@ from megatron_ibpo.weights.layout.regions import (
     parts_by_tensor,
     plan_buckets,
 )
-from megatron_ibpo.weights.layout.weight_source import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import part_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
 from megatron_ibpo.weights.transfer.message_memory import Memory
-from megatron_ibpo.weights.transfer.wire import WirePlan, encode_metas, read_answers
+from megatron_ibpo.weights.transfer.wire import WirePlan, read_answers
 from megatron_ibpo.world import World
 
 __all__ = ["GlooReceiver", "GlooTransport", "join_group"]
@@ -135,7 +137,7 @@ class GlooTransport:
 
     def _ask_needs(self, links: Mapping[int, EngineLink]) -> Failures:
         """Let engines rehearse an update, and tell all ranks what they need."""
-        wire = encode_metas(self._metas)
+        wire = pickle.dumps(self._metas)
         failures = start(links, "rehearse_weight_update", lambda _: (wire,))
         answers = collect(links, failures, self._timeout)
         for part in self._world.all_gather(answers):
@@ -155,7 +157,7 @@ class GlooTransport:
         size = len(ranks) + self._workers
         place = {rank: number for number, rank in enumerate(ranks)}
         senders = [tuple((place[rank], box) for rank, box in tensor) for tensor in self._senders]
-        plan = WirePlan(self._metas, senders, self._bucket_bytes).encode()
+        plan = pickle.dumps(WirePlan(self._metas, senders, self._bucket_bytes))
         met = {engine: link for engine, link in links.items() if engine in present}
         failures = start(
             met,

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.weights.layout.regions import Need, intersect, whole
-from megatron_ibpo.weights.layout.weight_source import Box, TensorMeta
+from megatron_ibpo.weights.layout.regions import Box, Need, TensorMeta, intersect, whole
 
 __all__ = ["Rehearsal"]
 

@@ -1,17 +1,17 @@
-"""One weight update of running engines, the same over every transport."""
+"""Transports by their names, and one weight update of running engines, the same over all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megatron_ibpo.weights.layout.weight_source import WeightSource
+from megatron_ibpo.weights.layout.regions import WeightSource
 from megatron_ibpo.weights.transfer.checksum import compare_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask
-from megatron_ibpo.weights.transfer.order import Order
+from megatron_ibpo.weights.transfer.order import Order, TransportName
 from megatron_ibpo.world import World
 
-__all__ = ["Transport", "update_engines"]
+__all__ = ["Transport", "open_transport", "update_engines"]
 
 
 class Transport(Protocol):
@@ -35,6 +35,32 @@ class Transport(Protocol):
     ) -> Sent:
         """Send one pass over `source` to `engines`, which wait for it; with `check`, take checksums."""
         ...
+
+
+def open_transport(
+    name: TransportName,
+    world: World,
+    *,
+    num_engines: int,
+    workers_per_engine: int,
+    bucket_bytes: int,
+    timeout: float,
+) -> Transport:
+    """The trainers' side of transport `name`, not yet connected. Only nccl and ipc import vLLM.
+
+    Args:
+        bucket_bytes: at most twice so much memory is used beside the model.
+        timeout: seconds that a step of an update may take.
+    """
+    if name == "gloo":
+        from megatron_ibpo.weights.transfer.gloo import GlooTransport
+
+        return GlooTransport(world, workers_per_engine, bucket_bytes, timeout)
+    from megatron_ibpo.weights.transfer.cuda import IpcTransport, NcclTransport
+
+    if name == "nccl":
+        return NcclTransport(world, num_engines, workers_per_engine, bucket_bytes, timeout)
+    return IpcTransport(world, workers_per_engine, bucket_bytes, timeout)
 
 
 def update_engines(

@@ -4,6 +4,7 @@ arrives, and mends the update of experts on CPUs."""
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,11 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from megatron_ibpo.weights.layout.regions import Need
-from megatron_ibpo.weights.layout.weight_source import TensorMeta
+from megatron_ibpo.weights.layout.regions import Need, TensorMeta
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
-from megatron_ibpo.weights.transfer.wire import WirePlan, decode_metas, encode_answer
+from megatron_ibpo.weights.transfer.wire import Answer
 
 __all__ = ["GlooWeightTransferEngine", "WorkerExtension"]
 
@@ -37,14 +37,14 @@ class GlooInitInfo(WeightTransferInitInfo):
     """Place of the engine's first worker in the group."""
     size: int
     timeout: float
-    plan: dict[str, Any]
-    """A `WirePlan`."""
+    plan: bytes
+    """A pickled `WirePlan`."""
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    rehearse: list[Any] | None = None
-    """Receive nothing, but find out what the model takes of tensors of these names, dtypes and shapes."""
+    rehearse: bytes | None = None
+    """Receive nothing, but find out what the model takes of these tensors: pickled `TensorMeta`s."""
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -62,7 +62,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         assert self._needs is not None, "a rehearsal comes first"
         rank = init_info.first_worker + self.parallel_config.rank
         group = join_group(init_info.address, init_info.port, rank, init_info.size)
-        self._receiver = GlooReceiver(group, WirePlan.decode(init_info.plan), self._needs, init_info.timeout)
+        self._receiver = GlooReceiver(group, pickle.loads(init_info.plan), self._needs, init_info.timeout)
 
     def start_weight_update(self) -> None:
         self._missing = {name for name, _ in self.model.named_parameters()}
@@ -72,7 +72,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if update_info.rehearse is not None:
-            self._rehearse(decode_metas(update_info.rehearse))
+            self._rehearse(pickle.loads(update_info.rehearse))
             return
         assert self._receiver is not None, "the trainers have not been met"
         self._load(self._receiver.tensors(self.receipt))
@@ -91,10 +91,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         model: Any = self.model
         self._missing -= model.load_weights(tensors)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> bytes:
         """Of the rehearsal."""
         assert self._needs is not None
-        return encode_answer(self._needs, sorted(self._missing), self._error)
+        return pickle.dumps(Answer(self._needs, sorted(self._missing), self._error))
 
     def finish_weight_update(self) -> None:
         if self._missing and not self._rehearsing:
@@ -112,8 +112,8 @@ class WorkerExtension:
 
     weight_transfer_engine: WeightTransferEngine[Any, Any]
 
-    def take_rehearsal(self) -> dict[str, Any]:
-        """What this worker needs of the trainers' tensors (`encode_answer`)."""
+    def take_rehearsal(self) -> bytes:
+        """What this worker needs of the trainers' tensors: a pickled `Answer`."""
         engine = self.weight_transfer_engine
         assert isinstance(engine, GlooWeightTransferEngine)
         return engine.answer()
