@@ -252,8 +252,9 @@ def describe(config_dir: Path, tp: int, ep: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model, read_hf_config
+    from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.world import World
 
     size = max(tp, ep)

@@ -150,8 +150,9 @@ def megatron_result(world, path, parallel_config, bf16):
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model, read_hf_config
+    from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
 
@@ -271,8 +272,9 @@ def with_recomputation(world, path):
 
 
 def gradients_with(world, path, model_config):
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model, read_hf_config
+    from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
 
     parallel.initialize(layout(), world, seed=0)

@@ -227,7 +227,7 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
     rows = [replace(s, rollout_logprobs=np.zeros(len(s.loss_mask), np.float32)) for s in rows]
     config = config_for(layout(), max_tokens=60, num_steps_per_rollout=steps, use_tis=use_tis)
     plan = plan_update(rows, config, ranks)
-    shares = [plan.shares[rank].minibatches for rank in range(ranks)]
+    shares = [plan.shares[rank] for rank in range(ranks)]
     live = [[s for s in p if s.has_advantage and s.loss_mask.any()] for p in split_minibatches(rows, steps)]
     for number, part in enumerate(live):
         own = [share[number] for share in shares]
@@ -251,7 +251,7 @@ def test_the_order_of_arrival_changes_neither_lengths_nor_loads(rows, ranks, rng
     shuffled = rng.sample(rows, len(rows))
     plans = [plan_forward(given, config_for(layout(), max_tokens=60), ranks) for given in (rows, shuffled)]
     first, second = (
-        [[[s.num_tokens for s in m.sequences] for m in plan.shares[r].micro_batches] for r in range(ranks)]
+        [[[s.num_tokens for s in m.sequences] for m in plan.shares[r]] for r in range(ranks)]
         for plan in plans
     )
     assert first == second
@@ -267,7 +267,7 @@ def test_a_token_mean_divides_by_the_weighted_length_of_the_whole_minibatch():
     assert weighted_mean_length(rows) == pytest.approx(2.75)
     assert weighted_mean_length([]) == 1.0
     plan = plan_update(rows, config_for(layout()), 2)
-    assert [plan.shares[rank].minibatches[0].mean_length for rank in (0, 1)] == [2.75, 2.75]
+    assert [plan.shares[rank][0].mean_length for rank in (0, 1)] == [2.75, 2.75]
 
 
 def test_blocks_of_prompts_count_those_without_advantage():
@@ -298,8 +298,8 @@ def test_arrays_leave_a_process_without_being_copied_into_the_pickle():
     buffers = []
     head = pickle.dumps(share, protocol=5, buffer_callback=buffers.append)
     assert len(head) < 5000
-    (found,) = pickle.loads(head, buffers=buffers).micro_batches[0].sequences
-    assert np.array_equal(found.response_token_ids, share.micro_batches[0].sequences[0].response_token_ids)
+    (found,) = pickle.loads(head, buffers=buffers)[0].sequences
+    assert np.array_equal(found.response_token_ids, share[0].sequences[0].response_token_ids)
 
 
 def test_a_rank_is_sent_only_what_it_reads():
@@ -308,7 +308,7 @@ def test_a_rank_is_sent_only_what_it_reads():
     )
 
     def sent(share):
-        (s,) = share.micro_batches[0].sequences
+        (s,) = share[0].sequences
         per_token = ("rollout_logprobs", "token_weights", "returns", "values")
         return [name for name in per_token if getattr(s, name) is not None]
 
@@ -316,8 +316,8 @@ def test_a_rank_is_sent_only_what_it_reads():
         plan([row], config_for(layout()), 1).shares[0]
         for plan in (plan_update, plan_value_update, plan_forward)
     )
-    assert sent(policy.minibatches[0]) == ["rollout_logprobs", "token_weights"]
-    assert sent(critic.minibatches[0]) == ["returns", "values"]
+    assert sent(policy[0].micro_batches) == ["rollout_logprobs", "token_weights"]
+    assert sent(critic[0].micro_batches) == ["returns", "values"]
     assert sent(forward) == []
 
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from ranks import run_ranks
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
@@ -148,25 +147,3 @@ def test_a_dense_model_has_no_experts_to_divide(tmp_path):
     dense = read_hf_config(make_qwen3(tmp_path / "dense", 0))
     (problem,) = check_layout(dense, ParallelConfig(expert_model_parallel_size=2), 2)
     assert problem.startswith("qwen3 has no experts")
-
-
-def initialize(world, parallel_config):
-    from megatron_ibpo.policy import parallel
-
-    try:
-        parallel.initialize(parallel_config, world, seed=0)
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "words"),
-    [
-        (ParallelConfig(context_parallel_size=2), "context parallelism is not supported yet"),
-        (ParallelConfig(tensor_model_parallel_size=3), "TP x PP = 3 does not divide the world size (2)"),
-        (ParallelConfig(expert_model_parallel_size=4), "ETP x EP x PP = 4 does not divide the world size"),
-    ],
-)
-def test_groups_that_do_not_fit_the_world_are_refused_on_every_rank(parallel, words):
-    said = run_ranks(initialize, 2, parallel)
-    assert all(words in message for message in said)

@@ -208,7 +208,7 @@ def test_the_fused_head_trains_as_the_logits_do(checkpoints):
 
 def own_packs(rows, config):
     """This rank's part of `rows`, which are all trained on, as one mini-batch."""
-    (part,) = planned.own_share(plan_update, rows, config).minibatches
+    (part,) = planned.own_share(plan_update, rows, config)
     return [pack(micro_batch) for micro_batch in part.micro_batches]
 
 

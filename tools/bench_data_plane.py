@@ -151,7 +151,7 @@ class Trainer:
         from megatron_ibpo.policy.packing import lay_out, pack
 
         total = 0
-        for minibatch in share.minibatches:
+        for minibatch in share:
             for micro_batch in minibatch.micro_batches:
                 batch = lay_out(pack(micro_batch), multiple=1, device=torch.device("cpu"))
                 total += int((batch.targets_N * batch.response_mask_N.long()).sum())

@@ -8,19 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.forward_backward import (
-    inference,
-    is_reporting_rank,
-    lay_out_all,
-    make_trainable,
-    run_batches,
-)
-from megatron_ibpo.policy.packing import PackedBatch, pack, response_values, split_sequences
+from megatron_ibpo.policy.forward_backward import accumulate_gradients, by_sequence, infer, make_trainable
+from megatron_ibpo.policy.packing import PackedBatch, pack, response_values
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
@@ -67,26 +60,14 @@ class Critic:
             chunks: what `build_value_model` made for this rank.
         """
         self.config, self.world = config, world
-        trainable = make_trainable(chunks, config, config.optimizer.critic_lr, total_updates)
-        self.chunks, self.optimizer, self.scheduler = (
-            trainable.chunks,
-            trainable.optimizer,
-            trainable.scheduler,
-        )
+        lr = config.optimizer.critic_lr
+        self.chunks, self.optimizer, self.scheduler = make_trainable(chunks, config, lr, total_updates)
 
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
         """What it expects before each response token: (index in the list that was planned, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
-        if not share.micro_batches:
-            return []
-        packs = [pack(micro_batch) for micro_batch in share.micro_batches]
-        batches = lay_out_all(packs, self.world.device)
-        with inference(self.chunks):
-            stored = run_batches(self.chunks, batches, _values_output, forward_only=True)
-        if not is_reporting_rank():
-            return []
-        pairs = zip(packs, stored, strict=True)
-        return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
+        packs = [pack(micro_batch) for micro_batch in share]
+        return by_sequence(packs, infer(self.chunks, packs, _values_output, self.world.device))
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """One rollout's optimizer steps towards the `returns` of the sequences; every trained token of a
@@ -96,7 +77,7 @@ class Critic:
             metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken
             because the loss or the gradient was not finite.
         """
-        steps = [self._optimizer_step(part) for part in share.minibatches]
+        steps = [self._optimizer_step(part) for part in share]
         taken = [step for step in steps if step["critic_updates_skipped"] == 0]
         metrics = {"critic_updates_skipped": float(len(steps) - len(taken))}
         for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):
@@ -107,17 +88,10 @@ class Critic:
     def _optimizer_step(self, minibatch: MiniBatch) -> dict[str, float]:
         self.scheduler.step(1)
         packs = [pack(micro_batch) for micro_batch in minibatch.micro_batches]
-        batches = lay_out_all(packs, self.world.device)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         tokens = max(1, minibatch.trained_tokens)
-        # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
-        scale = len(batches) * parallel_state.get_data_parallel_world_size() / tokens
-        output = partial(_loss_output, scale, self.config.loss.value_clip)
-        stored = run_batches(self.chunks, batches, output, forward_only=False)
-        parts = self.world.all_gather(stored if is_reporting_rank() else [])
-        sums = [sum(column) for column in zip(*(piece for part in parts for piece in part), strict=True)]
+        output = partial(_loss_output, tokens, self.config.loss.value_clip)
+        pieces = accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world)
+        sums = [sum(column) for column in zip(*pieces, strict=True)]
         loss, error, clipped = (total / tokens for total in sums)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
@@ -138,7 +112,7 @@ def _values_output(batch: PackedBatch, values_1N1: Tensor) -> tuple[Tensor, Floa
 
 
 def _loss_output(
-    scale: float, clip: float, batch: PackedBatch, values_1N1: Tensor
+    tokens: int, clip: float, scale: float, batch: PackedBatch, values_1N1: Tensor
 ) -> tuple[Tensor, tuple[float, float, float]]:
     """(scaled loss, sums over trained rows of loss, |v - R| and clipped rows)."""
     if batch.returns_N is None or batch.values_N is None:  # nothing but padding: `plan_value_update` checked
@@ -147,4 +121,4 @@ def _loss_output(
     loss_N, clipped_N = value_loss(values_N, batch.values_N, batch.returns_N, clip)
     loss = (loss_N * mask_N).sum()
     error = ((values_N - batch.returns_N).abs() * mask_N).sum()
-    return loss * scale, (loss.item(), error.item(), (clipped_N * mask_N).sum().item())
+    return loss * (scale / tokens), (loss.item(), error.item(), (clipped_N * mask_N).sum().item())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,32 +21,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, lay_out
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, lay_out, split_sequences
+from megatron_ibpo.records import Floats
+from megatron_ibpo.world import World
 
 __all__ = [
-    "Trainable",
-    "inference",
+    "accumulate_gradients",
+    "by_sequence",
+    "infer",
     "is_reporting_rank",
-    "lay_out_all",
     "make_trainable",
-    "run_batches",
 ]
 
 Output = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, output of the last stage) → (loss, what is kept of it)."""
 
 
-@dataclass(frozen=True)
-class Trainable:
-    """This rank's part of a model under data parallelism, its optimizer and its schedule."""
+def make_trainable(
+    chunks: list[Any], config: Config, lr: float, total_updates: int
+) -> tuple[list[Any], Any, OptimizerParamScheduler]:
+    """This rank's part of a model under data parallelism, its optimizer and its schedule.
 
-    chunks: list[Any]
-    optimizer: Any
-    scheduler: OptimizerParamScheduler
-
-
-def make_trainable(chunks: list[Any], config: Config, lr: float, total_updates: int) -> Trainable:
-    """
     Args:
         chunks: what `build_model` made for this rank.
         lr: peak learning rate.
@@ -64,41 +57,87 @@ def make_trainable(chunks: list[Any], config: Config, lr: float, total_updates: 
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = wrapped[0].no_sync
-    return Trainable(wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates))
+    return wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates)
 
 
-def lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[PackedBatch]:
+def infer(
+    chunks: list[Any],
+    packs: Sequence[PackedArrays],
+    output: Output,
+    device: torch.device,
+    processor: Callable[..., Tensor] | None = None,
+) -> list[Any]:
+    """What `output` keeps of every micro-batch in a pass without gradients and dropout, on ranks of the last
+    stage; None of each elsewhere. Collective.
+
+    Args:
+        processor: GPTModel's `output_processor`, instead of its output layer.
+    """
+    if not packs:
+        return []
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            found = _run(chunks, _lay_out_all(packs, device), output, processor, forward_only=True)
+    finally:
+        for chunk in chunks:
+            chunk.train()
+    return found or [None] * len(packs)
+
+
+def by_sequence(packs: Sequence[PackedArrays], found: Sequence[Any]) -> list[tuple[int, Floats]]:
+    """(index in the list that was planned, values of its response tokens) of each sequence of this rank, from
+    those of micro-batches; nothing on ranks that do not report."""
+    if not is_reporting_rank():
+        return []
+    pairs = zip(packs, found, strict=True)
+    return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
+
+
+def accumulate_gradients(
+    chunks: list[Any],
+    optimizer: Any,
+    packs: Sequence[PackedArrays],
+    output: Callable[[float, PackedBatch, Tensor], tuple[Tensor, Any]],
+    world: World,
+    processor: Callable[..., Tensor] | None = None,
+) -> list[Any]:
+    """Fill the gradient buffers with the gradient of the sum of losses over the micro-batches of all ranks,
+    which must not be empty, reduced over the ranks; what was in them is gone. Collective.
+
+    Args:
+        output: as `Output`, called with what the loss is to be multiplied by first.
+
+    Returns:
+        what it kept of every rank's micro-batches, the same on every rank.
+    """
+    batches = _lay_out_all(packs, world.device)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
+    scale = len(batches) * parallel_state.get_data_parallel_world_size()
+    stored = _run(chunks, batches, partial(output, scale), processor, forward_only=False)
+    parts = world.all_gather(stored if is_reporting_rank() else [])
+    return [piece for part in parts for piece in part]
+
+
+def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[PackedBatch]:
     """This rank's micro-batches as tensors."""
     multiple = parallel_state.get_tensor_model_parallel_world_size()
     return [lay_out(arrays, multiple=multiple, device=device) for arrays in packs]
 
 
-@contextmanager
-def inference(chunks: list[Any]) -> Iterator[None]:
-    """Without gradients and dropout."""
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for chunk in chunks:
-            chunk.train()
-
-
-def run_batches(
+def _run(
     chunks: list[Any],
     batches: list[PackedBatch],
     output: Output,
+    processor: Callable[..., Tensor] | None,
     *,
     forward_only: bool,
-    output_processor: Callable[..., Tensor] | None = None,
 ) -> list[Any]:
-    """Every micro-batch through the pipeline; what `output` kept of each, on ranks of the last stage.
-
-    Args:
-        output_processor: GPTModel's, instead of its output layer.
-    """
+    """Every micro-batch through the pipeline; what `output` kept of each, on ranks of the last stage."""
 
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         batch: PackedBatch = next(iterator)
@@ -114,7 +153,7 @@ def run_batches(
             batch.position_ids_1N,
             None,
             packed_seq_params=packed,
-            output_processor=output_processor,
+            output_processor=processor,
         )
         return result, partial(output, batch)
 

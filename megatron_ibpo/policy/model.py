@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy import cpu
 
-__all__ = ["build_model", "build_value_model", "read_hf_config", "transformer_config"]
+__all__ = ["build_model", "build_value_model", "transformer_config"]
 
 
 def build_model(

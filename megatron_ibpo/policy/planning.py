@@ -66,19 +66,10 @@ class MiniBatch:
     """Tokens in the loss, on all ranks."""
 
 
-@dataclass(frozen=True)
-class RankUpdate:
-    """One rank's part of a rollout's optimizer steps."""
-
-    minibatches: list[MiniBatch]
-
-
-@dataclass(frozen=True)
-class RankForward:
-    """One rank's part of a forward pass."""
-
-    micro_batches: list[MicroBatch]
-    """As many on every rank; none where there is no sequence."""
+RankUpdate = list[MiniBatch]
+"""One rank's part of a rollout's optimizer steps."""
+RankForward = list[MicroBatch]
+"""One rank's part of a forward pass. As many on every rank; none where there is no sequence."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +170,7 @@ def plan_forward(sequences: Sequence[TrainSequence], config: Config, num_ranks: 
     """
     _check(sequences)
     bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
-    shares = [RankForward(own) for own in _deal(bare, config, num_ranks)]
-    return Plan(shares, Passes(forward=[s.num_tokens for s in sequences]))
+    return Plan(_deal(bare, config, num_ranks), Passes(forward=[s.num_tokens for s in sequences]))
 
 
 def plan_measure(
@@ -336,7 +326,7 @@ def _minibatch(
 
 
 def _rank_updates(minibatches: Sequence[Sequence[MiniBatch]], num_ranks: int) -> list[RankUpdate]:
-    return [RankUpdate([parts[rank] for parts in minibatches]) for rank in range(num_ranks)]
+    return [[parts[rank] for parts in minibatches] for rank in range(num_ranks)]
 
 
 def _blocks(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> list[list[Block]]:

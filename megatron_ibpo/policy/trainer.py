@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megatron_ibpo.config import Config
@@ -24,15 +29,14 @@ from megatron_ibpo.loss import (
     resolve_variant,
 )
 from megatron_ibpo.policy.forward_backward import (
-    inference,
+    accumulate_gradients,
+    by_sequence,
+    infer,
     is_reporting_rank,
-    lay_out_all,
     make_trainable,
-    run_batches,
 )
-from megatron_ibpo.policy.fused_head import head_weight, whole_hidden_states
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
-from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, response_values, split_sequences
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, response_values
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
 from megatron_ibpo.policy.truncated_importance import Factor, truncate
@@ -68,12 +72,9 @@ class Trainer:
         self.reference = reference
         check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
-        trainable = make_trainable(chunks, config, config.optimizer.lr, total_updates)
-        self.chunks, self.optimizer, self.scheduler = (
-            trainable.chunks,
-            trainable.optimizer,
-            trainable.scheduler,
-        )
+        lr = config.optimizer.lr
+        self.chunks, self.optimizer, self.scheduler = make_trainable(chunks, config, lr, total_updates)
+        self._processor = _whole_hidden_states if config.loss.fuse_lm_head else None
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """One rollout's optimizer steps. Collective.
@@ -84,17 +85,17 @@ class Trainer:
         """
         started = time.perf_counter()
         # all before the first step, when the weights are still those that the ratios are to
-        prepared = [self._prepared(part) for part in share.minibatches]
+        prepared = [self._prepared(part) for part in share]
         seconds_logprobs = time.perf_counter() - started
         factors: list[float] = []
         totals = _Totals()
-        for part, packs in zip(share.minibatches, prepared, strict=True):
+        for part, packs in zip(share, prepared, strict=True):
             if self.config.loss.use_tis:
                 packs, own = self._truncated(packs)
                 factors += self._in_order(own)
             totals.merge(self._optimizer_step(packs, part.mean_length))
         metrics = totals.metrics()
-        metrics["loss"] /= len(share.minibatches)
+        metrics["loss"] /= len(share)
         metrics["seconds_old_logprobs"] = seconds_logprobs
         if factors:
             metrics["tis_weight_mean"] = sum(factors) / len(factors)
@@ -107,12 +108,8 @@ class Trainer:
             (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
             False) of each sequence of this rank; nothing on ranks that do not report.
         """
-        packs = [pack(micro_batch) for micro_batch in share.micro_batches]
-        found = self._logprobs(packs)
-        if not is_reporting_rank():
-            return []
-        pairs = zip(packs, found, strict=True)
-        return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
+        packs = [pack(micro_batch) for micro_batch in share]
+        return by_sequence(packs, self._logprobs(packs))
 
     def weighted(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
         """With the weights that an update gives them: truncated importance weights included."""
@@ -127,12 +124,7 @@ class Trainer:
 
     def _logprobs(self, packs: Sequence[PackedArrays]) -> list[Any]:
         """[R] float32 of each micro-batch, on ranks of the last stage; None of each elsewhere."""
-        if not packs:
-            return []
-        batches = lay_out_all(packs, self.world.device)
-        with inference(self.chunks):
-            found = self._run(batches, self._logprob_output, forward_only=True)
-        return found or [None] * len(batches)
+        return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
         found = self._logprobs(packs)
@@ -165,18 +157,20 @@ class Trainer:
         totals = _Totals()
         self.scheduler.step(1)
         if not packs:
-            totals.add("updates_empty", 1)
+            totals.sums["updates_empty"] += 1
             return totals
         objective = self.objective(aggregation(self.config, mean_length))
         for piece in self.accumulate_gradients(packs, objective):
             totals.merge(piece)
         norm = self.gradient_norm()
-        totals.add("learning_rate", self.scheduler.get_lr(self.optimizer.param_groups[0]), average=True)
+        totals.sums["updates_computed"] += 1
+        totals.sums["learning_rate"] += self.scheduler.get_lr(self.optimizer.param_groups[0])
         if math.isfinite(norm) and math.isfinite(totals.sums["loss"]):
-            totals.add("grad_norm", norm, average=True)
+            totals.sums["updates_taken"] += 1
+            totals.sums["grad_norm"] += norm
             self.optimizer.step()
         else:
-            totals.add("updates_skipped", 1)
+            totals.sums["updates_skipped"] += 1
             totals.sums["loss"] = 0.0
         return totals
 
@@ -188,15 +182,10 @@ class Trainer:
         """Fill the gradient buffers with the gradient of Σ weight x loss over the micro-batches of all ranks,
         which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
         was observed on the way, the same on every rank."""
-        batches = lay_out_all(self._with_reference(packs), self.world.device)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
-        scale = len(batches) * parallel_state.get_data_parallel_world_size()
-        stored = self._run(batches, partial(self._loss_output, scale, objective), forward_only=False)
-        parts = self.world.all_gather(stored if is_reporting_rank() else [])
-        return [piece for part in parts for piece in part]
+        output = partial(self._loss_output, objective)
+        return accumulate_gradients(
+            self.chunks, self.optimizer, self._with_reference(packs), output, self.world, self._processor
+        )
 
     def gradient_norm(self) -> float:
         """Norm of what the gradient buffers hold, each parameter of the whole model counted once."""
@@ -212,14 +201,8 @@ class Trainer:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
         ]
 
-    def _run(self, batches: list[PackedBatch], output: Callable, *, forward_only: bool) -> list[Any]:
-        processor = whole_hidden_states if self.config.loss.fuse_lm_head else None
-        return run_batches(
-            self.chunks, batches, output, forward_only=forward_only, output_processor=processor
-        )
-
     def _loss_output(
-        self, scale: float, objective: Objective, batch: PackedBatch, output: Tensor
+        self, objective: Objective, scale: float, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, _Totals]:
         rows = LossRows(
             targets_N=batch.targets_N,
@@ -233,7 +216,7 @@ class Trainer:
             temperature=batch.temperature_S,
         )
         if self.config.loss.fuse_lm_head:
-            weight = head_weight(self.chunks[-1].module)
+            weight = _head_weight(self.chunks[-1].module)
             loss, stats = linear_packed_sequence_loss(
                 output[0], weight, rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
             )
@@ -252,7 +235,7 @@ class Trainer:
             "backend": self.loss_backend.name,
         }
         if self.config.loss.fuse_lm_head:
-            weight = head_weight(self.chunks[-1].module)
+            weight = _head_weight(self.chunks[-1].module)
             logprobs_N = linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
         else:
             vocabulary = self._vocabulary(output.shape[-1])
@@ -268,76 +251,88 @@ class Trainer:
         }
 
 
+def _whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
+    """GPTModel's `output_processor`: [1, N, H], every row on every tensor-parallel rank.
+
+    What the output layer would do to its input: the backward pass sums the gradients of the ranks' columns.
+    """
+    if output_layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden_states).transpose(0, 1)
+    return copy_to_tensor_model_parallel_region(hidden_states).transpose(0, 1)
+
+
+def _head_weight(model: Any) -> Tensor:
+    """[V / TP, H] this rank's rows of the output layer of a GPTModel's last stage, tied or not."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
 @dataclass
 class _Totals:
-    """Sums, maxima and averages that add up over micro-batches, ranks and mini-batches."""
+    """Sums and maxima that add up over micro-batches, ranks and mini-batches."""
 
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = field(default_factory=dict)
-    averages: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def add(self, name: str, value: float, *, average: bool = False) -> None:
-        if average:
-            total, count = self.averages.get(name, (0.0, 0))
-            self.averages[name] = (total + value, count + 1)
-        else:
-            self.sums[name] = self.sums.get(name, 0.0) + value
 
     def merge(self, other: _Totals) -> None:
         for name, value in other.sums.items():
-            self.add(name, value)
+            self.sums[name] += value
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
-        for name, (total, count) in other.averages.items():
-            before, times = self.averages.get(name, (0.0, 0))
-            self.averages[name] = (before + total, times + count)
 
     def metrics(self) -> dict[str, float]:
-        sums = dict(self.sums)
-        out = {name: total / count for name, (total, count) in self.averages.items()}
-        out["updates_skipped"] = sums.pop("updates_skipped", 0.0)
-        out["updates_empty"] = sums.pop("updates_empty", 0.0)
-        out["loss"] = sums.pop("loss", 0.0)
-        tokens = max(1.0, sums.pop("tokens", 0.0))
-        terms = max(1.0, sums.pop("clip_terms", 0.0))
-        sequences = max(1.0, sums.pop("sequences", 0.0))
-        compared = sums.pop("compared_tokens", 0.0)
-        out["clip_fraction"] = sums.pop("clipped", 0.0) / terms
-        out["ratio_mean"] = sums.pop("ratio", 0.0) / sequences
-        out["entropy"] = sums.pop("entropy", 0.0) / tokens
+        sums, out = self.sums, {}
+        if sums["updates_computed"]:
+            out["learning_rate"] = sums["learning_rate"] / sums["updates_computed"]
+        if sums["updates_taken"]:
+            out["grad_norm"] = sums["grad_norm"] / sums["updates_taken"]
+        tokens = max(1.0, sums["tokens"])
+        out |= {
+            "updates_skipped": sums["updates_skipped"],
+            "updates_empty": sums["updates_empty"],
+            "loss": sums["loss"],
+            "clip_fraction": sums["clipped"] / max(1.0, sums["clip_terms"]),
+            "ratio_mean": sums["ratio"] / max(1.0, sums["sequences"]),
+            "entropy": sums["entropy"] / tokens,
+        }
         if "kl" in sums:
-            out["kl"] = sums.pop("kl") / tokens
-        if compared:
-            out["logprob_diff_abs_mean"] = sums.pop("logprob_diff_abs") / compared
-            out["logprob_diff_mean"] = sums.pop("logprob_diff") / compared
-            out["logprob_diff_k3"] = sums.pop("logprob_diff_k3") / compared
-        return {**out, **self.maxima}
+            out["kl"] = sums["kl"] / tokens
+        if compared := sums["compared_tokens"]:
+            out["logprob_diff_abs_mean"] = sums["logprob_diff_abs"] / compared
+            out["logprob_diff_mean"] = sums["logprob_diff"] / compared
+            out["logprob_diff_k3"] = sums["logprob_diff_k3"] / compared
+        return out | self.maxima
 
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     """Plain numbers of one micro-batch; the padding sequence is left out."""
     count = batch.num_sequences
-    totals = _Totals()
-    totals.add("loss", loss.item())
+    totals = _Totals({"loss": loss.item()})
     if count == 0:
         return totals
     mask_N = batch.response_mask_N.bool()
     ratio_S = stats.mean_log_ratio_S[:count].exp()
-    totals.add("sequences", count)
-    totals.add("tokens", mask_N.sum().item())
-    totals.add("clip_terms", count if len(stats.clipped) != len(mask_N) else mask_N.sum().item())
-    totals.add("clipped", stats.clipped.sum().item())
-    totals.add("ratio", ratio_S.sum().item())
-    totals.add("entropy", stats.entropy_N.sum().item())
+    tokens = mask_N.sum().item()
+    totals.sums |= {
+        "sequences": count,
+        "tokens": tokens,
+        "clip_terms": count if len(stats.clipped) != len(mask_N) else tokens,
+        "clipped": stats.clipped.sum().item(),
+        "ratio": ratio_S.sum().item(),
+        "entropy": stats.entropy_N.sum().item(),
+    }
     totals.maxima["ratio_max"] = ratio_S.max().item()
     if stats.kl_N is not None:
-        totals.add("kl", stats.kl_N.sum().item())
+        totals.sums["kl"] = stats.kl_N.sum().item()
     if batch.rollout_logprobs_N is not None:
         trainer_N = stats.logprobs_N if batch.old_logprobs_N is None else batch.old_logprobs_N
         gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]
-        totals.add("compared_tokens", len(gap))
-        totals.add("logprob_diff", gap.sum().item())
-        totals.add("logprob_diff_abs", gap.abs().sum().item())
-        totals.add("logprob_diff_k3", (gap.exp() - 1 - gap).sum().item())
+        totals.sums |= {
+            "compared_tokens": len(gap),
+            "logprob_diff": gap.sum().item(),
+            "logprob_diff_abs": gap.abs().sum().item(),
+            "logprob_diff_k3": (gap.exp() - 1 - gap).sum().item(),
+        }
         totals.maxima["logprob_diff_abs_max"] = gap.abs().max().item()
     return totals
