@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.records import Sample
 
-__all__ = ["FREE_STAGES", "CostMeter", "Spent"]
-
 FREE_STAGES = frozenset({"start", "evaluate", "save", "report", "record", "check weights", "gradient meter"})
 """Stages of the loop that observe and do not train."""
 

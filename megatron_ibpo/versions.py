@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["TESTED", "differences", "installed_versions", "machine", "main", "missing", "warn_on_differences"]
-
 TESTED = {
     "torch": "2.13.0",
     "megatron-core": "0.19.2",

@@ -15,8 +15,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RemoteError", "World", "start_world"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequences, with_holes
 from tiny_models import make_qwen3, make_qwen3_next
 
-from megatron_ibpo.policy.checkpoint import CheckpointError
 from megatron_ibpo.policy.critic import value_loss
+from megatron_ibpo.weights.errors import CheckpointError
 
 EPSILON = 100.0
 """Of Adam: far above every gradient, so that a step goes along the gradient, and a weight whose gradient is

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from megatron_ibpo import _edit_distance
 from megatron_ibpo.edit_distance.inputs import check_threads, pair_up, read_ids, read_ragged
 
-__all__ = ["Opcode", "opcodes", "unmodified_mask"]
-
 
 class Opcode(NamedTuple):
     """a[a_start:a_end] becomes b[b_start:b_end]."""

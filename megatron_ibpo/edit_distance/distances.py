@@ -11,8 +11,6 @@ import numpy.typing as npt
 from megatron_ibpo import _edit_distance
 from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_ids, read_ragged
 
-__all__ = ["SATURATED", "batch_distance", "count_edits", "distance", "normalize"]
-
 SATURATED: int = np.iinfo(np.int64).max
 """A count of edits that is above the cutoff, by how much is not known."""
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from megatron_ibpo import _edit_distance
 
-__all__ = ["Ragged", "check_threads", "pair_up", "read_ids", "read_ragged"]
-
 LONGEST = 2**30 - 1
 """Ids of one sequence; a batch may hold any number."""
 

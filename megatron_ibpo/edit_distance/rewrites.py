@@ -13,8 +13,6 @@ import numpy.typing as npt
 from megatron_ibpo.edit_distance.distances import SATURATED, count_edits, normalize
 from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_ragged
 
-__all__ = ["RewriteTest", "adaptive_threshold", "rewrite_test"]
-
 
 class RewriteTest(NamedTuple):
     """Of n corrections."""

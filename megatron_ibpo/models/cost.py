@@ -13,8 +13,6 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import ModelShape
 
-__all__ = ["EXPERT_IMBALANCE", "MixerCost", "attention_cost", "forward_flops", "kept_elements", "mixer_cost"]
-
 EXPERT_IMBALANCE = 2.0
 """Tokens that the fullest expert-parallel rank gets, relative to an even share."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "family_part"]
-
 FAMILIES = {
     "qwen3": "megatron_ibpo.models.qwen3",
     "qwen3_moe": "megatron_ibpo.models.qwen3",

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models.shape import ModelShape
 
-__all__ = ["check_layout", "pipeline_layers"]
-
 
 def pipeline_layers(
     num_layers: int, parallel: ParallelConfig, virtual_stages: int = 1

@@ -28,15 +28,6 @@ from torch import Tensor
 
 from megatron_ibpo.models import packed
 
-__all__ = [
-    "GroupedColumnLinear",
-    "GroupedRowLinear",
-    "NoCoreAttention",
-    "NormColumnParallelLinear",
-    "PackedSelfAttention",
-    "RMSNorm",
-]
-
 
 def rms_norm(x_BH: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """RMSNorm with float32 statistics, in the order of operations that transformers uses."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Rectangles", "by_chunks", "by_length", "drop", "positions", "take"]
-
 
 @dataclass(frozen=True)
 class Rectangles:

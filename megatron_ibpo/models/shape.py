@@ -9,15 +9,6 @@ from typing import Any
 
 from megatron_ibpo.models.families import FAMILIES, family_part
 
-__all__ = [
-    "Fields",
-    "ModelConfigError",
-    "ModelShape",
-    "common_fields",
-    "expert_fields",
-    "read_hf_config",
-]
-
 
 class ModelConfigError(ValueError):
     """config.json is missing, malformed, or describes a model that cannot be built."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from megatron_ibpo.models.shape import ModelShape
 from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Fused, Piece
 
-__all__ = ["attention", "dense_mlp", "moe"]
-
 
 def attention(shape: ModelShape) -> list[Entry]:
     hidden, dim = shape.hidden_size, shape.head_dim

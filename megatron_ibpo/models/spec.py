@@ -39,18 +39,6 @@ from megatron_ibpo.models import local_modules
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import ModelShape
 
-__all__ = [
-    "Backend",
-    "attention",
-    "block_spec",
-    "config_fields",
-    "dense_mlp",
-    "local_backend",
-    "moe",
-    "transformer_engine_backend",
-    "transformer_layer",
-]
-
 MLPAndNorm = tuple[Callable[..., Any], Callable[..., Any]]
 """What computes a layer's MLP or experts, and the norm before it."""
 

@@ -25,21 +25,6 @@ from torch import Tensor
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import ModelShape
 
-__all__ = [
-    "COLUMNS",
-    "ROWS",
-    "Block",
-    "Cut",
-    "Entry",
-    "Fused",
-    "Piece",
-    "Span",
-    "global_name",
-    "is_ignored",
-    "mtp_layers",
-    "weight_map",
-]
-
 
 @dataclass(frozen=True)
 class Cut:

@@ -17,8 +17,6 @@ from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.world import World
 
-__all__ = ["Census", "RankPart", "as_rank", "take_census"]
-
 
 @dataclass(frozen=True)
 class RankPart:

@@ -25,8 +25,6 @@ from megatron_ibpo.plan.memory import (
     sync_bytes,
 )
 
-__all__ = ["Plan", "full_contexts", "make_plan", "peaks", "ranks_per_node", "usable_bytes"]
-
 USABLE_SHARE = 0.97
 """Of a GPU's memory: the driver keeps some, and 80 GB cards offer a little less than 80 GiB."""
 

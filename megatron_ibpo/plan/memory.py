@@ -15,19 +15,6 @@ from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.cost import kept_elements, mixer_cost
 from megatron_ibpo.plan.census import Census, RankPart
 
-__all__ = [
-    "CONTEXT_BYTES",
-    "ENGINE_WORKSPACE_BYTES",
-    "GIB",
-    "EngineMemory",
-    "RankMemory",
-    "engine_memory",
-    "kv_bytes_per_token",
-    "rank_memory",
-    "state_bytes_per_sequence",
-    "sync_bytes",
-]
-
 GIB = 1024**3
 CONTEXT_BYTES = int(1.5 * GIB)
 """CUDA context, NCCL buffers and allocator fragments of one process."""

@@ -26,8 +26,6 @@ from megatron_ibpo.report.run_dir import checkpoint_bytes
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.words import counted
 
-__all__ = ["FITS", "REFUSED", "plan_run"]
-
 FITS, REFUSED = 0, 2
 
 

@@ -24,13 +24,6 @@ from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 
-__all__ = [
-    "CheckpointError",
-    "load_checkpoint",
-    "load_weights",
-    "save_checkpoint",
-]
-
 _CRITIC = "critic"
 """Directory in a checkpoint: tensors of both models have the same names."""
 

@@ -33,8 +33,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["activate"]
-
 CPU = torch.device("cpu")
 
 CUDA_LITERALS = (

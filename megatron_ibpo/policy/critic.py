@@ -18,8 +18,6 @@ from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
-__all__ = ["Critic", "ValueHead", "value_loss"]
-
 
 class ValueHead(torch.nn.Module):
     """One number from each hidden state, instead of GPTModel's output layer. Starts at 0.

@@ -25,14 +25,6 @@ from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, lay_out, spl
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
-__all__ = [
-    "accumulate_gradients",
-    "by_sequence",
-    "infer",
-    "is_reporting_rank",
-    "make_trainable",
-]
-
 Output = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, output of the last stage) → (loss, what is kept of it)."""
 

@@ -22,8 +22,6 @@ from megatron_ibpo.policy.packing import PackedArrays, pack
 from megatron_ibpo.policy.planning import Block, RankMeasure
 from megatron_ibpo.policy.trainer import Trainer
 
-__all__ = ["GradientNoise", "compare_with_gspo", "estimate_noise", "measure_gradient", "packed"]
-
 Packed = tuple[int, Sequence[PackedArrays]]
 """(prompts of a block, this rank's sequences of it that have an advantage)."""
 

@@ -14,8 +14,6 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy import cpu
 
-__all__ = ["build_model", "build_value_model", "transformer_config"]
-
 
 def build_model(
     shape: ModelShape, config: Config, *, device: Literal["cpu", "cuda", "meta"] = "cpu"

@@ -9,16 +9,6 @@ import torch
 from megatron_ibpo.config import Config, LossConfig, named_values
 from megatron_ibpo.loss import ChosenBackend, Objective, choose_backend, make_objective, resolve_variant
 
-__all__ = [
-    "aggregation",
-    "backend_in_use",
-    "check_loss",
-    "gspo_objective",
-    "loss_params",
-    "run_objective",
-    "takes_token_advantages",
-]
-
 
 def run_objective(config: Config, divisor: str | float, backend: ChosenBackend) -> Objective:
     """The run's loss of a mini-batch.

@@ -18,8 +18,6 @@ from torch import Tensor
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
 
-__all__ = ["PackedArrays", "PackedBatch", "lay_out", "pack", "response_values", "split_sequences"]
-
 Lengths = npt.NDArray[np.int64]
 
 

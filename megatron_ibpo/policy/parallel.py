@@ -6,8 +6,6 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.world import World
 
-__all__ = ["destroy", "initialize"]
-
 
 def initialize(parallel: ParallelConfig, world: World, seed: int) -> None:
     """Create Megatron's process groups and seed its random generators. Collective.

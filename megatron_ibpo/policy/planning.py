@@ -15,27 +15,6 @@ import numpy as np
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.records import TrainSequence
 
-__all__ = [
-    "Block",
-    "MicroBatch",
-    "MiniBatch",
-    "Passes",
-    "Plan",
-    "RankForward",
-    "RankMeasure",
-    "RankUpdate",
-    "data_parallel_rank",
-    "merge_parts",
-    "plan_forward",
-    "plan_measure",
-    "plan_micro_batches",
-    "plan_update",
-    "plan_value_update",
-    "split_minibatches",
-    "update_metrics",
-    "weighted_mean_length",
-]
-
 Share = TypeVar("Share")
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.formats.load import load_hf
 
-__all__ = ["Reference", "load_reference"]
-
 
 class Reference:
     """Weights of this rank that change places with those of the policy.

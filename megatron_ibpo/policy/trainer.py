@@ -43,8 +43,6 @@ from megatron_ibpo.policy.truncated_importance import Factor, truncate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """This rank's part of the policy, its optimizer and schedule."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from megatron_ibpo.policy.packing import PackedArrays
 
-__all__ = ["Factor", "truncate"]
-
 Factor = tuple[int, float]
 """(index of a sequence in the list that was planned, its weight; the mean where each token has its own)."""
 

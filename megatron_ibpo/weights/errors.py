@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "WeightMismatchError", "WeightPlanError", "listed"]
-
 SHOWN = 8
 """Names listed in an error before it only counts."""
 

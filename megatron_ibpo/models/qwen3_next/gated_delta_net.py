@@ -18,8 +18,6 @@ from torch import Tensor
 
 from megatron_ibpo.models import packed
 
-__all__ = ["PackedGatedDeltaNet", "causal_conv", "gated_delta_rule"]
-
 CHUNK = 32
 """Tokens per chunk of the delta rule."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron_ibpo.models.shape import Fields, ModelShape, common_fields, expert_fields
 
-__all__ = ["Qwen3NextShape", "read"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextShape(ModelShape):

@@ -20,8 +20,6 @@ from megatron_ibpo.models.qwen3_next.gated_delta_net import PackedGatedDeltaNet
 from megatron_ibpo.models.qwen3_next.shape import Qwen3NextShape
 from megatron_ibpo.models.spec import Backend, attention, moe, transformer_layer
 
-__all__ = ["config_fields", "layer_spec"]
-
 
 class GatedNorm(RMSNorm):
     """The norm of a gated delta net's output. Never zero-centred, unlike the other norms of

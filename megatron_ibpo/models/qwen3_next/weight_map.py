@@ -11,8 +11,6 @@ from megatron_ibpo.models.qwen3_next.shape import Qwen3NextShape
 from megatron_ibpo.models.shared_entries import attention, moe
 from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Piece
 
-__all__ = ["layer_entries", "mtp_entries"]
-
 
 def layer_entries(shape: Qwen3NextShape, layer: int) -> list[Entry]:
     mixer = attention(shape) if shape.full_attention[layer] else _gated_delta_net(shape)

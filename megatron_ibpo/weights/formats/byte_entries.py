@@ -25,8 +25,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron_ibpo.weights.errors import CheckpointError, listed
 
-__all__ = ["check_byte_entries"]
-
 _COMMON_FILE = "common.pt"
 """Where older versions of Megatron keep what is no tensor."""
 

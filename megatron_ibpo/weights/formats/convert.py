@@ -38,14 +38,6 @@ from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_ho
 from megatron_ibpo.weights.layout.regions import TensorMeta, consecutive_runs
 from megatron_ibpo.world import World
 
-__all__ = [
-    "differing_tensors",
-    "hf_to_megatron",
-    "megatron_to_hf",
-    "model_entries",
-    "model_of",
-]
-
 logger = logging.getLogger(__name__)
 
 FILES_PER_RANK = 2

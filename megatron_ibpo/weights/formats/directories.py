@@ -19,17 +19,6 @@ from typing import TypeVar
 
 from megatron_ibpo.world import World
 
-__all__ = [
-    "MANIFEST",
-    "DiskSpaceError",
-    "HashedFile",
-    "changed_files",
-    "check_disk_space",
-    "file_digest",
-    "write_directory",
-    "write_manifest",
-]
-
 T = TypeVar("T")
 
 MANIFEST = "integrity.json"

@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Job", "Turn", "run_jobs"]
-
 THREADS_PER_CORE = 2
 """One computes while the other waits for the disk."""
 MAX_THREADS = 8

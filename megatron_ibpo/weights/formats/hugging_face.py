@@ -20,8 +20,6 @@ from megatron_ibpo.weights.formats.directories import MANIFEST, HashedFile
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.layout.regions import TensorMeta
 
-__all__ = ["INDEX", "Checkpoint", "SafetensorsFile", "copy_all_but_weights", "file_names", "write_index"]
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"

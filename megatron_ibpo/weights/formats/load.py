@@ -14,8 +14,6 @@ from megatron_ibpo.weights.errors import listed
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.layout.holdings import my_holding, parameters_by_global_name
 
-__all__ = ["load_hf"]
-
 logger = logging.getLogger(__name__)
 
 

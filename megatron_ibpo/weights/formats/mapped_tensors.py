@@ -18,8 +18,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["MappedFiles", "OpenFiles"]
-
 MAPPED_BYTES = 64 * 1024**2
 """Read from files before they are unmapped: pages that were read count as this process's memory."""
 LOCAL_HEADER_BYTES = 30

@@ -8,8 +8,6 @@ from typing import Any
 
 from megatron_ibpo.weights.errors import CheckpointError
 
-__all__ = ["HF_FILES", "LAYOUT", "RUN_STATE", "find_checkpoint", "load_run_state", "newest_step"]
-
 RUN_STATE = "run_state.json"
 """JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""
 LAYOUT = "layout.json"

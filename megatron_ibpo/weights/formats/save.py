@@ -15,8 +15,6 @@ from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
 from megatron_ibpo.world import World
 
-__all__ = ["save_hf"]
-
 SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file."""
 

@@ -34,16 +34,6 @@ from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import newest_step
 
-__all__ = [
-    "DistcpFile",
-    "Record",
-    "StoredCheckpoint",
-    "find_stored",
-    "is_weight",
-    "read_metadata",
-    "write_metadata",
-]
-
 METADATA, CONFIG = ".metadata", "metadata.json"
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for what is no tensor."""

@@ -25,8 +25,6 @@ from megatron_ibpo.weights.layout.holdings import (
 )
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 
-__all__ = ["HFExport", "metadata_of", "regions_of"]
-
 
 @dataclass(frozen=True)
 class _Task:

@@ -24,8 +24,6 @@ from megatron_ibpo.weights.layout.regions import (
     receive_buffer,
 )
 
-__all__ = ["Gather"]
-
 
 @dataclass
 class _Arriving:

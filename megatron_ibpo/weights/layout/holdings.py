@@ -12,8 +12,6 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.weight_map import Entry, global_name
 
-__all__ = ["Holding", "holdings_of", "my_holding", "parameters_by_global_name", "shard_holders"]
-
 
 @dataclass(frozen=True)
 class Holding:

@@ -14,31 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Box",
-    "Buckets",
-    "Message",
-    "Need",
-    "Part",
-    "Region",
-    "TensorMeta",
-    "WeightSource",
-    "assemble",
-    "box_name",
-    "choose_senders",
-    "consecutive_runs",
-    "intersect",
-    "local_parts",
-    "messages",
-    "need_all",
-    "pack",
-    "parts_by_tensor",
-    "plan_buckets",
-    "receive_buffer",
-    "unpack",
-    "whole",
-]
-
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of a tensor."""
 Buckets = list[range]

@@ -9,8 +9,6 @@ import torch
 from megatron_ibpo.weights.errors import WeightMismatchError, listed
 from megatron_ibpo.weights.layout.regions import Message, TensorMeta, box_name, unpack
 
-__all__ = ["checksum", "compare_checksums", "part_checksums"]
-
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd, as a signed 64-bit number
 CHUNK_WORDS = 16 * 1024**2
 

@@ -27,8 +27,6 @@ from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
 from megatron_ibpo.world import World
 
-__all__ = ["IpcTransport", "NcclTransport"]
-
 
 class NcclTransport:
     """One NCCL group of trainer rank 0 and the workers of all engines.

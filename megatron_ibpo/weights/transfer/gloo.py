@@ -38,8 +38,6 @@ from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.wire import WirePlan, read_answers
 from megatron_ibpo.world import World
 
-__all__ = ["GlooReceiver", "GlooTransport", "join_group"]
-
 LOOPBACK = "127.0.0.1"
 BUCKETS_UNDERWAY = 2
 """Messages of so many buckets travel while one more is packed or loaded."""

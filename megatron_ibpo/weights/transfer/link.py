@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["EngineLink", "Failures", "Sent", "ask", "collect", "start"]
-
 Failures = dict[int, Exception]
 """By engine: why it has no part in the update any more."""
 

@@ -11,8 +11,6 @@ import sys
 
 import torch
 
-__all__ = ["Memory"]
-
 UNUSED = 3
 """References to a block in which no tensor lies: the list's, the loop's and `getrefcount`'s own."""
 

@@ -15,8 +15,6 @@ import torch
 
 from megatron_ibpo.weights.layout.regions import Box, Need, TensorMeta, intersect, whole
 
-__all__ = ["Rehearsal"]
-
 HARMLESS = {
     "__get__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size",
     "is_contiguous", "is_floating_point", "is_complex", "ndimension", "get_device", "untyped_storage",

@@ -11,8 +11,6 @@ from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask
 from megatron_ibpo.weights.transfer.order import Order, TransportName
 from megatron_ibpo.world import World
 
-__all__ = ["Transport", "open_transport", "update_engines"]
-
 
 class Transport(Protocol):
     """Carries tensors from the trainers to engines. Methods are collective over all trainer ranks."""

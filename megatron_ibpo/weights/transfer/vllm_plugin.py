@@ -26,8 +26,6 @@ from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.wire import Answer
 
-__all__ = ["GlooWeightTransferEngine", "WorkerExtension"]
-
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from megatron_ibpo.weights.errors import WeightPlanError, listed
 from megatron_ibpo.weights.layout.regions import Buckets, Need, Sender, TensorMeta, plan_buckets
 
-__all__ = ["Answer", "WirePlan", "read_answers"]
-
 
 @dataclass(frozen=True)
 class WirePlan:
