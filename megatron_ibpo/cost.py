@@ -5,8 +5,6 @@ passes for log-probs, updates, weight transfer. What only observes is not: evalu
 the gradient meter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 

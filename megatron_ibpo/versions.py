@@ -4,8 +4,6 @@ Only the standard library is imported, so that `tools/bootstrap.sh` can run this
 may lack the rest: `python megatron_ibpo/versions.py` says what differs and what is missing.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

@@ -4,8 +4,6 @@ Tensors of the model travel in Megatron's own groups, data comes from the driver
 on (errors, sums, plans), always over gloo, so that it works the same alongside NCCL and without a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

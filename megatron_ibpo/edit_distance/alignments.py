@@ -1,7 +1,5 @@
 """Which tokens an edit leaves: the canonical alignment."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import numpy as np

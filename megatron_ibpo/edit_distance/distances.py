@@ -1,7 +1,5 @@
 """Levenshtein distance of one pair and of batches."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rewrite test of IBPO on batches of token ids: is a correction a new solution rather than an edit?"""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal, localcontext
 from fractions import Fraction

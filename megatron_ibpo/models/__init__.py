@@ -3,8 +3,6 @@
 Nothing here imports torch or Megatron when it is imported: weight maps import torch, layer specs Megatron.
 """
 
-from __future__ import annotations
-
 from megatron_ibpo.models.cost import forward_flops
 from megatron_ibpo.models.families import FAMILIES
 from megatron_ibpo.models.layout import check_layout, pipeline_layers

@@ -4,8 +4,6 @@ Estimates from the shape. What the mixer of a layer costs (attention, or what a 
 the family's to say; everything around it is common.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The families of models that can be trained: a folder and a line for each."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """What a parallel layout asks of a model, and how it divides the layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_ibpo.config import ParallelConfig

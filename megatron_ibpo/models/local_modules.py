@@ -1,8 +1,6 @@
 """Layers in plain torch, for machines without Transformer Engine. They take packed (thd) sequences, and
 their parameters and checkpoint entries carry the names that Transformer Engine's layers give them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ gated delta net want rectangles; these are the indices that make them and undo t
 token: it comes after a sequence's own tokens, so nothing causal can see it, and its outputs are dropped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """A model's dimensions in plain numbers, as its config.json gives them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Entries of the weight map that families share: attention, a dense MLP, a mixture of experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

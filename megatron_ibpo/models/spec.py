@@ -15,8 +15,6 @@ The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by 
 Transformer Engine's where installed, else apex's, else torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

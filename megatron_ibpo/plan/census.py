@@ -1,7 +1,5 @@
 """Parameters of every rank, counted on the real model: built on the meta device, without weights or GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -4,8 +4,6 @@ Every rank's part of the real model is built on the meta device (`census`), memo
 (`memory`), and what training and vLLM would refuse is refused here, with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ are estimates from the tensors that a layer keeps for its backward pass with Tra
 attention and flash-linear-attention; the allowances below stand for what no formula gives.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_ibpo.config import Config

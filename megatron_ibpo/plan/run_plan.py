@@ -1,7 +1,5 @@
 """The plan that `--dry-run` prints: what a configuration means on a cluster, and whether it can work."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Megatron distributed checkpoints of policy and critic, optimizers and schedules: atomic, of any layout."""
 
-from __future__ import annotations
-
 import json
 import queue
 import shutil

@@ -1,7 +1,5 @@
 """The critic of PPO: the policy's model with one output, trained on returns by a clipped squared error."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed micro-batches through a Megatron model, and its optimizer: what policy and critic share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ ratio does not, so the ratio is what may be compared between objectives:
 over P prompts; v/P is what noise alone adds to |g|², so that pure noise reads 0 and not 1/P.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 

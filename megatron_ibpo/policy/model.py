@@ -1,7 +1,5 @@
 """From a ModelShape to this rank's part of the Megatron model."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """From the configuration of the loss to the objective that its entry points take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ Arrays and tensors are named by what they run over: S sequences, T tokens (promp
 tokens, N rows of the model's output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Which rank holds which part of the model: Megatron's model-parallel groups."""
 
-from __future__ import annotations
-
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.world import World

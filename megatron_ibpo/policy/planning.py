@@ -3,8 +3,6 @@
 The driver has neither a GPU nor a model, so nothing here needs torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise

@@ -4,8 +4,6 @@ A second model would cost its weights on the device all the time. These wait in 
 the policy's place for a pass of log-probs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain

@@ -1,8 +1,6 @@
 """Truncated importance weights of trainer over rollout (ibpo step 14), which make up for what vLLM and
 Megatron compute differently."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

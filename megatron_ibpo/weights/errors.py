@@ -1,7 +1,5 @@
 """What goes wrong with a checkpoint, or with a weight update when no engine died. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 SHOWN = 8

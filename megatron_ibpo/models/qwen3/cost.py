@@ -1,7 +1,5 @@
 """What Qwen3's layers cost: attention in all of them."""
 
-from __future__ import annotations
-
 from megatron_ibpo.models.cost import MixerCost, attention_cost
 from megatron_ibpo.models.shape import ModelShape
 

@@ -1,7 +1,5 @@
 """Qwen3's dimensions."""
 
-from __future__ import annotations
-
 from megatron_ibpo.models.shape import Fields, ModelShape, common_fields, expert_fields
 
 

@@ -1,7 +1,5 @@
 """Qwen3's layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec

@@ -1,7 +1,5 @@
 """Qwen3's tensors."""
 
-from __future__ import annotations
-
 from megatron_ibpo.models.shape import ModelShape
 from megatron_ibpo.models.shared_entries import attention, dense_mlp, moe
 from megatron_ibpo.models.weight_map import Entry

@@ -1,7 +1,5 @@
 """What Qwen3-Next's mixers cost: attention, or the gated delta net."""
 
-from __future__ import annotations
-
 from megatron_ibpo.models.cost import MixerCost, attention_cost
 from megatron_ibpo.models.qwen3_next.shape import Qwen3NextShape
 

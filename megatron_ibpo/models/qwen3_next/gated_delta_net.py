@@ -5,8 +5,6 @@ keeps its parameters and checkpoint and computes the same. Gated DeltaNet: Yang,
 "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Qwen3-Next's dimensions: those that all share, and the gated delta net's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_ibpo.models.shape import Fields, ModelShape, common_fields, expert_fields

@@ -6,8 +6,6 @@
 | norm of the delta net's output | TEGatedNorm                                      | GatedNorm           |
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

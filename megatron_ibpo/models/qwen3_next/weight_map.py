@@ -1,7 +1,5 @@
 """Qwen3-Next's tensors: gated delta nets, and the multi-token prediction layer of its checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ The manifest is `integrity.json`, SHA-256 of every file, in the format of megatr
 `dist_checkpointing.save(verify_integrity=True)`.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Files written by a few threads at once, in bounded memory."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Hugging Face checkpoints into Megatron parameters. Each rank reads only what it holds."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

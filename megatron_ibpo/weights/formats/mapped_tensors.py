@@ -4,8 +4,6 @@
 that the system has cached.
 """
 
-from __future__ import annotations
-
 import io
 import mmap
 import pickle

@@ -1,7 +1,5 @@
 """What of a checkpoint is ours, and which checkpoint is meant. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The export as a Hugging Face checkpoint on disk: all of it, or nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_ibpo.weights.formats.directories import write_directory

@@ -5,8 +5,6 @@ which piece of which tensor lies where. The pickle is read by an unpickler that 
 belong there: it cannot run code.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import defaultdict

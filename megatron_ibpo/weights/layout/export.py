@@ -4,8 +4,6 @@ Names are those of Hugging Face checkpoints with one tensor per expert, which bo
 vLLM's `load_weights` take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A weight source's tensors, whole, on one trainer rank or on all of them; gathered a bucket ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice

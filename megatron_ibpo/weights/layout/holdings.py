@@ -1,7 +1,5 @@
 """What part of the model each rank holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

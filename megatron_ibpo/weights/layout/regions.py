@@ -4,8 +4,6 @@ A region is a box: (start, stop) along every dimension. Sender and receiver deri
 the same plain data, so that nothing but bytes travels in an update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

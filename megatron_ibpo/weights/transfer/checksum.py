@@ -1,7 +1,5 @@
 """A checksum that costs one pass over a tensor where it lies, on a CPU or a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

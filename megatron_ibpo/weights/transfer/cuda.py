@@ -4,8 +4,6 @@ Only the control plane is ours: each engine's owner talks to it, while vLLM's cl
 rank 0 talk to all. Type-checked against vLLM 0.32.0; needs CUDA, and has not been run without it.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Every rank sends its own part of each tensor straight to the workers that want o
 engine that dies takes no other with it.
 """
 
-from __future__ import annotations
-
 import pickle
 import socket
 import time

@@ -1,7 +1,5 @@
 """How a weight update talks to the engines that a rank owns: ask all, then wait for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ To touch memory for the first time costs as much as to receive into it, so a pas
 do that with a few buckets, not with all of them.
 """
 
-from __future__ import annotations
-
 import mmap
 import sys
 

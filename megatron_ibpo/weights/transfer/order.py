@@ -1,7 +1,5 @@
 """What is asked of a weight update. Needs no torch: the driver orders, trainers and engines carry out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

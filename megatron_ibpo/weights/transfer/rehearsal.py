@@ -4,8 +4,6 @@ A tensor-parallel worker copies its shard out of every tensor that it is given. 
 which part that is; the copying itself does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

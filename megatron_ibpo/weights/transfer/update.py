@@ -1,7 +1,5 @@
 """Transports by their names, and one weight update of running engines, the same over all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 

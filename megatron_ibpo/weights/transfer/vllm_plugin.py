@@ -1,8 +1,6 @@
 """Loaded into vLLM's workers (`worker_extension_cls`): receives weights over gloo, keeps receipts of what
 arrives, and mends the update of experts on CPUs."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,6 @@
 """What trainers and the workers of an engine tell each other before a weight update. It goes through vLLM
 pickled: bytes are passed on as they are by whatever stands between its processes."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
