@@ -26,7 +26,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
     control: Any
     """gloo process group over all ranks."""
@@ -40,27 +39,30 @@ class World:
         return "cuda" if self.device.type == "cuda" else "cpu"
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank.
+        """Run `work` on rank 0 and return its result on every rank; fails as `on_all_ranks`."""
+        return self.on_all_ranks(work if self.is_rank_0 else lambda: None)[0]  # type: ignore[return-value]
+
+    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return the results of all, in rank order, on every rank.
 
         Raises:
-            rank 0's own exception there, RemoteError with its text elsewhere: no rank is left waiting.
+            the rank's own exception where there was one, RemoteError with its text elsewhere: no rank is left
+            waiting.
         """
-        if self.size == 1:
-            return work()
-        outcome: list[Any] = [None, None]
+        result: Any = None
         error: BaseException | None = None
-        if self.is_rank_0:
-            try:
-                outcome[0] = work()
-            except BaseException as caught:
-                error = caught
-                outcome[1] = f"{type(caught).__name__}: {caught}"
-        dist.broadcast_object_list(outcome, src=0, group=self.control)
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        outcomes = self.all_gather((result, text))
         if error is not None:
             raise error
-        if outcome[1] is not None:
-            raise RemoteError(f"rank 0 failed: {outcome[1]}")
-        return outcome[0]
+        for rank, (_, text) in enumerate(outcomes):
+            if text is not None:
+                raise RemoteError(f"rank {rank} failed: {text}")
+        return [result for result, _ in outcomes]
 
     def all_gather(self, item: T) -> list[T]:
         """Every rank's `item`, in rank order, on every rank."""
@@ -69,15 +71,6 @@ class World:
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.control)
         return items
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank has an error: its own where it has one, RemoteError elsewhere."""
-        texts = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise RemoteError(f"rank {rank} failed: {text}")
 
     def close(self) -> None:
         """Leave the process groups; without waiting, since another rank may have failed."""
@@ -110,4 +103,4 @@ def start_world(timeout_minutes: float = 30.0) -> World:
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
-    return World(rank, size, local_rank, device, control)
+    return World(rank, size, device, control)

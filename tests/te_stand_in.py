@@ -260,7 +260,7 @@ def describe(config_dir: Path, tp: int, ep: int) -> dict[str, Any]:
     size = max(tp, ep)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     layout = ParallelConfig(tensor_model_parallel_size=tp, expert_model_parallel_size=ep)
-    parallel.initialize(layout, World(0, size, 0, torch.device("cpu"), None), seed=0)
+    parallel.initialize(layout, World(0, size, torch.device("cpu"), None), seed=0)
     config = Config(model=ModelConfig(bf16=True), parallel=layout)
     shape = read_hf_config(config_dir)
 

@@ -31,7 +31,7 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored
 from megatron_ibpo.world import World
 
-ALONE = World(0, 1, 0, torch.device("cpu"), None)
+ALONE = World(0, 1, torch.device("cpu"), None)
 TOOLS = Path(__file__).parent.parent / "tools"
 
 

@@ -31,7 +31,7 @@ from megatron_ibpo.weights.formats.directories import DiskSpaceError, changed_fi
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, read_metadata
 from megatron_ibpo.world import World
 
-ALONE = World(0, 1, 0, torch.device("cpu"), None)
+ALONE = World(0, 1, torch.device("cpu"), None)
 NORM = "model.layers.1.input_layernorm.weight"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
@@ -465,7 +465,7 @@ signal.signal(signal.SIGXFSZ, signal.{handler})
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from megatron_ibpo.world import World
-alone = World(0, 1, 0, torch.device("cpu"), None)
+alone = World(0, 1, torch.device("cpu"), None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # no file gets longer
 source, target = Path(sys.argv[1]), Path(sys.argv[2])
 if (source / ".metadata").exists():

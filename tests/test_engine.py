@@ -180,7 +180,7 @@ def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair: str, say
 # --- one dense engine in float32 ---------------------------------------------------------------------
 
 TIMEOUT = 120.0
-WORLD = World(0, 1, 0, torch.device("cpu"), None)
+WORLD = World(0, 1, torch.device("cpu"), None)
 
 
 def open_gloo(workers: int = 1, bucket_bytes: int = 100_000) -> Transport:

@@ -282,8 +282,10 @@ def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int |
     import math
 
     import torch
+    from megatron.core import parallel_state
 
     from megatron_ibpo.config import Config
+    from megatron_ibpo.models import pipeline_layers
     from megatron_ibpo.plan.census import as_rank
     from megatron_ibpo.weights.layout.export import metadata_of, regions_of
     from megatron_ibpo.weights.layout.holdings import my_holding
@@ -293,7 +295,8 @@ def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int |
     places = []
     for rank in range(trainers):
         with as_rank(rank, trainers, config):
-            places.append(my_holding(shape))
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            places.append(my_holding(shape, pipeline_layers(shape.num_layers, layout)[stage]))
     metas = metadata_of(shape, torch.bfloat16)
     model = sum(meta.num_bytes for meta in metas)
     sent = [0] * trainers

@@ -124,10 +124,10 @@ class Fields:
         if (value := self.raw.get(name)) not in (None, *allowed):
             raise self.error(f"{name}={value!r} is not supported")
 
-    def groups(self, heads: str, shared: str, default: int | None = None) -> tuple[int, int]:
+    def groups(self, heads: str, shared: str) -> tuple[int, int]:
         """(heads, heads that several of those share), by their fields' names."""
         many = self.count(heads)
-        few = self.count(shared, default or many)
+        few = self.count(shared, many)
         if many % few:
             raise self.error(f"{heads}={many} is no multiple of {shared}={few}")
         return many, few

@@ -101,12 +101,6 @@ def block_spec(
     )
 
 
-def config_fields(shape: ModelShape) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig that only the model's family has."""
-    fields: dict[str, Any] = family_part(shape.family, "spec").config_fields(shape)
-    return fields
-
-
 def transformer_layer(mixer: ModuleSpec, mlp: MLPAndNorm) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,

@@ -61,8 +61,7 @@ class Piece:
         return replace(self, name=prefix + self.name, fused=fused)
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """(start, length) along the cut's dimension of what `rank` of `ranks` holds."""
-        assert self.cut is not None
+        """(start, length) along the cut's dimension of what `rank` of `ranks` holds; of rows if uncut."""
         return _ranges(self.shape, self.cut, rank, ranks)
 
     def shard_shape(self, ranks: int) -> tuple[int, ...]:
@@ -136,11 +135,10 @@ class Entry:
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
         """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along
         the cut's dimension."""
-        if self.cut is None:
-            return [self._block(self.name, self.shape, 0, (0, self.shape[0]))]
         spans = _ranges(self.shape, self.cut, rank, ranks)
-        if not self.stored_apart:
-            return [self._block(self.name, self.shape, self.cut.dim, span) for span in spans]
+        if self.cut is None or not self.stored_apart:
+            dim = self.cut.dim if self.cut else 0
+            return [self._block(self.name, self.shape, dim, span) for span in spans]
         blocks, start = [], 0
         for suffix, rows, (first, length) in zip(self.stored_apart, self.cut.sections, spans, strict=True):
             shape = (rows, *self.shape[1:])
@@ -176,8 +174,10 @@ def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> t
     return tuple(spans)
 
 
-def _ranges(shape: tuple[int, ...], cut: Cut, rank: int, ranks: int) -> list[tuple[int, int]]:
+def _ranges(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int) -> list[tuple[int, int]]:
     """(start, length) of what `rank` of `ranks` holds of each section."""
+    if cut is None:
+        return [(0, shape[0])]
     ranges, start = [], 0
     for size in cut.sections or (shape[cut.dim],):
         ranges.append((start + rank * (size // ranks), size // ranks))

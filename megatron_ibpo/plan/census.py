@@ -115,7 +115,7 @@ def as_rank(rank: int, world_size: int, config: Config) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        world = World(rank, world_size, 0, torch.device("cpu"), control=None)
+        world = World(rank, world_size, torch.device("cpu"), control=None)
         parallel.initialize(config.parallel, world, config.run.seed)
         try:
             yield

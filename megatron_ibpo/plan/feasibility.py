@@ -66,7 +66,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     max_tokens = max(config.model.max_tokens_per_gpu, context)
     ranks = [rank_memory(shape, config, part, census, max_tokens) for part in census.ranks]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
-    engine = engine_memory(shape, config, census, gpu_bytes)
+    engine = engine_memory(config, census, gpu_bytes)
     plan = Plan(config, shape, world_size, problems, census, ranks, engine, _placement(config, world_size))
     problems += _memory_problems(plan)
     return plan

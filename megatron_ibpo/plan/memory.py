@@ -89,7 +89,7 @@ def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) ->
     return max_tokens * columns * element + _LOSS_CHUNK_BYTES
 
 
-def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
+def engine_memory(config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
     """One GPU of an engine; the KV cache is what was asked for, or what the utilization leaves."""
     rollout = config.rollout
     element = _engine_element(config)

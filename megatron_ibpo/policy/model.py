@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.families import family_part
 from megatron_ibpo.policy import cpu
 
 
@@ -97,8 +98,6 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
     """Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation."""
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ibpo.models.spec import config_fields
-
     parallel, model = config.parallel, config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     recompute = model.recompute_granularity if model.recompute_granularity != "none" else None
@@ -141,20 +140,15 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
         # implementation
         "transformer_impl": "transformer_engine" if use_te else "local",
         "perform_initialization": False,
-        "persist_layer_norm": False,
         "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
         "bias_activation_fusion": use_te,
         "apply_rope_fusion": use_te,
-        "gradient_accumulation_fusion": False,
     }
     if shape.is_moe:
         fields |= {
             "num_moe_experts": shape.num_experts,
             "moe_router_topk": shape.experts_per_token,
             "moe_ffn_hidden_size": shape.expert_hidden_size,
-            "moe_layer_freq": 1,
-            "moe_router_score_function": "softmax",
             # softmax over the chosen experts equals softmax over all, then normalised
             "moe_router_pre_softmax": not shape.normalize_expert_weights,
             "moe_router_load_balancing_type": "aux_loss" if model.moe_aux_loss_coeff else "none",
@@ -168,4 +162,4 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
             "moe_shared_expert_gate": True,
         }
-    return TransformerConfig(**fields | config_fields(shape))
+    return TransformerConfig(**fields | family_part(shape.family, "spec").config_fields(shape))

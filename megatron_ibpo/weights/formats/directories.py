@@ -139,17 +139,10 @@ def write_directory(
 
     world.on_rank_0(prepare)
     try:
-        error: Exception | None = None
-        result: T | None = None
-        try:
-            result = write(partial)
-        except Exception as caught:
-            error = caught
-        world.agree(error)
-        results = world.all_gather(result)
+        results = world.on_all_ranks(lambda: write(partial))
 
         def publish() -> None:
-            write_manifest(partial, finish(partial, results))  # type: ignore[arg-type]
+            write_manifest(partial, finish(partial, results))
             _replace(partial, target)
 
         world.on_rank_0(publish)

@@ -155,9 +155,8 @@ class Checkpoint:
         the file."""
         name, tensor = self._found(piece)
         fused = piece.fused if name != piece.name else None
-        spans = piece.ranges(rank, ranks) if piece.cut else [(0, piece.shape[0])]
         dim = piece.cut.dim if piece.cut else 0
-        cuts = [self._cut(tensor, piece, fused, dim, start, length) for start, length in spans]
+        cuts = [self._cut(tensor, piece, fused, dim, *span) for span in piece.ranges(rank, ranks)]
         self._files.count(sum(cut.nbytes for cut in cuts))
         return torch.cat(cuts, dim=dim) if len(cuts) > 1 else cuts[0]
 

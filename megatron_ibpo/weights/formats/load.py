@@ -10,7 +10,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.errors import listed
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-from megatron_ibpo.weights.layout.holdings import my_holding, parameters_by_global_name
+from megatron_ibpo.weights.layout.holdings import layers_of, my_holding, parameters_by_global_name
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
     entries = weight_map(shape)
     if ignored := checkpoint.check(shape, entries.values()):
         logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
-    holding = my_holding(shape, chunks)
+    holding = my_holding(shape, layers_of(chunks))
     with torch.no_grad():
         for name, parameter in parameters_by_global_name(chunks, holding):
             if name.startswith("output_layer.") and not head:

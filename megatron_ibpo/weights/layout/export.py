@@ -17,6 +17,7 @@ from megatron_ibpo.models.weight_map import Entry, Piece, weight_map
 from megatron_ibpo.weights.layout.gather import Gather
 from megatron_ibpo.weights.layout.holdings import (
     Holding,
+    layers_of,
     my_holding,
     parameters_by_global_name,
     shard_holders,
@@ -34,14 +35,11 @@ class _Task:
 
     def boxes(self, piece: Piece, shard: int) -> list[Box]:
         """What shard number `shard` of the entry holds of `piece`, in the order of its rows or columns."""
-        if piece.cut is None:
-            return [whole(piece.shape)]
-        box = list(whole(piece.shape))
-        boxes = []
-        for start, length in piece.ranges(shard, len(self.holders)):
-            box[piece.cut.dim] = (start, start + length)
-            boxes.append(tuple(box))
-        return boxes
+        before, dim = whole(piece.shape), piece.cut.dim if piece.cut else 0
+        return [
+            (*before[:dim], (start, start + length), *before[dim + 1 :])
+            for start, length in piece.ranges(shard, len(self.holders))
+        ]
 
     def regions(self, piece: Piece) -> tuple[Region, ...]:
         if piece.cut is None:
@@ -71,7 +69,7 @@ class HFExport:
             bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
                 tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
-        holding = my_holding(shape, chunks)
+        holding = my_holding(shape, layers_of(chunks))
         self._rank = dist.get_rank()
         self._parameters = dict(parameters_by_global_name(chunks, holding))
         first = next(iter(self._parameters.values()))
@@ -85,15 +83,12 @@ class HFExport:
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
 
     def metadata(self) -> list[TensorMeta]:
-        """The tensors in order; the same on every rank, without communication."""
         return self._metadata
 
     def regions(self) -> list[tuple[Region, ...]]:
-        """Of each tensor, who holds which part of it; the same on every rank, without communication."""
         return self._regions
 
     def local(self) -> Iterator[dict[Box, Tensor]]:
-        """What this rank holds of each tensor, in order, without communication."""
         for task in self._tasks:
             shard = task.shard_of(self._rank)
             if shard is None:
@@ -119,9 +114,7 @@ def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region,
 
 def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     """A shard of a piece, cut where its boxes join."""
-    if piece.cut is None:
-        return {boxes[0]: part}
-    dim = piece.cut.dim
+    dim = piece.cut.dim if piece.cut else 0
     sizes = [box[dim][1] - box[dim][0] for box in boxes]
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 

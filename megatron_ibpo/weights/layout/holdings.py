@@ -41,21 +41,10 @@ class Holding:
         return self.etp_rank, self.etp_size
 
 
-def my_holding(shape: ModelShape, chunks: Sequence[Any] = ()) -> Holding:
-    """This rank's part, from Megatron's groups.
-
-    Args:
-        chunks: the rank's models, which say what layers they hold. Without them pipeline stages are taken
-            for even; `parameters_by_global_name` raises where they are not.
-    """
+def my_holding(shape: ModelShape, layers: tuple[range, ...]) -> Holding:
+    """This rank's part, from Megatron's groups; `layers` as `layers_of` its model."""
     from megatron.core import parallel_state as groups
 
-    stages = groups.get_pipeline_model_parallel_world_size()
-    even = ParallelConfig(pipeline_model_parallel_size=stages)
-    layers = (
-        tuple(_layers(chunk) for chunk in chunks)
-        or pipeline_layers(shape.num_layers, even)[groups.get_pipeline_model_parallel_rank()]
-    )
     experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
     return Holding(
         tp_rank=groups.get_tensor_model_parallel_rank(),
@@ -96,8 +85,13 @@ def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int
     ]
 
 
+def layers_of(chunks: Sequence[Any]) -> tuple[range, ...]:
+    """Layers of the whole model that each model chunk of a rank holds."""
+    return tuple(_layers(chunk) for chunk in chunks)
+
+
 def _layers(chunk: Any) -> range:
-    """Layers of the whole model that a model chunk holds; it may be wrapped by DDP."""
+    """It may be wrapped by DDP."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
@@ -105,16 +99,7 @@ def _layers(chunk: Any) -> range:
 
 
 def parameters_by_global_name(chunks: list[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters under their names in the whole model.
-
-    Raises:
-        ValueError: the chunks hold other layers than `holding` says.
-    """
-    found = tuple(_layers(chunk) for chunk in chunks)
-    if found != holding.layers:
-        raise ValueError(
-            f"this rank's model holds layers {found}, not {holding.layers}: give my_holding the chunks"
-        )
+    """This rank's parameters under their names in the whole model."""
     for chunk, layers in zip(chunks, holding.layers, strict=True):
         for name, parameter in chunk.named_parameters():
             yield global_name(name, layers.start, holding.first_expert), parameter

@@ -51,16 +51,13 @@ class WeightSource(Protocol):
 
     def metadata(self) -> list[TensorMeta]:
         """The tensors, in the order in which they are sent."""
-        ...
 
     def regions(self) -> list[tuple[Region, ...]]:
         """Of each tensor: disjoint regions that cover it."""
-        ...
 
     def local(self) -> Iterator[Held]:
         """One pass over the tensors: the regions that this rank holds, by their boxes; empty where it holds
         none. They may share memory with the model."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,9 @@ class EngineLink(Protocol):
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Ask without waiting. Raises RuntimeError when the engine is gone."""
-        ...
 
     def result(self, timeout: float) -> Any:
         """The answer. Raises RuntimeError when the engine is gone or refuses."""
-        ...
 
 
 def start(

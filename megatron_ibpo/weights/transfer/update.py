@@ -24,13 +24,11 @@ class Transport(Protocol):
         Raises:
             WeightPlanError: on every rank, if the source's tensors are not those that the engines load.
         """
-        ...
 
     def send(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
     ) -> Sent:
         """Send one pass over `source` to `engines`, which wait for it; with `check`, take checksums."""
-        ...
 
 
 def open_transport(
