@@ -193,9 +193,17 @@ class StoredCheckpoint:
         )  # its shape is checked like any other's
 
     def dtype(self, block: Block) -> torch.dtype:
+        return self.tensors[self._found(block).key].properties.dtype
+
+    def _found(self, block: Block) -> Block:
         found = self._find(block)
         assert found is not None, f"{block.key}: presence is checked before reading"
-        return self.tensors[found.key].properties.dtype
+        return found
+
+    def _exact(self, block: Block) -> ChunkStorageMetadata | None:
+        """The piece that is the block, if one is."""
+        chunk = self._chunks[block.key].get(block.offsets)
+        return chunk if chunk is not None and tuple(chunk.sizes) == block.sizes else None
 
     def read(self, entry: Entry, out: Tensor | None = None) -> Tensor:
         """A parameter over all ranks.
@@ -223,19 +231,19 @@ class StoredCheckpoint:
             CheckpointError: as `read`.
         """
         first, *others = entry.blocks()
-        found = self._find(first)
-        exact = None if found is None else self._chunks[found.key].get(found.offsets)
-        if others or found is None or exact is None or tuple(exact.sizes) != found.sizes:
+        found = self._found(first)
+        exact = self._exact(found)
+        if others or exact is None:
             return None
         tensor = self._load(found.key, exact)
         return tensor.view(entry.shape) if tensor.is_contiguous() else None
 
     def _read_block(self, block: Block, out: Tensor) -> None:
-        found = self._find(block)
-        assert found is not None, f"{block.key}: presence is checked before reading"
+        found = self._found(block)
         whole = out.view(found.sizes)
         covered = 0
-        for chunk in self._candidates(found):
+        exact = self._exact(found)
+        for chunk in self._chunks[found.key].values() if exact is None else [exact]:
             overlap = _overlap(found, chunk)
             if overlap is not None:
                 ours, theirs = overlap
@@ -243,13 +251,6 @@ class StoredCheckpoint:
                 covered += whole[ours].numel()
         if covered != whole.numel():
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {found.key}")
-
-    def _candidates(self, block: Block) -> Iterable[ChunkStorageMetadata]:
-        """Pieces that may overlap the block: the one that begins with it, if it is the block."""
-        exact = self._chunks[block.key].get(block.offsets)
-        if exact is not None and tuple(exact.sizes) == block.sizes:
-            return [exact]
-        return self._chunks[block.key].values()
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """A piece as it lies in the file."""

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from megatron_ibpo.weights.layout.gather import Gather
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import checksum
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
 from megatron_ibpo.world import World
 
 
@@ -122,8 +122,8 @@ class IpcTransport:
     ) -> Failures:
         """Agree on packed buffers; there is no group to join."""
         self._gather = Gather(source, to=None, bucket_bytes=self._bucket_bytes, device=self._world.device)
-        failures = start(links, "init_weight_transfer", lambda _: ({"packed": True},))
-        collect(links, failures, self._timeout)
+        failures: Failures = {}
+        ask(links, failures, self._timeout, "init_weight_transfer", {"packed": True})
         return failures
 
     def send(
@@ -174,10 +174,7 @@ class _Relay(_Uninvolved):
         self.failures: Failures = {}
 
     def update_weights(self, update_info: Any) -> None:
-        left = {engine: link for engine, link in self._links.items() if engine not in self.failures}
-        failures = start(left, "update_weights", lambda _: (update_info,))
-        collect(left, failures, self._timeout)
-        self.failures |= failures
+        ask(self._links, self.failures, self._timeout, "update_weights", update_info)
 
 
 class _Adapted(VllmWeightSource):

@@ -31,7 +31,7 @@ from megatron_ibpo.weights.layout.regions import (
     plan_buckets,
 )
 from megatron_ibpo.weights.transfer.checksum import part_checksums
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, collect, start
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
 from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.wire import WirePlan, read_answers
 from megatron_ibpo.world import World
@@ -133,9 +133,9 @@ class GlooTransport:
 
     def _ask_needs(self, links: Mapping[int, EngineLink]) -> Failures:
         """Let engines rehearse an update, and tell all ranks what they need."""
-        wire = pickle.dumps(self._metas)
-        failures = start(links, "rehearse_weight_update", lambda _: (wire,))
-        answers = collect(links, failures, self._timeout)
+        failures: Failures = {}
+        metas = pickle.dumps(self._metas)
+        answers = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
         for part in self._world.all_gather(answers):
             for engine, answer in part.items():
                 self._needs[engine] = read_answers(engine, answer, self._metas)

@@ -48,9 +48,7 @@ def collect(links: Mapping[int, EngineLink], failures: Failures, timeout: float)
     """The answers of the engines that are not in `failures`; adds to it those that fail now, or that do not
     answer within `timeout` seconds."""
     answers = {}
-    for engine, link in links.items():
-        if engine in failures:
-            continue
+    for engine, link in without(links, failures).items():
         try:
             answers[engine] = link.result(timeout)
         except RuntimeError as error:
@@ -62,6 +60,11 @@ def ask(
     links: Mapping[int, EngineLink], failures: Failures, timeout: float, method: str, *arguments: Any
 ) -> dict[int, Any]:
     """`start` and `collect` in one, for the engines that are not in `failures`."""
-    left = {engine: link for engine, link in links.items() if engine not in failures}
+    left = without(links, failures)
     failures |= start(left, method, lambda _: arguments)
     return collect(left, failures, timeout)
+
+
+def without(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, EngineLink]:
+    """The engines that have not failed."""
+    return {engine: link for engine, link in links.items() if engine not in failures}

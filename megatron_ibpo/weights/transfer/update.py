@@ -5,7 +5,7 @@ from typing import Protocol
 
 from megatron_ibpo.weights.layout.regions import WeightSource
 from megatron_ibpo.weights.transfer.checksum import compare_checksums
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, without
 from megatron_ibpo.weights.transfer.order import Order, TransportName
 from megatron_ibpo.world import World
 
@@ -82,12 +82,11 @@ def update_engines(
     if order.sleeping:
         ask(links, failures, order.timeout, "wake", "weights")
     ask(links, failures, order.timeout, "start_weight_update", order.check)
-    sent = transport.send(source, _without(links, failures), engines, check=order.check)
+    sent = transport.send(source, without(links, failures), engines, check=order.check)
     failures = sent.failures | failures  # what was known first is the cause
-    left = _without(links, failures)
-    receipts = ask(left, failures, order.timeout, "finish_weight_update", order.version)
+    receipts = ask(links, failures, order.timeout, "finish_weight_update", order.version)
     if order.sleeping:
-        ask(_without(links, failures), failures, order.timeout, "wake", "kv_cache")
+        ask(links, failures, order.timeout, "wake", "kv_cache")
     if order.check:
         sums: dict[str, int] = {}
         for part in world.all_gather(sent.sums):
@@ -95,7 +94,3 @@ def update_engines(
         for workers in receipts.values():
             compare_checksums(sums, workers)
     return Sent(failures, sent.num_bytes, sent.needed_bytes, sent.sums)
-
-
-def _without(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, EngineLink]:
-    return {engine: link for engine, link in links.items() if engine not in failures}
