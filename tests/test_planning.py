@@ -122,8 +122,8 @@ def packed_before(rows, members, multiple):
             if by_token
             else per_sequence([s.advantage for s in chosen], 0.0)
         ),
-        "weights_S": per_sequence([s.weight for s in chosen], 0.0),
-        "temperature_S": per_sequence([s.temperature for s in chosen], 1.0),
+        "sequence_weights_S": per_sequence([s.weight for s in chosen], 0.0),
+        "temperature": per_sequence([s.temperature for s in chosen], 1.0),
         "old_logprobs_N": None,
         "ref_logprobs_N": None,
         "num_sequences": len(chosen),
@@ -138,7 +138,7 @@ def test_every_tensor_is_what_it_was_before(rows, ranks, multiple, max_tokens):
             sent = MicroBatch(tuple(members), tuple(rows[i] for i in members))
             batch = lay_out(pack(pickle.loads(pickle.dumps(sent))), multiple=multiple, device=CPU)
             for name, wanted in packed_before(rows, members, multiple).items():
-                found = getattr(batch, name)
+                found = getattr(batch if hasattr(batch, name) else batch.rows, name)
                 if isinstance(wanted, torch.Tensor):
                     assert found.dtype == wanted.dtype, name
                     assert torch.equal(found, wanted), name
@@ -153,15 +153,15 @@ def test_two_sequences_packed_by_hand():
     batch = lay_out(arrays, multiple=4, device=CPU)
     assert batch.input_ids_1N.tolist() == [[5, 4, 7, 8, 9, 1, 0, 0]]
     assert batch.position_ids_1N.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
-    assert batch.targets_N.tolist() == [4, 3, 8, 9, 1, 2, 0, 0]
-    assert batch.response_mask_N.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-    assert batch.old_logprobs_N.tolist() == [-3, -4, 0, 0, -1, -2, 0, 0]
+    assert batch.rows.targets_N.tolist() == [4, 3, 8, 9, 1, 2, 0, 0]
+    assert batch.rows.response_mask_N.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert batch.rows.old_logprobs_N.tolist() == [-3, -4, 0, 0, -1, -2, 0, 0]
     assert batch.rollout_logprobs_N.tolist() == [-3.5, -4.5, 0, 0, -1.5, -2.5, 0, 0]
-    assert batch.cu_seqlens.tolist() == [0, 2, 6, 8]
+    assert batch.rows.cu_seqlens.tolist() == [0, 2, 6, 8]
     assert batch.max_seqlen == 4
-    assert batch.advantages.tolist() == [-2, 1, 0]
-    assert batch.weights_S.tolist() == [0.5, 0.5, 0]
-    assert batch.token_weights_N is None
+    assert batch.rows.advantages.tolist() == [-2, 1, 0]
+    assert batch.rows.sequence_weights_S.tolist() == [0.5, 0.5, 0]
+    assert batch.rows.token_weights_N is None
 
 
 def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
@@ -169,24 +169,24 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
     row = made([7], [1, 60, 61, 2], loss_mask=[True, False, False, True], rollout_logprobs=[-1.0, 0, 0, -2.0])
     batch = lay_out(packed([row]), multiple=1, device=CPU)
     assert batch.input_ids_1N.tolist() == [[7, 1, 60, 61]]
-    assert batch.targets_N.tolist() == [1, 60, 61, 2]
-    assert batch.response_mask_N.tolist() == [1, 0, 0, 1]
+    assert batch.rows.targets_N.tolist() == [1, 60, 61, 2]
+    assert batch.rows.response_mask_N.tolist() == [1, 0, 0, 1]
     assert weighted_mean_length([row]) == 2
     assert update_metrics([row])["tokens_trained"] == 1 + 2
 
 
 def test_token_weights_lie_on_the_response_rows():
     batch = lay_out(packed([made(token_weights=[0.25, 0.75]), made()]), multiple=1, device=CPU)
-    assert batch.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1]
-    assert batch.old_logprobs_N is None
+    assert batch.rows.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1]
+    assert batch.rows.old_logprobs_N is None
 
 
 def test_an_empty_share_is_one_padding_sequence_of_weight_zero():
     batch = lay_out(packed([]), multiple=2, device=CPU)
     assert batch.input_ids_1N.shape == (1, 2)
-    assert batch.cu_seqlens.tolist() == [0, 2]
-    assert batch.weights_S.tolist() == [0]
-    assert not batch.response_mask_N.any()
+    assert batch.rows.cu_seqlens.tolist() == [0, 2]
+    assert batch.rows.sequence_weights_S.tolist() == [0]
+    assert not batch.rows.response_mask_N.any()
 
 
 # ------------------------------------------------------------------------------------------------- the plan

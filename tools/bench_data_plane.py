@@ -154,7 +154,7 @@ class Trainer:
         for minibatch in share:
             for micro_batch in minibatch.micro_batches:
                 batch = lay_out(pack(micro_batch), multiple=1, device=torch.device("cpu"))
-                total += int((batch.targets_N * batch.response_mask_N.long()).sum())
+                total += int((batch.rows.targets_N * batch.rows.response_mask_N.long()).sum())
         return total, peak_mb()
 
     def ready(self) -> float:

@@ -113,7 +113,7 @@ def _loss_output(
     """(scaled loss, sums over trained rows of loss, |v - R| and clipped rows)."""
     if batch.returns_N is None or batch.values_N is None:  # nothing but padding: `plan_value_update` checked
         return values_1N1.sum() * 0.0, (0.0, 0.0, 0.0)
-    mask_N, values_N = batch.response_mask_N, values_1N1[0, :, 0]
+    mask_N, values_N = batch.rows.response_mask_N, values_1N1[0, :, 0]
     loss_N, clipped_N = value_loss(values_N, batch.values_N, batch.returns_N, clip)
     loss = (loss_N * mask_N).sum()
     error = ((values_N - batch.returns_N).abs() * mask_N).sum()

@@ -133,8 +133,8 @@ def _run(
         batch: PackedBatch = next(iterator)
         packed = PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
+            cu_seqlens_q=batch.rows.cu_seqlens,
+            cu_seqlens_kv=batch.rows.cu_seqlens,
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
         )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_ibpo.loss import LossRows
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
 
@@ -49,7 +50,7 @@ class PackedArrays:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Sequences laid end to end. Row t of the model's output predicts `targets_N[t]`.
+    """Sequences laid end to end, as the model and the loss take them.
 
     A last token is never an input, since nothing is predicted from it. The rows are padded by one more
     sequence of weight 0, so that they divide among tensor-parallel ranks.
@@ -57,24 +58,13 @@ class PackedBatch:
 
     input_ids_1N: Tensor
     position_ids_1N: Tensor
-    cu_seqlens: Tensor
-    """[S + 1] int32, the padding sequence included."""
     max_seqlen: int
-    targets_N: Tensor
-    response_mask_N: Tensor
-    """float32; 0 for prompts, padding, and response tokens that the policy did not write."""
-    old_logprobs_N: Tensor | None
-    """None: the forward pass itself gives them."""
-    ref_logprobs_N: Tensor | None
-    """Of the reference policy; None where there is none."""
+    rows: LossRows
+    """The padding sequence included; the mask is float32. Without old log-probs the forward pass itself gives
+    them; without a reference policy there are none of it."""
     rollout_logprobs_N: Tensor | None
-    token_weights_N: Tensor | None
     returns_N: Tensor | None
     values_N: Tensor | None
-    advantages: Tensor
-    """[S], or [N] where any of the sequences has one for each token."""
-    weights_S: Tensor
-    temperature_S: Tensor
     num_sequences: int
     """Without the padding."""
     rows_R: Lengths
@@ -142,38 +132,40 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
     def token_rows(tokens: npt.NDArray[Any]) -> Tensor:
         return tensor(np.append(tokens, np.zeros(padding, tokens.dtype)), torch.int64)
 
-    def rows(values_R: npt.NDArray[Any]) -> Tensor:
+    def per_row(values_R: npt.NDArray[Any] | None) -> Tensor | None:
+        if values_R is None:
+            return None
         values_N = np.zeros(bounds[-1], np.float32)
         values_N[rows_R] = values_R
         return tensor(values_N, torch.float32)
 
-    def optional_rows(values_R: npt.NDArray[Any] | None) -> Tensor | None:
-        return None if values_R is None else rows(values_R)
-
     def sequences(values_S: npt.NDArray[Any], fill: float) -> Tensor:
         return tensor(np.append(values_S, fill) if padding else values_S.copy(), torch.float32)
 
+    mask_N = per_row(arrays.loss_mask_R)
+    assert mask_N is not None
+    token_advantages_N = per_row(arrays.token_advantages_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
     return PackedBatch(
         input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
         position_ids_1N=tensor(positions, torch.int64)[None],
-        cu_seqlens=tensor(bounds, torch.int32),
         max_seqlen=int(all_lengths.max()),
-        targets_N=token_rows(np.delete(arrays.tokens_T, np.append(0, ends[:-1])[: len(ends)])),
-        response_mask_N=rows(arrays.loss_mask_R),
-        old_logprobs_N=optional_rows(arrays.old_logprobs_R),
-        ref_logprobs_N=optional_rows(arrays.ref_logprobs_R),
-        rollout_logprobs_N=optional_rows(arrays.rollout_logprobs_R),
-        token_weights_N=optional_rows(arrays.token_weights_R),
-        returns_N=optional_rows(arrays.returns_R) if both else None,
-        values_N=optional_rows(arrays.values_R) if both else None,
-        advantages=(
-            sequences(arrays.advantages_S, 0.0)
-            if arrays.token_advantages_R is None
-            else rows(arrays.token_advantages_R)
+        rows=LossRows(
+            targets_N=token_rows(np.delete(arrays.tokens_T, np.append(0, ends[:-1])[: len(ends)])),
+            response_mask_N=mask_N,
+            cu_seqlens=tensor(bounds, torch.int32),
+            advantages=(
+                sequences(arrays.advantages_S, 0.0) if token_advantages_N is None else token_advantages_N
+            ),
+            old_logprobs_N=per_row(arrays.old_logprobs_R),
+            ref_logprobs_N=per_row(arrays.ref_logprobs_R),
+            token_weights_N=per_row(arrays.token_weights_R),
+            sequence_weights_S=sequences(arrays.weights_S, 0.0),
+            temperature=sequences(arrays.temperature_S, 1.0),
         ),
-        weights_S=sequences(arrays.weights_S, 0.0),
-        temperature_S=sequences(arrays.temperature_S, 1.0),
+        rollout_logprobs_N=per_row(arrays.rollout_logprobs_R),
+        returns_N=per_row(arrays.returns_R) if both else None,
+        values_N=per_row(arrays.values_R) if both else None,
         num_sequences=len(lengths),
         rows_R=rows_R,
     )
@@ -181,7 +173,7 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
 
 def response_values(batch: PackedBatch, values_N: Tensor) -> Floats:
     """[R] float32: `values_N` of each response token; 0 where a token is not in the loss."""
-    kept_N = torch.where(batch.response_mask_N.bool(), values_N, 0.0)
+    kept_N = torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0)
     return kept_N.float().cpu().numpy()[batch.rows_R]
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import (
-    LossRows,
     LossStats,
     Objective,
     linear_packed_logprobs,
@@ -202,34 +201,21 @@ class Trainer:
     def _loss_output(
         self, objective: Objective, scale: float, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, _Totals]:
-        rows = LossRows(
-            targets_N=batch.targets_N,
-            response_mask_N=batch.response_mask_N,
-            cu_seqlens=batch.cu_seqlens,
-            advantages=batch.advantages,
-            old_logprobs_N=batch.old_logprobs_N,
-            token_weights_N=batch.token_weights_N,
-            ref_logprobs_N=batch.ref_logprobs_N,
-            sequence_weights_S=batch.weights_S,
-            temperature=batch.temperature_S,
-        )
         if self.config.loss.fuse_lm_head:
             weight = _head_weight(self.chunks[-1].module)
             loss, stats = linear_packed_sequence_loss(
-                output[0], weight, rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
+                output[0], weight, batch.rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
             )
         else:
             vocabulary = self._vocabulary(output.shape[-1])
-            loss, stats = packed_sequence_loss(output[0], rows, objective, inplace=True, **vocabulary)
+            loss, stats = packed_sequence_loss(output[0], batch.rows, objective, inplace=True, **vocabulary)
         return loss * scale, _observed(batch, loss, stats)
 
     def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Floats]:
-        lengths = batch.cu_seqlens.diff().long()
-        mask_N = batch.response_mask_N.bool()
         rows: dict[str, Any] = {
-            "targets_N": batch.targets_N,
-            "response_mask_N": mask_N,
-            "temperature_N": batch.temperature_S.repeat_interleave(lengths),
+            "targets_N": batch.rows.targets_N,
+            "response_mask_N": batch.rows.response_mask_N.bool(),
+            "temperature_N": batch.rows.temperature_of_row(),
             "backend": self.loss_backend.name,
         }
         if self.config.loss.fuse_lm_head:
@@ -309,7 +295,7 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     totals = _Totals({"loss": loss.item()})
     if count == 0:
         return totals
-    mask_N = batch.response_mask_N.bool()
+    mask_N = batch.rows.response_mask_N.bool()
     ratio_S = stats.mean_log_ratio_S[:count].exp()
     tokens = mask_N.sum().item()
     totals.sums |= {
@@ -324,7 +310,7 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     if stats.kl_N is not None:
         totals.sums["kl"] = stats.kl_N.sum().item()
     if batch.rollout_logprobs_N is not None:
-        trainer_N = stats.logprobs_N if batch.old_logprobs_N is None else batch.old_logprobs_N
+        trainer_N = stats.logprobs_N if batch.rows.old_logprobs_N is None else batch.rows.old_logprobs_N
         gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]
         totals.sums |= {
             "compared_tokens": len(gap),
