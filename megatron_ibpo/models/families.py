@@ -1,4 +1,4 @@
-"""The families of models that can be trained: a folder and a line for each."""
+"""The families of models that can be trained: a line for each, with the folder of what is special to it."""
 
 from importlib import import_module
 from typing import Any, Literal
