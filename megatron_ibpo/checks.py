@@ -64,10 +64,12 @@ _WITHOUT_TORCH = (_check_operator, _check_estimator, _check_group_filter)
 
 
 def _check_loss(config: Config) -> None:
-    from megatron_ibpo.policy.objective import check_loss, takes_token_advantages
+    from megatron_ibpo.loss import resolve_variant
+    from megatron_ibpo.policy.objective import check_loss
 
     check_loss(config.loss)
-    if config.algorithm.advantages == CRITIC and not takes_token_advantages(config.loss):
+    variant, _ = resolve_variant(config.loss.loss_variant)
+    if config.algorithm.advantages == CRITIC and not variant.takes_token_advantages:
         raise ValueError(
             "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
             "whole sequence; take ppo-clip, grpo or dapo"

@@ -82,15 +82,6 @@ def check_loss(loss: LossConfig) -> None:
         )
 
 
-def takes_token_advantages(loss: LossConfig) -> bool:
-    """Whether advantages may differ inside a sequence.
-
-    Raises:
-        ValueError: an unknown variant.
-    """
-    return resolve_variant(loss.loss_variant)[0].takes_token_advantages
-
-
 def aggregation(config: Config, mean_length: float) -> str | float:
     """What divides a sequence's sum over tokens in every micro-batch of a mini-batch.
 
