@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import numpy as np
 
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config, RolloutConfig, check_config
 from megatron_ibpo.credit import CreditContext, Vocabulary, credit_at_once
 from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
 
@@ -76,6 +77,15 @@ def prompt(index=0):
 def of_preset(name):
     """What a preset sets of the algorithm."""
     return {k: v for k, v in PRESETS[name].items() if hasattr(AlgorithmConfig, k)}
+
+
+def check_algorithm(settings, reward_threshold=1.0):
+    """What is checked of these settings before a run."""
+    config = Config(algorithm=settings)
+    config.model.hf_checkpoint = Path()
+    config.run.dry_run = True
+    config.data.reward_threshold = reward_threshold
+    check_config(config)
 
 
 def algorithm(**settings):

@@ -12,6 +12,7 @@ from credit_cases import (
     RIGHT,
     Loop,
     by_kind,
+    check_algorithm,
     fix_last,
     group,
     ids_of,
@@ -24,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.checks import check_run
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, check_algorithm, parse_config
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, parse_config
 from megatron_ibpo.credit import fill_batch, is_informative
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages

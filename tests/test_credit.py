@@ -15,6 +15,7 @@ from credit_cases import (
     algorithm,
     by_kind,
     candidates,
+    check_algorithm,
     correction,
     fix_last,
     group,
@@ -29,7 +30,7 @@ from credit_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, check_algorithm
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import Judgement, Operator
 from megatron_ibpo.credit.edits import find_edits
 from megatron_ibpo.credit.estimators import group_z_score

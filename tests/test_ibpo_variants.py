@@ -12,6 +12,7 @@ from credit_cases import (
     algorithm,
     by_kind,
     candidates,
+    check_algorithm,
     correction,
     fix_last,
     group,
@@ -26,7 +27,7 @@ from credit_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.config import AlgorithmConfig, check_algorithm
+from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.shown import ThinkingMarks, compared_pairs, shown

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from credit_cases import EOS, Loop, by_kind, fix_last, group, ids_of, of_preset, response
+from credit_cases import EOS, Loop, by_kind, check_algorithm, fix_last, group, ids_of, of_preset, response
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.config import AlgorithmConfig, check_algorithm
+from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.records import token_ids

@@ -199,7 +199,7 @@ def test_errors_are_logged(graded, caplog):
     ("rm_type", "says"),
     [
         ("maths", "did you mean 'math'"),
-        ("users_rewards", "package.module:function"),
+        ("users_rewards", "package.module:name"),
         ("users_rewards:missing", "defines no 'missing'"),
         ("users_rewards:not_a_function", "is not a function"),
         ("nowhere_at_all:score", "no module 'nowhere_at_all' in "),

@@ -1,7 +1,7 @@
 """What a run is told: fields with range and reason, flags, recipes, presets, and what cannot work."""
 
-from megatron_ibpo.config.checks import check_algorithm, check_config
-from megatron_ibpo.config.errors import ConfigError
+from megatron_ibpo.config.checks import check_config
+from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.fields import (
     AlgorithmConfig,
     ClusterConfig,
@@ -15,9 +15,8 @@ from megatron_ibpo.config.fields import (
     RunConfig,
 )
 from megatron_ibpo.config.flags import parse_config
-from megatron_ibpo.config.hooks import is_import_path, load_hook
-from megatron_ibpo.config.names import nearest
-from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, user_directory
+from megatron_ibpo.config.hooks import known_or_path, load_hook
+from megatron_ibpo.config.paths import path_in_recipe, searched, user_directory
 from megatron_ibpo.config.presets import PRESETS
 from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
@@ -35,16 +34,14 @@ __all__ = [
     "ParallelConfig",
     "RolloutConfig",
     "RunConfig",
-    "check_algorithm",
     "check_config",
     "config_yaml",
-    "is_import_path",
+    "known_or_path",
     "load_hook",
     "named_values",
     "nearest",
     "parse_config",
     "path_in_recipe",
-    "path_of_user",
     "read_yaml",
     "searched",
     "user_directory",

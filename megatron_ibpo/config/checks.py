@@ -12,7 +12,7 @@ from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import searched
 from megatron_ibpo.config.presets import PRESETS, unknown_preset
 
-__all__ = ["check_algorithm", "check_config"]
+__all__ = ["check_config"]
 
 
 def check_config(
@@ -37,24 +37,7 @@ def check_config(
             problems += str(error).splitlines()
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(
-            f"{count} in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
-        )
-
-
-def check_algorithm(algorithm: AlgorithmConfig, reward_threshold: float = 1.0) -> None:
-    """Refuse settings under which credit would not mean what it says.
-
-    Args:
-        reward_threshold: the smallest reward of a correct response (--reward-threshold); a wrong one, with
-            reward 0 and the whole bonus, must stay below it (ibpo steps 2 and 8).
-
-    Raises:
-        ConfigError: with every problem, each naming its flag.
-    """
-    ranges = _out_of_range(Config(algorithm=algorithm))
-    if problems := [*ranges, *_algorithm_problems(algorithm, reward_threshold)]:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n  ".join([f"{count} in the configuration:", *problems]))
 
 
 def _out_of_range(config: Config) -> list[str]:
@@ -140,9 +123,9 @@ def _contradictions(config: Config) -> list[str]:
 
 def _algorithm_problems(algorithm: AlgorithmConfig, reward_threshold: float) -> list[str]:
     name = algorithm.advantage_estimator
-    unknown = [] if name in PRESETS else [unknown_preset(name)]
-    rules = [*_bonus_rules(algorithm, reward_threshold), *_prerequisites(algorithm)]
-    return [*unknown, *(problem for holds, problem in rules if not holds)]
+    rules = [(name in PRESETS, unknown_preset(name))]
+    rules += [*_bonus_rules(algorithm, reward_threshold), *_prerequisites(algorithm)]
+    return [problem for holds, problem in rules if not holds]
 
 
 _Rule = tuple[bool, str]
@@ -152,7 +135,8 @@ _KNOWN_BONUS = ("compare-and-correct", "span-masking")
 
 
 def _bonus_rules(algorithm: AlgorithmConfig, reward_threshold: float) -> list[_Rule]:
-    """A wrong response, however near, is worth less than a correct one."""
+    """A wrong response, with reward 0 and the whole bonus, is worth less than the smallest correct reward
+    (ibpo steps 2 and 8)."""
     # φ is β, or a share that may come to 1
     is_beta = algorithm.ibpo_variant != "ratio" and algorithm.ibpo_operator in _KNOWN_BONUS
     bonus = algorithm.ibpo_lambda * (algorithm.ibpo_beta if is_beta else 1.0)

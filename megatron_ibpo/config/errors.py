@@ -1,7 +1,26 @@
-"""What is raised for a configuration that cannot work."""
+"""What is said of a configuration that cannot work."""
 
-__all__ = ["ConfigError"]
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "nearest"]
+
+_RESEMBLANCE = 0.5
+"""Share of equal letters below which a suggestion would only puzzle."""
 
 
 class ConfigError(ValueError):
     """A configuration that cannot work; the text names every problem and what to do."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: `; did you mean 'lr'?`, or nothing if none resembles it.
+
+    Args:
+        known: names as the user types them; dashes and underscores count as equal.
+    """
+    spellings = {str(other).replace("_", "-"): other for other in known}
+    close = difflib.get_close_matches(str(name).replace("_", "-"), spellings, n=1, cutoff=_RESEMBLANCE)
+    return f"; did you mean {spellings[close[0]]!r}?" if close else ""

@@ -1,16 +1,18 @@
-"""Code of the user's own, named by an import path `package.module:name`."""
+"""What a flag names: something of ours by its name, or code of the user's own by an import path."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from megatron_ibpo.config.errors import ConfigError
-from megatron_ibpo.config.names import nearest
+from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.paths import user_directory
 
-__all__ = ["is_import_path", "load_hook"]
+__all__ = ["is_import_path", "known_or_path", "load_hook"]
+
+T = TypeVar("T")
 
 
 def is_import_path(text: str) -> bool:
@@ -18,7 +20,25 @@ def is_import_path(text: str) -> bool:
     return all(text.partition(":"))
 
 
-def load_hook(flag: str, path: str) -> Any:
+def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T | None:
+    """known[name]; None where `name` is an import path, for `load_hook`.
+
+    Args:
+        flag: that gave the name, for messages.
+        what: the known ones are called.
+
+    Raises:
+        ConfigError: neither; says what is known, and the nearest.
+    """
+    if name not in known and not is_import_path(name):
+        raise ConfigError(
+            f"{flag} {name}: unknown {what}{nearest(name, known)}; there are {', '.join(known)}, or give an "
+            "import path package.module:name"
+        )
+    return known.get(name)
+
+
+def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
     """What is called `name` in the module of `path`, package.module:name.
 
     The module is looked for first where the user stands, which stays on the import path, since a module may
@@ -26,9 +46,11 @@ def load_hook(flag: str, path: str) -> Any:
 
     Args:
         flag: that gave the path, for messages.
+        called_with: what it will be called with, for messages, where it must be a function.
 
     Raises:
-        ConfigError: no import path, no such module, no such name in it, or the module fails when imported.
+        ConfigError: no import path, no such module, no such name in it, no function, or the module fails when
+            imported.
     """
     module_name, _, name = path.partition(":")
     if not is_import_path(path):
@@ -50,7 +72,11 @@ def load_hook(flag: str, path: str) -> Any:
     if not hasattr(module, name):
         where = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{flag} {path}: {where} defines no {name!r}{nearest(name, vars(module))}")
-    return getattr(module, name)
+    found = getattr(module, name)
+    if called_with and not callable(found):
+        kind = type(found).__name__
+        raise ConfigError(f"{flag} {path}: a {kind}, which cannot be called with {called_with}")
+    return found
 
 
 def _failed(flag: str, path: str, error: Exception) -> ConfigError:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ibpo.config.entries import ENTRIES
-from megatron_ibpo.config.errors import ConfigError
-from megatron_ibpo.config.names import nearest
+from megatron_ibpo.config.errors import ConfigError, nearest
 
 __all__ = ["PRESETS", "resolve", "unknown_preset"]
 

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import yaml
 
 from megatron_ibpo.config.entries import ENTRIES, Entry
-from megatron_ibpo.config.errors import ConfigError
+from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.fields import Config
-from megatron_ibpo.config.names import nearest
 
 __all__ = ["config_yaml", "read_recipe", "read_yaml", "write_config"]
 

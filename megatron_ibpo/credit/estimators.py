@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from megatron_ibpo.config import load_hook, nearest
+from megatron_ibpo.config import known_or_path, load_hook
 
 __all__ = [
     "CRITIC",
@@ -86,19 +86,8 @@ def find_estimator(name: str) -> Estimator:
     Raises:
         ValueError: there is none.
     """
-    if name in ESTIMATORS:
-        return ESTIMATORS[name]
-    if ":" not in name:
-        raise ValueError(
-            f"--advantages {name}: no such estimator{nearest(name, ESTIMATORS)}; there are "
-            f"{', '.join(ESTIMATORS)}, or give an import path package.module:function"
-        )
-    found = load_hook("--advantages", name)
-    if not callable(found):
-        raise ValueError(
-            f"--advantages {name}: a {type(found).__name__}, which cannot be called with rewards"
-        )
-    return found
+    known = known_or_path("--advantages", name, ESTIMATORS, "estimator")
+    return known or load_hook("--advantages", name, called_with="rewards")
 
 
 def advantages(rewards: Sequence[float | None], estimator: Estimator) -> list[float | None]:

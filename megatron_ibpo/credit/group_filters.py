@@ -32,13 +32,7 @@ def find_group_filter(algorithm: AlgorithmConfig) -> GroupFilter:
     """
     if algorithm.group_filter is None:
         return any_group
-    found = load_hook("--group-filter", algorithm.group_filter)
-    if not callable(found):
-        raise ValueError(
-            f"--group-filter {algorithm.group_filter}: a {type(found).__name__}, which cannot be called with "
-            "a group"
-        )
-    return found
+    return load_hook("--group-filter", algorithm.group_filter, called_with="a group")
 
 
 def fill_batch(

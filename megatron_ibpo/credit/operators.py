@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ibpo.config import AlgorithmConfig, load_hook, nearest
+from megatron_ibpo.config import AlgorithmConfig, known_or_path, load_hook
 from megatron_ibpo.credit.agreement import Agreement
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.importance import SpanMasking
@@ -30,13 +30,8 @@ def find_operator(algorithm: AlgorithmConfig) -> Operator:
     name = algorithm.ibpo_operator
     if name == "compare-and-correct" and algorithm.ibpo_corrections == 0:
         return NoOperator()
-    if name in OPERATORS:
-        return OPERATORS[name]
-    if ":" not in name:
-        raise ValueError(
-            f"--ibpo-operator {name}: no such operator{nearest(name, OPERATORS)}; there are "
-            f"{', '.join(OPERATORS)}, or give an import path package.module:NAME"
-        )
+    if known := known_or_path("--ibpo-operator", name, OPERATORS, "operator"):
+        return known
     found = load_hook("--ibpo-operator", name)
     abstract = getattr(found, "__abstractmethods__", ())  # of a class that leaves `judge` out
     lacking = [name for name in _METHODS if name in abstract or not callable(getattr(found, name, None))]

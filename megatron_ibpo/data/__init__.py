@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data.errors import DataError
-from megatron_ibpo.data.generated import SCHEME, GeneratedSource
-from megatron_ibpo.data.jsonl import RowSource, read_jsonl
-from megatron_ibpo.data.own_rows import OWN_SCHEME, own_rows
+from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.perturbation import PromptSuffixes
+from megatron_ibpo.data.prompts import PromptSource
+from megatron_ibpo.data.rows import OWN_SCHEME, own_rows, prompts_of_rows, read_jsonl
 from megatron_ibpo.data.templates import CorrectionTemplate
 from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer
-from megatron_ibpo.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer
 from megatron_ibpo.data.vocabulary import thinking_marks, token_texts
 from megatron_ibpo.data.worked_solutions import worked_solution
-from megatron_ibpo.records import Prompt
 
 __all__ = [
     "CorrectionTemplate",
@@ -31,18 +29,6 @@ __all__ = [
     "token_texts",
     "worked_solution",
 ]
-
-
-class PromptSource(Protocol):
-    """Prompts in a fixed endless order."""
-
-    def __len__(self) -> int:
-        """How many prompts there are before they repeat; 0 when they never end."""
-        ...
-
-    def batch(self, step: int, n: int) -> list[Prompt]:
-        """Prompts step·n to step·n + n - 1 of the stream: a pure function, so resuming needs no state."""
-        ...
 
 
 def open_source(
@@ -65,14 +51,7 @@ def open_source(
         DataError: the source or one of its prompts cannot be used.
     """
     if spec.startswith(SCHEME):
-        return GeneratedSource(
-            spec,
-            tokenizer,
-            split=split,
-            data_seed=data.data_seed,
-            apply_chat_template=data.apply_chat_template,
-            max_prompt_len=max_prompt_len,
-        )
+        return generated_prompts(spec, tokenizer, data, split=split, max_prompt_len=max_prompt_len)
     path = Path(spec)
     if spec.startswith(OWN_SCHEME):
         rows = own_rows(spec, split)
@@ -83,13 +62,6 @@ def open_source(
             f"prompts {spec!r}: expected PATH.jsonl, {SCHEME}TASK?parameter=value or "
             f"{OWN_SCHEME}package.module:function"
         )
-    return RowSource(
-        rows,
-        tokenizer,
-        spec=spec,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        apply_chat_template=data.apply_chat_template,
-        shuffle_seed=data.data_seed if split == "train" else None,
-        max_prompt_len=max_prompt_len,
+    return prompts_of_rows(
+        rows, tokenizer, data, spec=spec, shuffled=split == "train", max_prompt_len=max_prompt_len
     )

@@ -14,14 +14,13 @@ import json
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
-from megatron_ibpo.config import nearest
-from megatron_ibpo.data.errors import DataError
-from megatron_ibpo.data.prompts import chat_prompt, check_length, check_no_unknown, plain_prompt
-from megatron_ibpo.data.tokenizer import Tokenizer
+from megatron_ibpo.config import DataConfig, nearest
+from megatron_ibpo.data.prompts import PromptSource, chat_prompt, check_prompt, plain_prompt
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["SCHEME", "GeneratedSource", "parse_task", "reasoning_gym_dataset"]
+__all__ = ["SCHEME", "generated_prompts"]
 
 SCHEME = "reasoning_gym://"
 
@@ -33,78 +32,62 @@ _MOST_ATTEMPTS = 1000
 _CHECKED_AT_START = 64
 
 
-class GeneratedSource:
+def generated_prompts(
+    spec: str,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    *,
+    split: Literal["train", "eval"],
+    max_prompt_len: int | None,
+) -> PromptSource:
     """An endless stream of one task's items, each a function of the seed and its position alone.
 
     Training and evaluation never share a question, whatever their seeds: a question belongs to one of them
     by a hash of its text, and an item that falls on the other side is drawn again. The held-out items are
     the same for every data seed.
+
+    Raises:
+        DataError: unknown task or parameter, a value the task refuses, a task with too few different
+            questions, or (seen on the first items) prompts that do not fit the tokenizer or context.
     """
+    name, parameters, compact = _parse_task(spec)
+    dataset = _dataset(name, parameters)
+    seed = data.data_seed if split == "train" else 0
 
-    def __init__(
-        self,
-        spec: str,
-        tokenizer: Tokenizer,
-        *,
-        split: Literal["train", "eval"],
-        data_seed: int = 0,
-        apply_chat_template: bool = False,
-        max_prompt_len: int | None = None,
-    ):
-        """
-        Raises:
-            DataError: unknown task or parameter, a value the task refuses, a task with too few different
-                questions, or (seen on the first items) prompts that do not fit the tokenizer or context.
-        """
-        self._spec = spec
-        self._name, self._parameters, self._compact = parse_task(spec)
-        self._dataset = reasoning_gym_dataset(self._name, self._parameters)
-        self._tokenizer = tokenizer
-        self._split = split
-        self._seed = data_seed if split == "train" else 0
-        self._chat = apply_chat_template
-        self._max_prompt_len = max_prompt_len
-        self.batch(0, _CHECKED_AT_START)
-
-    def __len__(self) -> int:
-        """0: the stream never ends."""
-        return 0
-
-    def batch(self, step: int, n: int) -> list[Prompt]:
-        """Items step·n to step·n + n - 1 of the stream."""
-        return [self._prompt(index) for index in range(step * n, step * n + n)]
-
-    def _prompt(self, index: int) -> Prompt:
-        item = self._item(index)
-        text = item["question"]
-        if self._compact:
-            text = _without_spaces(text, item["metadata"].get("expression"), self._spec)
-        if self._chat:
-            token_ids, head_length = chat_prompt([{"role": "user", "content": text}], self._tokenizer)
-        else:
-            token_ids, head_length = plain_prompt(text, self._tokenizer, tail="\n")
-        try:
-            check_no_unknown(token_ids, self._tokenizer)
-            check_length(token_ids, self._max_prompt_len)
-        except DataError as error:
-            raise DataError(f"{self._spec}, item {index}: {error}") from error
-        metadata = {**item["metadata"], "question": item["question"], "parameters": self._parameters}
-        return Prompt(index, token_ids, head_length, str(item["answer"]), self._name, text, metadata)
-
-    def _item(self, index: int) -> dict[str, Any]:
-        """The item at `index`: the first of its draws whose question belongs to this split."""
-        size = min(_ITEM_SEEDS, self._dataset.size)
+    def item_at(index: int) -> dict[str, Any]:
+        """The first of the draws for `index` whose question belongs to this split."""
+        size = min(_ITEM_SEEDS, dataset.size)
         for attempt in range(_MOST_ATTEMPTS):
-            item = self._dataset[derive_seed("item", self._split, self._seed, index, attempt) % size]
-            if _held_out(item["question"]) == (self._split == "eval"):
+            item = dataset[derive_seed("item", split, seed, index, attempt) % size]
+            if _held_out(item["question"]) == (split == "eval"):
                 return item
         raise DataError(
-            f"{self._spec}: no {self._split} question in {_MOST_ATTEMPTS} draws; the task has too few "
-            "different questions to hold some out: widen its parameters"
+            f"{spec}: no {split} question in {_MOST_ATTEMPTS} draws; the task has too few different "
+            "questions to hold some out: widen its parameters"
         )
 
+    def prompt_at(index: int) -> Prompt:
+        item = item_at(index)
+        text = item["question"]
+        if compact:
+            text = _without_spaces(text, item["metadata"].get("expression"), spec)
+        if data.apply_chat_template:
+            token_ids, head_length = chat_prompt([{"role": "user", "content": text}], tokenizer)
+        else:
+            token_ids, head_length = plain_prompt(text, tokenizer, tail="\n")
+        try:
+            check_prompt(token_ids, tokenizer, max_prompt_len)
+        except DataError as error:
+            raise DataError(f"{spec}, item {index}: {error}") from error
+        metadata = {**item["metadata"], "question": item["question"], "parameters": parameters}
+        return Prompt(index, token_ids, head_length, str(item["answer"]), name, text, metadata)
 
-def parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
+    source = PromptSource(prompt_at)
+    source.batch(0, _CHECKED_AT_START)
+    return source
+
+
+def _parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
     """(name, the task's own parameters, compact) of a `reasoning_gym://` URL.
 
     Raises:
@@ -133,7 +116,7 @@ def parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
     return name, parameters, compact == "1"
 
 
-def reasoning_gym_dataset(name: str, parameters: dict[str, Any]) -> Any:
+def _dataset(name: str, parameters: dict[str, Any]) -> Any:
     """The reasoning_gym dataset that makes and scores a task's items.
 
     Raises:

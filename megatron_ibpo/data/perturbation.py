@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ibpo.data.errors import DataError
-from megatron_ibpo.data.tokenizer import Tokenizer
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, has_unknown
 from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
 __all__ = ["PromptSuffixes"]
@@ -26,7 +25,7 @@ class PromptSuffixes:
         """
         self._suffixes = [token_ids(tokenizer.encode(text) if text else []) for text in texts]
         for text, ids in zip(texts, self._suffixes, strict=True):
-            if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
+            if has_unknown(tokenizer, ids):
                 raise DataError(
                     f"--rollout-prompt-suffixes: the tokenizer has no tokens for some of {text!r}; use "
                     "another text"

@@ -1,16 +1,33 @@
-"""From a question to prompt token ids, and where in them candidate solutions may be put."""
+"""From a question to a prompt's token ids, and where candidate solutions go in them; prompts in order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from megatron_ibpo.data.errors import DataError
-from megatron_ibpo.data.tokenizer import Message, Tokenizer
-from megatron_ibpo.records import TokenIds, token_ids
+from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unknown
+from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
-__all__ = ["chat_prompt", "check_length", "check_no_unknown", "plain_prompt"]
+__all__ = ["PromptSource", "chat_prompt", "check_prompt", "plain_prompt"]
 
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts in a fixed endless order."""
+
+    at: Callable[[int], Prompt]
+    """The prompt at a position: a function of that alone, so that resuming needs no state."""
+    size: int = 0
+    """How many prompts there are before they repeat; 0 when they never do."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, step: int, n: int) -> list[Prompt]:
+        """Prompts step·n to step·n + n - 1."""
+        return [self.at(position) for position in range(step * n, step * n + n)]
 
 
 def plain_prompt(text: str, tokenizer: Tokenizer, tail: str = "") -> tuple[TokenIds, int]:
@@ -43,20 +60,17 @@ def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[Toke
     return token_ids([*head, *tokenizer.encode(tail)]), len(head)
 
 
-def check_no_unknown(ids: TokenIds, tokenizer: Tokenizer) -> None:
-    """Raise DataError when the tokenizer could not express the prompt: the policy would not see the task."""
-    if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
+def check_prompt(ids: TokenIds, tokenizer: Tokenizer, max_prompt_len: int | None) -> None:
+    """Raise DataError for a prompt that the tokenizer could not express, so that the policy would not see the
+    task, or that is longer than the context leaves room for."""
+    if has_unknown(tokenizer, ids):
         raise DataError(
             f"the tokenizer has no token for some of the prompt's characters (shown as ⁇ in "
             f"{_shown(ids, tokenizer)!r}); use another tokenizer or other prompts"
         )
-
-
-def check_length(ids: TokenIds, max_prompt_len: int | None) -> None:
-    """Raise DataError for a prompt longer than the context leaves room for."""
     if max_prompt_len is not None and len(ids) > max_prompt_len:
         raise DataError(
-            f"the prompt has {len(ids)} tokens, but only {max_prompt_len} fit beside the response; "
+            f"the prompt has {len(ids)} tokens, but only {max_prompt_len} fit with the response; "
             "shorten or drop it, lower --rollout-max-response-len, or raise --rollout-max-context-len"
         )
 

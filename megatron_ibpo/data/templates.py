@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ibpo.data.errors import DataError
-from megatron_ibpo.data.tokenizer import Tokenizer
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, has_unknown
 from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
 __all__ = ["CorrectionTemplate", "candidate_heading", "correction_instruction"]
@@ -59,7 +58,7 @@ class CorrectionTemplate:
     @staticmethod
     def _encode(tokenizer: Tokenizer, text: str) -> TokenIds:
         ids = token_ids(tokenizer.encode(text))
-        if not len(ids) or (tokenizer.unk_id is not None and tokenizer.unk_id in ids):
+        if not len(ids) or has_unknown(tokenizer, ids):
             raise DataError(
                 f"the tokenizer has no tokens for the correction prompt's text {text!r}; "
                 "use another tokenizer or another --ibpo-k"

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.data.errors import DataError
-
 __all__ = [
     "TOKENIZER_FILES",
+    "DataError",
     "HuggingFaceTokenizer",
     "Message",
     "SentencePieceTokenizer",
     "Tokenizer",
+    "has_unknown",
     "load_tokenizer",
 ]
 
@@ -33,6 +33,10 @@ TOKENIZER_FILES = (
 
 Message = dict[str, str]
 """One chat turn: {"role": ..., "content": ...}."""
+
+
+class DataError(ValueError):
+    """Prompts or a tokenizer that cannot be used; the text says what, where and what to do."""
 
 
 class Tokenizer(Protocol):
@@ -65,6 +69,11 @@ class Tokenizer(Protocol):
             DataError: the tokenizer has no chat template, or the template refuses the messages.
         """
         ...
+
+
+def has_unknown(tokenizer: Tokenizer, ids: Sequence[int] | npt.NDArray[np.int32]) -> bool:
+    """Whether some of `ids` stand for what the tokenizer could not express."""
+    return tokenizer.unk_id is not None and tokenizer.unk_id in ids
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ibpo.data.errors import DataError
-from megatron_ibpo.data.tokenizer import Tokenizer
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, has_unknown
 from megatron_ibpo.records import TokenIds
 
 __all__ = ["thinking_marks", "token_texts"]
@@ -31,7 +30,7 @@ def thinking_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
         DataError: the tokenizer cannot express them.
     """
     opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))
-    if tokenizer.unk_id is not None and tokenizer.unk_id in (*opening, *closing):
+    if has_unknown(tokenizer, (*opening, *closing)):
         raise DataError(
             "--ibpo-strip-thinking: the tokenizer has no tokens for <think> and </think>; drop the flag"
         )

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_ibpo.config import is_import_path, load_hook, nearest
+from megatron_ibpo.config import known_or_path, load_hook
 
 __all__ = ["VARIANTS", "Parameter", "Variant", "resolve_variant"]
 
@@ -96,7 +96,11 @@ def resolve_variant(name: str, params: Mapping[str, float] | None = None) -> tup
         ValueError: an unknown variant or parameter, a value outside the parameter's range, or an import
             path with no Variant.
     """
-    variant, given = _find_variant(name), dict(params or {})
+    variant = known_or_path("--loss-variant", name, VARIANTS, "loss variant")
+    variant = variant or load_hook("--loss-variant", name)
+    if not isinstance(variant, Variant):
+        raise ValueError(f"loss variant {name!r} is a {type(variant).__name__}, wanted a Variant")
+    given = dict(params or {})
     unknown = sorted(given.keys() - variant.params.keys())
     if unknown:
         has = f"it has {', '.join(variant.params)}" if variant.params else "it has none"
@@ -107,20 +111,6 @@ def resolve_variant(name: str, params: Mapping[str, float] | None = None) -> tup
         except ValueError as error:
             raise ValueError(f"{parameter} of loss variant {name!r} {error}") from error
     return variant, {key: float(given.get(key, known.default)) for key, known in variant.params.items()}
-
-
-def _find_variant(name: str) -> Variant:
-    if name in VARIANTS:
-        return VARIANTS[name]
-    if not is_import_path(name):
-        raise ValueError(
-            f"unknown loss variant {name!r}{nearest(name, VARIANTS)}; there are "
-            f"{', '.join(sorted(VARIANTS))}, or give an import path package.module:VARIANT"
-        )
-    found = load_hook("--loss-variant", name)
-    if not isinstance(found, Variant):
-        raise ValueError(f"loss variant {name!r} is a {type(found).__name__}, wanted a Variant")
-    return found
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

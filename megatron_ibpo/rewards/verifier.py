@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_ibpo.config import DataConfig, is_import_path, nearest
+from megatron_ibpo.config import DataConfig, known_or_path
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
@@ -137,11 +137,4 @@ def reward_function(data: DataConfig) -> str:
     Raises:
         ValueError: an unknown name (with the nearest).
     """
-    target = VERIFIERS.get(data.rm_type, data.rm_type)
-    if not is_import_path(target):
-        hint = nearest(data.rm_type, VERIFIERS)
-        raise ValueError(
-            f"--rm-type {data.rm_type}: no such verifier; there are {', '.join(VERIFIERS)}, or give an "
-            f"import path package.module:function{hint}"
-        )
-    return target
+    return known_or_path("--rm-type", data.rm_type, VERIFIERS, "verifier") or data.rm_type
