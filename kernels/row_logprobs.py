@@ -14,7 +14,7 @@ __all__ = ["RowLogprobs", "as_temperature", "check_targets"]
 
 
 class RowLogprobs(torch.autograd.Function):
-    """(logprobs_N, entropy_N) of logits [N, V]; keeps the logits and 8 bytes a row beside what it returns.
+    """(logprobs_N, entropy_N) of logits [N, V]; keeps the logits, and 8 bytes per row more than it returns.
 
     Arguments as in `megatron_ibpo.loss.packed_logprobs`. Backward reads the logits once and writes once, over
     them if `inplace`.

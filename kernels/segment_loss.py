@@ -2,7 +2,7 @@
 
 Sums over each sequence, then the sequences' losses, then each token's coefficient. One program walks one
 sequence (the second: all of them), so that nothing is atomic and the result does not depend on the order of
-programs. All of it is [N] and [S] floats; beside a pass over the logits it takes no time.
+programs. All of it is [N] and [S] floats; next to a pass over the logits it takes no time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ibpo.kernels.kl import KL_TERMS
-from megatron_ibpo.kernels.variants import KERNEL_TERMS
+from megatron_ibpo.kernels.variants import KERNEL_TERMS, KL_TERMS
 
 __all__ = ["triton_segment_loss"]
 

@@ -1,7 +1,9 @@
-"""The terms of each loss variant as Triton functions, under the names of `megatron_ibpo.loss.VARIANTS`.
+"""The terms of each loss variant and the KL estimators as Triton functions, under the names of
+`megatron_ibpo.loss.VARIANTS` and `megatron_ibpo.loss.kl`.
 
     token_term(log_ratio, logprob, advantage, *params) -> (value, derivative by the log-prob, clipped)
     sequence_term(log_ratio, length, advantage, *params) -> (loss, derivative by the log-ratio, clipped)
+    KL estimator(gap) -> (value, derivative)
 
 all on fp32 tensors, elementwise; params in the order of the registry. What the arguments mean, and the
 formulas with their sources, is said there; here is the same with the derivatives written out.
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["KERNEL_TERMS", "KernelTerms"]
+__all__ = ["KERNEL_TERMS", "KL_TERMS", "KernelTerms"]
 
 MAX_LOG_RATIO = tl.constexpr(80.0)
 
@@ -98,3 +100,22 @@ KERNEL_TERMS: dict[str, KernelTerms] = {
     "sapo": KernelTerms(token_term=sapo),
     "gmpo": KernelTerms(token_term=gmpo_token, sequence_term=gmpo_sequence),
 }
+
+
+@triton.jit
+def k1(gap):
+    return gap, gap * 0.0 + 1.0
+
+
+@triton.jit
+def k2(gap):
+    return 0.5 * gap * gap, gap
+
+
+@triton.jit
+def k3(gap):
+    inverse = tl.exp(tl.minimum(-gap, MAX_LOG_RATIO))
+    return inverse - 1.0 + gap, tl.where(-gap > MAX_LOG_RATIO, 1.0, 1.0 - inverse)
+
+
+KL_TERMS: dict[str, Any] = {"k1": k1, "k2": k2, "k3": k3}

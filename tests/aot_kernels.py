@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss
-from megatron_ibpo.kernels.kl import KL_TERMS
-from megatron_ibpo.kernels.variants import KERNEL_TERMS
+from megatron_ibpo.kernels.variants import KERNEL_TERMS, KL_TERMS
 from megatron_ibpo.loss import VARIANTS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

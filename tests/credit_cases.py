@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config, RolloutConfig, check_config
-from megatron_ibpo.credit import CreditContext, Vocabulary, credit_at_once
+from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
 from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
 
 EOS = 2
@@ -115,6 +115,31 @@ def context(config, *, vocabulary=(), **settings):
             **settings,
         }
     )
+
+
+def correct_groups(groups, context, operator, sample, score):
+    """Ask everything that the operator wants sampled, of all groups at once, and attach it scored. The loop
+    does the same group by group.
+
+    Args:
+        sample: from requests to samples in their order.
+        score: fills in reward and correct of each (prompt, sample).
+    """
+    asked = [operator.follow_ups(group, context) for group in groups]
+    requests = [follow_up.request for of_group in asked for follow_up in of_group]
+    samples = sample(requests) if requests else []
+    owners = [group.prompt for group, of_group in zip(groups, asked, strict=True) for _ in of_group]
+    score(list(zip(owners, samples, strict=True)))
+    left = iter(samples)
+    for group, of_group in zip(groups, asked, strict=True):
+        operator.attach(group, of_group, [next(left) for _ in of_group])
+
+
+def credit_at_once(groups, context, sample, score, operator=None):
+    """`correct_groups`, then credit."""
+    operator = operator or find_operator(context.algorithm)
+    correct_groups(groups, context, operator, sample, score)
+    return assign_credit(groups, context, operator)
 
 
 class Loop:

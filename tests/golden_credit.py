@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from credit_cases import of_preset
+from credit_cases import credit_at_once, of_preset
 from golden_runs import GOLDEN, ROOT, recordings
 from transformers import AutoTokenizer
 
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, credit_at_once
+from megatron_ibpo.credit import CreditContext, Vocabulary
 from megatron_ibpo.report import load_groups
 
 __all__ = ["CASES", "credited", "recorded_steps"]

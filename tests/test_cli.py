@@ -250,7 +250,7 @@ def test_unknown_names_of_a_rooms_registry_are_refused_with_the_nearest(tmp_path
     config.algorithm.ibpo_operator = "agrement"
     config.loss.loss_variant = "gpso"
     with pytest.raises(
-        ConfigError, match=r"(?s)--ibpo-operator agrement: .*'agreement'\?.*loss variant 'gpso'.*'gspo'\?"
+        ConfigError, match=r"(?s)--ibpo-operator agrement: .*'agreement'\?.*--loss-variant gpso: .*'gspo'\?"
     ):
         check_run(config)
 

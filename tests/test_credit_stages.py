@@ -32,7 +32,6 @@ from megatron_ibpo.credit import (
     Judgement,
     Operator,
     assign_credit,
-    credit_at_once,
     fill_batch,
     find_estimator,
     find_operator,
@@ -94,16 +93,6 @@ def test_corrections_of_a_recording_give_way_to_those_asked_for():
     credit = Loop(fix_last).credit([made], algorithm())
     assert made.corrections == []
     assert credit.metrics["corrections"] == 0
-
-
-def test_fewer_samples_than_were_asked_for_are_noticed():
-    with pytest.raises(ValueError, match="asked for 2 corrections and got 1"):
-        credit_at_once(
-            [group(RIGHT, [14], [14])],
-            context(algorithm()),
-            lambda requests: [response([13])],
-            Loop(fix_last).score,
-        )
 
 
 # ------------------------------------------------------------------------------------- order of arrival

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from credit_cases import correct_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_qwen3
@@ -23,7 +24,6 @@ from megatron_ibpo.credit import (
     CreditContext,
     Vocabulary,
     any_group,
-    correct_groups,
     fill_batch,
     find_operator,
     is_informative,

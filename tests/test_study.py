@@ -308,7 +308,7 @@ def planned(tmp_path):
 
 def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
     noted = tmp_path / "pid"
-    monkeypatch.setattr(runs, "_command", lambda run, n: [sys.executable, "-c", STUBBORN, str(noted)])
+    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", STUBBORN, str(noted)))
     monkeypatch.setattr(runs, "GRACE_S", 0.3)
     started = time.monotonic()
     assert runs.execute(planned(tmp_path), replace(STUDY, run_timeout=3.0), lambda row: None) == "timed out"
@@ -321,9 +321,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypa
 
 
 def test_a_run_that_fails_says_so_and_keeps_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        runs, "_command", lambda run, n: [sys.executable, "-c", "print('why'); raise SystemExit(3)"]
-    )
+    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "print('why'); raise SystemExit(3)"))
     run = planned(tmp_path)
     assert runs.execute(run, STUDY, lambda row: None) == "failed"
     assert run.directory.with_suffix(".log").read_text() == "why\n"

@@ -10,7 +10,6 @@ all that was measured, and audit.png.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 import tyro
 
+from megatron_ibpo.report import jsonable
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import audit_responses
@@ -69,24 +69,17 @@ def main(arguments: Arguments) -> int:
         "responses": [asdict(r) | text for r, text in zip(responses, texts, strict=True)],
     }
     save.mkdir(parents=True, exist_ok=True)
-    (save / "audit.json").write_text(json.dumps(_plain(content), allow_nan=False) + "\n", encoding="utf-8")
+    (save / "audit.json").write_text(json.dumps(_rounded(content), allow_nan=False) + "\n", encoding="utf-8")
     plot_audit(
         responses, found, save / "audit.png", title=f"{arguments.run.name}, policy: {arguments.policy}"
     )
-    print(json.dumps(_plain({"counts": counts} | found), indent=2))
+    print(json.dumps(_rounded({"counts": counts} | found), indent=2))
     print(save / "audit.json", save / "audit.png", sep="\n")
     return 0
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it: what is not finite is null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return round(value, 4) if math.isfinite(value) else None
-    return value
+def _rounded(value: Any) -> Any:
+    return jsonable(value, shorten=lambda number: round(number, 4))
 
 
 if __name__ == "__main__":

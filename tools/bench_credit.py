@@ -23,10 +23,10 @@ import numpy as np
 import tyro
 
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, credit_at_once
+from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
 from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.records import Group, Prompt, Sample, TokenIds, token_ids
 from megatron_ibpo.versions import machine
 
 VOCABULARY = 150_000
@@ -109,6 +109,8 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
     settings = {k: v for k, v in PRESETS[preset].items() if hasattr(AlgorithmConfig, k)}
     groups, corrections = make_step(arguments, edits)
     ready = [made(ids, None) for ids in corrections.values()][::every]
+    for number, sample in enumerate(ready):
+        sample.reward, sample.correct = float(number % 2), number % 2 == 1
     del corrections  # lists, which the garbage collector would go through again and again
     template = CorrectionTemplate(HuggingFaceTokenizer(make_tiny_tokenizer()), 2)
     too_long = token_ids([0] * (4 * arguments.tokens))
@@ -120,14 +122,6 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
         prompt_ids = template(prompt, target, references)
         return prompt_ids if (calls - 1) % every == 0 else too_long
 
-    def score(pairs: Sequence[tuple[Prompt, Sample]]) -> None:
-        for number, (_, response) in enumerate(pairs):
-            response.reward, response.correct = float(number % 2), number % 2 == 1
-
-    def sample(requests: list[SampleRequest]) -> list[Sample]:
-        assert len(requests) == len(ready)
-        return ready
-
     context = CreditContext(
         algorithm=AlgorithmConfig(**settings),
         rollout=RolloutConfig(rollout_max_response_len=arguments.tokens),
@@ -136,12 +130,17 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
         seed=0,
         step=0,
     )
+    operator = find_operator(context.algorithm)
     times = []
     for _ in range(arguments.repeats + 1):
         step = fresh(groups)
         gc.collect()
         started = time.perf_counter()
-        credit = credit_at_once(step, context, sample, score)
+        asked = [operator.follow_ups(group, context) for group in step]
+        left = iter(ready)
+        for group, of_group in zip(step, asked, strict=True):
+            operator.attach(group, of_group, [next(left) for _ in of_group])
+        credit = assign_credit(step, context, operator)
         times.append(1e3 * (time.perf_counter() - started))
     assert credit.metrics["corrections"] == len(ready)
     return Row(preset, edits, len(ready), statistics.median(times[1:]), min(times[1:]))

@@ -1,6 +1,6 @@
 """Credit assignment: everything between scored responses and training sequences; one file an idea."""
 
-from megatron_ibpo.credit.assign import Credit, assign_credit, correct_groups, credit_at_once
+from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.estimators import CRITIC, ESTIMATORS, Estimator, find_estimator
 from megatron_ibpo.credit.group_filters import (
     GroupFilter,
@@ -9,7 +9,6 @@ from megatron_ibpo.credit.group_filters import (
     find_group_filter,
     is_informative,
 )
-from megatron_ibpo.credit.metrics import correction_metrics
 from megatron_ibpo.credit.operator import (
     CreditContext,
     FollowUp,
@@ -37,9 +36,6 @@ __all__ = [
     "Vocabulary",
     "any_group",
     "assign_credit",
-    "correct_groups",
-    "correction_metrics",
-    "credit_at_once",
     "fill_batch",
     "find_estimator",
     "find_group_filter",

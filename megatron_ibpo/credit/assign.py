@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.credit.estimators import CRITIC, Estimator, advantages, find_estimator
+from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator
 from megatron_ibpo.credit.gae import critic_credit
 from megatron_ibpo.credit.joint import correction_advantages, correction_rewards
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Operator
 from megatron_ibpo.credit.operators import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
-from megatron_ibpo.credit.sequences import Credited, correction_sequences, response_sequences
+from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TrainSequence
+from megatron_ibpo.records import Group, TrainSequence
 
-__all__ = ["Credit", "Generate", "Score", "assign_credit", "correct_groups", "credit_at_once"]
-
-Generate = Callable[[list[SampleRequest]], list[Sample]]
-"""Samples in the order of the requests."""
-Score = Callable[[list[tuple[Prompt, Sample]]], None]
-"""Fills in `reward`, `correct` and `reward_error` of each sample."""
+__all__ = ["Credit", "assign_credit"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +57,16 @@ def assign_credit(
     token_weights = judgement.token_weights or [[None] * len(group.responses) for group in groups]
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
-        credited = Credited(rewards, advantages(rewards, estimator), token_weights[number])
-        sequences += response_sequences(group, number, credited, weight)
+        relative = advantages(rewards, estimator)
+        columns = zip(group.responses, rewards, relative, token_weights[number], strict=True)
+        sequences += train_sequences(group, number, "response", columns, weight)
         if algorithm.ibpo_joint:
-            credited = _credited_corrections(group, estimator, context)
-            sequences += correction_sequences(
-                group, number, credited, weight * algorithm.ibpo_correction_weight
+            rewards = correction_rewards(group, context)
+            relative = correction_advantages(group, rewards, estimator, context)
+            corrections = [correction.response for correction in group.corrections]
+            columns = zip(corrections, rewards, relative, [None] * len(rewards), strict=True)
+            sequences += train_sequences(
+                group, number, "correction", columns, weight * algorithm.ibpo_correction_weight
             )
     metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped)
     metrics["bonuses_withheld"] = float(withheld)
@@ -75,37 +74,6 @@ def assign_credit(
         sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic
     return Credit(sequences, metrics | judgement.metrics)
-
-
-def correct_groups(
-    groups: Sequence[Group], context: CreditContext, operator: Operator, sample: Generate, score: Score
-) -> None:
-    """Ask everything that the operator wants sampled, of all groups at once, and attach it scored: for groups
-    that are all there already, as in a replay, an audit or a test. The loop does the same group by group."""
-    asked = [operator.follow_ups(group, context) for group in groups]
-    requests = [follow_up.request for of_group in asked for follow_up in of_group]
-    samples = sample(requests) if requests else []
-    if len(samples) != len(requests):
-        raise ValueError(f"asked for {len(requests)} corrections and got {len(samples)}")
-    owners = [group.prompt for group, of_group in zip(groups, asked, strict=True) for _ in of_group]
-    if samples:
-        score(list(zip(owners, samples, strict=True)))
-    left = iter(samples)
-    for group, of_group in zip(groups, asked, strict=True):
-        operator.attach(group, of_group, [next(left) for _ in of_group])
-
-
-def credit_at_once(
-    groups: Sequence[Group],
-    context: CreditContext,
-    sample: Generate,
-    score: Score,
-    operator: Operator | None = None,
-) -> Credit:
-    """`correct_groups`, then `assign_credit`."""
-    operator = operator or find_operator(context.algorithm)
-    correct_groups(groups, context, operator, sample, score)
-    return assign_credit(groups, context, operator)
 
 
 def _shaped(
@@ -121,9 +89,3 @@ def _shaped(
         all_rewards.append(with_overlong_penalty(rewards, group.responses, context))
         all_withheld += withheld
     return all_rewards, all_withheld
-
-
-def _credited_corrections(group: Group, estimator: Estimator, context: CreditContext) -> Credited:
-    rewards = correction_rewards(group, context)
-    relative = correction_advantages(group, rewards, estimator, context)
-    return Credited(rewards, relative, [None] * len(rewards))

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Literal
 
 from megatron_ibpo.credit.operator import TokenWeights
 from megatron_ibpo.records import Group, Sample, TrainSequence
 
-__all__ = ["Credited", "correction_sequences", "response_sequences"]
+__all__ = ["train_sequences"]
 
 
-@dataclass(frozen=True, eq=False)
-class Credited:
-    """What credit made of the samples of a group that are compared: each list one entry per sample."""
-
-    rewards: list[float | None]
-    """Shaped; None: the verifier failed, and the sample is left out of training."""
-    advantages: list[float | None]
-    """None where the reward is."""
-    token_weights: Sequence[TokenWeights]
-
-
-def response_sequences(group: Group, number: int, credited: Credited, weight: float) -> list[TrainSequence]:
-    """The responses of a group as training sequences.
+def train_sequences(
+    group: Group,
+    number: int,
+    kind: Literal["response", "correction"],
+    credited: Iterable[tuple[Sample, float | None, float | None, TokenWeights]],
+    weight: float,
+) -> list[TrainSequence]:
+    """The responses or corrections of a group as training sequences; a correction's prompt is x̃.
 
     Args:
         number: index of the group in the step.
+        credited: (sample, shaped reward, advantage, token weights) of each. The advantage is None where the
+            verifier failed: the sample is left out of training, as is one without trained tokens.
     """
-    return _sequences(group, number, group.responses, credited, weight, "response")
-
-
-def correction_sequences(group: Group, number: int, credited: Credited, weight: float) -> list[TrainSequence]:
-    """The corrections of a group as training sequences: prompt x̃, response ŷ."""
-    samples = [correction.response for correction in group.corrections]
-    return _sequences(group, number, samples, credited, weight, "correction")
-
-
-def _sequences(
-    group: Group,
-    number: int,
-    samples: Sequence[Sample],
-    credited: Credited,
-    weight: float,
-    kind: Literal["response", "correction"],
-) -> list[TrainSequence]:
-    columns = zip(samples, credited.rewards, credited.advantages, credited.token_weights, strict=True)
     return [
         TrainSequence(
             prompt_token_ids=sample.prompt_token_ids,
@@ -63,6 +41,6 @@ def _sequences(
             rollout_logprobs=sample.logprobs,
             token_weights=token_weights,
         )
-        for index, (sample, reward, advantage, token_weights) in enumerate(columns)
+        for index, (sample, reward, advantage, token_weights) in enumerate(credited)
         if advantage is not None and sample.num_trained_tokens
     ]

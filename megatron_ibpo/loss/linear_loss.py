@@ -15,7 +15,6 @@ Three products of 2·N·H·V operations; recomputing the logits in the backward 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +32,9 @@ __all__ = ["CHUNK_ROWS", "linear_packed_logprobs", "linear_packed_sequence_loss"
 
 CHUNK_ROWS = 4096
 """Response rows whose logits are held at once: enough for the products to run at full speed."""
+
+Head = Callable[[Tensor], tuple[Tensor, Tensor, Callable[[], Tensor]]]
+"""Rows → (log-probs, entropies, a function that turns their logits into (onehot - softmax)/temperature)."""
 
 
 def linear_packed_sequence_loss(
@@ -70,11 +72,17 @@ def linear_packed_sequence_loss(
             (gspo-token: gspo is the same loss for advantages [S]); no main_grad where it is asked for.
     """
     rows = rows.checked(len(hidden_NH), objective)
-    _check_head(hidden_NH, weight_VH, rows.targets_N, chunk)
-    _check(weight_VH, objective, into_main_grad)
+    _check(hidden_NH, weight_VH, rows.targets_N, chunk)
+    if objective.variant.sequence_ratio:
+        raise ValueError(
+            f"loss variant {objective.name!r} cannot be fused with the LM head: its token term needs a mean "
+            "that only later chunks complete. Use packed_sequence_loss, or gspo, the same for advantages [S]"
+        )
+    if into_main_grad and getattr(weight_VH, "main_grad", None) is None:
+        raise ValueError("into_main_grad=True needs weight_VH.main_grad, which Megatron's DDP makes")
     spread = rows.temperature_of_row()
     backend = choose_backend(objective.backend, hidden_NH.device, hidden_NH.dtype).name
-    head = _make_head(hidden_NH, weight_VH, rows.targets_N, spread, tp_group, vocab_range, backend)
+    head = _head(hidden_NH, weight_VH, rows.targets_N, spread, tp_group, vocab_range, backend)
     loss, *seen = _LinearLoss.apply(
         hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, torch.is_grad_enabled()
     )
@@ -104,17 +112,17 @@ def linear_packed_logprobs(
     Raises:
         ValueError: shapes or dtypes that do not fit, or a target outside the vocabulary.
     """
-    _check_head(hidden_NH, weight_VH, targets_N, chunk)
+    _check(hidden_NH, weight_VH, targets_N, chunk)
     name = choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name
-    head = _make_head(hidden_NH, weight_VH, targets_N, temperature_N, tp_group, vocab_range, name)
+    head = _head(hidden_NH, weight_VH, targets_N, temperature_N, tp_group, vocab_range, name)
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
     for rows_C in response_mask_N.nonzero().squeeze(1).split(chunk):
-        logprobs_N[rows_C] = head.chunk(rows_C)[0]
+        logprobs_N[rows_C] = head(rows_C)[0]
     return logprobs_N
 
 
-def _check_head(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int) -> None:
+def _check(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int) -> None:
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden_NH {tuple(hidden_NH.shape)} and weight_VH {tuple(weight_VH.shape)} do not share H"
@@ -130,37 +138,7 @@ def _check_head(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: 
         raise ValueError(f"chunk is {chunk}, must be at least 1")
 
 
-def _check(weight_VH: Tensor, objective: Objective, into_main_grad: bool) -> None:
-    if objective.variant.sequence_ratio:
-        raise ValueError(
-            f"loss variant {objective.name!r} cannot be fused with the LM head: its token term needs a mean "
-            "that only later chunks complete. Use packed_sequence_loss, or gspo, the same for advantages [S]"
-        )
-    if into_main_grad and getattr(weight_VH, "main_grad", None) is None:
-        raise ValueError("into_main_grad=True needs weight_VH.main_grad, which Megatron's DDP makes")
-
-
-@dataclass(frozen=True)
-class _Head:
-    """What makes logits of hidden states, and statistics and gradients of logits."""
-
-    hidden_NH: Tensor
-    weight_VH: Tensor
-    targets_N: Tensor
-    temperature_N: Tensor
-    tp_group: Any
-    vocab_range: tuple[int, int]
-    backend: str
-
-    def chunk(self, rows_C: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-        """(log-probs, entropies, a function that turns the logits into (onehot - softmax)/temperature)."""
-        logits_CV = self.hidden_NH[rows_C] @ self.weight_VH.t()
-        targets_C, temperature_C = self.targets_N[rows_C], self.temperature_N[rows_C]
-        statistics = _triton_statistics if self.backend == "triton" else _torch_statistics
-        return statistics(logits_CV, targets_C, temperature_C, self.tp_group, self.vocab_range)
-
-
-def _make_head(
+def _head(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     targets_N: Tensor,
@@ -168,16 +146,16 @@ def _make_head(
     tp_group: Any,
     vocab_range: tuple[int, int] | None,
     backend: str,
-) -> _Head:
-    return _Head(
-        hidden_NH,
-        weight_VH,
-        targets_N,
-        torch.as_tensor(temperature_N, device=hidden_NH.device).expand(len(hidden_NH)),
-        tp_group,
-        logprobs.own_vocab_range(vocab_range, len(weight_VH), tp_group),
-        backend,
-    )
+) -> Head:
+    temperature_N = torch.as_tensor(temperature_N, device=hidden_NH.device).expand(len(hidden_NH))
+    vocab_range = logprobs.own_vocab_range(vocab_range, len(weight_VH), tp_group)
+    statistics = _triton_statistics if backend == "triton" else _torch_statistics
+
+    def head(rows_C: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+        logits_CV = hidden_NH[rows_C] @ weight_VH.t()
+        return statistics(logits_CV, targets_N[rows_C], temperature_N[rows_C], tp_group, vocab_range)
+
+    return head
 
 
 def _torch_statistics(logits_CV, targets_C, temperature_C, tp_group, vocab_range):
@@ -225,11 +203,11 @@ class _LinearLoss(torch.autograd.Function):
         rows_R = rows.response_mask_N.nonzero().squeeze(1)
         logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
         entropy_N = torch.zeros_like(logprobs_N)
-        gradients = _Gradients(head, wanted, dtype)
+        gradients = _Gradients(hidden_NH, weight_VH, wanted, dtype)
         known = RowCoefficients(rows, objective, rows_R, dtype)
         for step in schedule(rows, rows_R, known.ends, chunk):
             rows_C = rows_R[step.start : step.stop]
-            logprobs_N[rows_C], entropy_N[rows_C], overwrite = head.chunk(rows_C)
+            logprobs_N[rows_C], entropy_N[rows_C], overwrite = head(rows_C)
             known.see(step, logprobs_N[rows_C])
             if any(wanted) and len(rows_C):
                 gradients.add(rows_C, overwrite(), known.of_chunk(step))
@@ -245,46 +223,46 @@ class _LinearLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("backward ran twice, and the first one has used the gradients up")
         scale, gradients, ctx.gradients = grads[0], ctx.gradients, None
-        hidden_grad, weight_grad = gradients.hidden_NH, gradients.weight_VH
+        hidden_grad, weight_grad = gradients.of_hidden_NH, gradients.of_weight_VH
         if hidden_grad is not None:
             hidden_grad.mul_(scale)
         if weight_grad is not None:
             weight_grad.mul_(scale)
             if ctx.main_grad is not None:
                 ctx.main_grad.add_(weight_grad)
-                weight_grad = torch.zeros_like(gradients.head.weight_VH)
-            weight_grad = weight_grad.to(gradients.head.weight_VH.dtype)
+                weight_grad = torch.zeros_like(gradients.weight_VH)
+            weight_grad = weight_grad.to(gradients.weight_VH.dtype)
         return (hidden_grad, weight_grad, *[None] * 6)
 
 
 class _Gradients:
     """The two gradients while they grow."""
 
-    def __init__(self, head: _Head, wanted: tuple[bool, bool], dtype: torch.dtype):
-        self.head, self.dtype = head, dtype
-        self.hidden_NH = torch.zeros_like(head.hidden_NH) if wanted[0] else None
-        self.weight_VH = torch.zeros_like(head.weight_VH, dtype=dtype) if wanted[1] else None
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype):
+        self.hidden_NH, self.weight_VH = hidden_NH, weight_VH
+        self.of_hidden_NH = torch.zeros_like(hidden_NH) if wanted[0] else None
+        self.of_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if wanted[1] else None
         self.open_VH: Tensor | None = None
         """Of the open sequence, without its slope; made when first needed."""
         self.open_is_empty = True
 
     def add(self, rows_C: Tensor, p_CV: Tensor, found: ChunkCoefficients) -> None:
         """p_CV: (onehot - softmax)/temperature of the rows."""
-        if self.hidden_NH is not None:
-            self.hidden_NH[rows_C] = p_CV @ self.head.weight_VH
-        if self.weight_VH is None:
+        if self.of_hidden_NH is not None:
+            self.of_hidden_NH[rows_C] = p_CV @ self.weight_VH
+        if self.of_weight_VH is None:
             return
         if found.closing is not None:
             assert self.open_VH is not None
-            self.weight_VH.add_(self.open_VH.mul_(found.closing))
+            self.of_weight_VH.add_(self.open_VH.mul_(found.closing))
             self.open_is_empty = True
-        hidden_CH = self.head.hidden_NH[rows_C]
+        hidden_CH = self.hidden_NH[rows_C]
         final, opened = len(found.final_C), len(rows_C) - len(found.open_C)
-        _accumulate(self.weight_VH, p_CV[:final], hidden_CH[:final], found.final_C)
+        _accumulate(self.of_weight_VH, p_CV[:final], hidden_CH[:final], found.final_C)
         if opened == len(rows_C):
             return
         if self.open_VH is None:
-            self.open_VH = torch.zeros_like(self.weight_VH)
+            self.open_VH = torch.zeros_like(self.of_weight_VH)
         elif self.open_is_empty:
             self.open_VH.zero_()
         self.open_is_empty = False
@@ -292,11 +270,11 @@ class _Gradients:
 
     def finish(self, rows_R: Tensor, coefficients_R: Tensor) -> None:
         self.open_VH = None
-        if self.hidden_NH is not None:
+        if self.of_hidden_NH is not None:
             for part in range(0, len(rows_R), 8192):
                 rows = rows_R[part : part + 8192]
-                scaled = self.hidden_NH[rows] * coefficients_R[part : part + 8192, None]
-                self.hidden_NH[rows] = scaled.to(self.hidden_NH.dtype)
+                scaled = self.of_hidden_NH[rows] * coefficients_R[part : part + 8192, None]
+                self.of_hidden_NH[rows] = scaled.to(self.of_hidden_NH.dtype)
 
 
 def _accumulate(sum_VH: Tensor, p_CV: Tensor, hidden_CH: Tensor, scales_C: Tensor) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ibpo.report.run_dir import METRICS_FILE
+from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
 
 __all__ = ["MetricsLog", "read_rows"]
 
@@ -43,18 +42,14 @@ class MetricsLog:
             self._wandb = wandb.init(
                 dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=wandb_config
             )
-        text = "".join(json.dumps(row) + "\n" for row in self.rows)
-        kept = path.with_suffix(".tmp")
-        kept.write_text(text, encoding="utf-8")
-        kept.replace(path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
 
     def append(self, kind: Kind, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """Write a row everywhere."""
-        row: dict[str, Any] = {"kind": kind, "step": step}
-        row |= {name: _jsonable(value) for name, value in metrics.items()}
-        row["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
+        rounded = {name: round(value, 4) for name, value in seconds.items()}
+        row = {"kind": kind, "step": step, **jsonable(metrics), "seconds": rounded}
         self.rows.append(row)
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
@@ -91,7 +86,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
     return rows
-
-
-def _jsonable(value: float) -> float | int | None:
-    return value if math.isfinite(value) else None

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ibpo.records import Prompt, Sample
+from megatron_ibpo.report.run_dir import write_whole
 
 __all__ = ["load_outcomes", "outcomes_path", "save_outcomes"]
 
@@ -29,10 +30,7 @@ def save_outcomes(path: Path, step: int, pairs: Sequence[tuple[Prompt, Sample]])
         outcome = None if response.reward is None else int(response.correct)
         kept["greedy" if response.temperature == 0 else "sampled"].append(outcome)
     content = {"step": step, "problems": {str(index): kept for index, kept in problems.items()}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(content) + "\n")
 
 
 def load_outcomes(path: Path) -> dict[int, float]:

@@ -26,6 +26,7 @@ from megatron_ibpo.records import (
     Weights,
     token_ids,
 )
+from megatron_ibpo.report.run_dir import write_whole
 
 __all__ = ["Trained", "load_groups", "load_trained", "rollout_path", "save_groups"]
 
@@ -77,10 +78,7 @@ def save_groups(
         "groups": [_group_to_json(group, decode) for group in groups],
         "trained": _trained_to_json(sequences, old_logprobs, new_logprobs),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(_readable(content) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, _readable(content) + "\n")
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:

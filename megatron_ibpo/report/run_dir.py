@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ __all__ = [
     "SUMMARY_FILE",
     "checkpoint_bytes",
     "how_to_go_on",
+    "jsonable",
     "prepare_run_dir",
     "run_settings",
     "run_tokenizer",
+    "write_whole",
 ]
 
 METRICS_FILE = "metrics.jsonl"
@@ -105,6 +109,29 @@ def run_tokenizer(run_dir: Path) -> Tokenizer:
         ValueError: there is none, or it cannot be read.
     """
     return load_tokenizer(run_dir / _TOKENIZER)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, whenever the run ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
+    """As JSON has it: what is not finite is null, what it does not know is text.
+
+    Args:
+        shorten: applied to every finite float.
+    """
+    if isinstance(value, dict):
+        return {str(key): jsonable(item, shorten) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item, shorten) for item in value]
+    if isinstance(value, float):
+        return shorten(value) if math.isfinite(value) else None
+    return value if isinstance(value, int | str | None) else str(value)
 
 
 def how_to_go_on(run_dir: Path) -> str:

@@ -11,8 +11,7 @@ import base64
 import hashlib
 import html
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -24,7 +23,7 @@ from megatron_ibpo.edit_distance import opcodes
 from megatron_ibpo.records import Correction, Floats, Group, Sample, Weights
 from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.rollout_data import Trained, load_groups, load_trained
-from megatron_ibpo.report.run_dir import METRICS_FILE, run_settings, run_tokenizer
+from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, run_settings, run_tokenizer
 
 __all__ = ["build_run_page"]
 
@@ -107,35 +106,25 @@ class _Vocabulary:
 def _step(path: Path, vocabulary: _Vocabulary) -> dict[str, Any]:
     step, groups = load_groups(path)
     trained = load_trained(path)
-
-    def of(number: int, kind: str) -> Callable[[int], Trained | None]:
-        return lambda index: trained.get((number, kind, index))
-
     return {
         "step": step,
-        "groups": [
-            _group(group, vocabulary, of(number, "response"), of(number, "correction"))
-            for number, group in enumerate(groups)
-        ],
+        "groups": [_group(number, group, vocabulary, trained) for number, group in enumerate(groups)],
     }
 
 
 def _group(
-    group: Group,
-    vocabulary: _Vocabulary,
-    response_trained: Callable[[int], Trained | None],
-    correction_trained: Callable[[int], Trained | None],
+    number: int, group: Group, vocabulary: _Vocabulary, trained: dict[tuple[int, str, int], Trained]
 ) -> dict[str, Any]:
     return {
         "prompt": group.prompt.text,
         "label": group.prompt.label,
         "skipped_pairs": group.skipped_pairs,
         "responses": [
-            _response(response, vocabulary, response_trained(index))
+            _response(response, vocabulary, trained.get((number, "response", index)))
             for index, response in enumerate(group.responses)
         ],
         "corrections": [
-            _correction(group, correction, vocabulary, correction_trained(index))
+            _correction(group, correction, vocabulary, trained.get((number, "correction", index)))
             for index, correction in enumerate(group.corrections)
         ],
     }
@@ -194,17 +183,8 @@ def _page(data: dict[str, Any]) -> str:
 
 def _embedded(data: Any) -> str:
     """JSON in which nothing can be taken for markup."""
-    text = json.dumps(_plain(data), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(jsonable(data), separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _plain(value: Any) -> Any:
-    """What is not finite becomes null: JSON has no word for it."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _hash(text: str) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import Evaluation
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
-from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on
+from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on, jsonable
 from megatron_ibpo.report.summary import summarise
 from megatron_ibpo.words import counted
 
@@ -50,7 +49,7 @@ class Report:
         self._title = f"{config.algorithm.advantage_estimator}, {_model_name(config)}"
         self._started = psutil.Process().create_time() if started is None else started
         self._seconds: dict[str, float] = {}
-        wandb_config = _jsonable(dataclasses.asdict(config)) if config.run.use_wandb else None
+        wandb_config = jsonable(dataclasses.asdict(config)) if config.run.use_wandb else None
         self._log = MetricsLog(self._run_dir, completed_steps=completed_steps, wandb_config=wandb_config)
         self._display = ProgressDisplay(
             config.run.num_rollout, completed_steps=completed_steps, console=console
@@ -141,12 +140,6 @@ class Report:
 
 def _model_name(config: Config) -> str:
     return config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    return str(value) if isinstance(value, Path) else value
 
 
 def _results_table(summary: dict[str, Any]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -18,14 +17,14 @@ from megatron_ibpo.config import ConfigError
 from megatron_ibpo.study.curves import plot_comparison
 from megatron_ibpo.study.plan import PlannedRun, Settings, Study, plan_main, plan_tuning
 from megatron_ibpo.study.results import RunResult, best_setting, compare, read_run, write_results
-from megatron_ibpo.study.runs import execute, is_finished
+from megatron_ibpo.study.runs import execute, is_finished, summary
 from megatron_ibpo.study.table import markdown_table
 from megatron_ibpo.words import counted
 
 __all__ = ["conduct"]
 
 OVERHEAD_S = 40.0
-"""Assumed of a run beside its budget, before one was seen: starting engines and trainers, evaluation."""
+"""Seconds that a run is assumed to take on top of its budget (start, evaluation) before one was seen."""
 
 
 def conduct(study: Study, directory: Path, console: Console, *, runs_at_most: int | None = None) -> bool:
@@ -86,12 +85,11 @@ def _run_all(study: Study, runs: Sequence[PlannedRun], console: Console, left: l
 
 
 def _accuracy(run: PlannedRun) -> str:
-    summary = run.directory / "summary.json"
-    if not summary.exists():
+    left = summary(run)
+    if left is None:
         return f"see {run.directory.with_suffix('.log')}"
-    content = json.loads(summary.read_text())
-    found = content["accuracy_end"]
-    return f"{counted(content['steps'], 'step')}, accuracy {found if found is None else round(found, 4)}"
+    found = left["accuracy_end"]
+    return f"{counted(left['steps'], 'step')}, accuracy {found if found is None else round(found, 4)}"
 
 
 def _chosen(study: Study, tuning: Sequence[PlannedRun]) -> dict[str, Settings] | None:
@@ -104,16 +102,11 @@ def _chosen(study: Study, tuning: Sequence[PlannedRun]) -> dict[str, Settings] |
         if is_finished(run):
             result = read_run(run, study.budget_unit)
             candidates.setdefault(run.method, []).append((run, result))
-        elif not _failed(run):
+        elif not ((left := summary(run)) and left["status"].startswith("failed")):
             return None
     if lost := study.methods.keys() - candidates.keys():
         raise ConfigError(f"every tuning run of {', '.join(sorted(lost))} failed; see their logs")
     return {method: {study.tune.setting: best_setting(found)} for method, found in candidates.items()}
-
-
-def _failed(run: PlannedRun) -> bool:
-    summary = run.directory / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["status"].startswith("failed")
 
 
 def _announce(
@@ -122,8 +115,8 @@ def _announce(
     """Say what will be run and what it will cost."""
     runs = [*tuning, *main]
     # whether a main run has the settings that are tuned is known after tuning only
-    known = [run for run in runs if (run.directory / "summary.json").exists()]
-    seconds = _predicted(study, known, [run for run in runs if run not in known])
+    known = [(run, left["seconds_total"]) for run in runs if (left := summary(run)) is not None]
+    seconds = _predicted(study, known, [run for run in runs if summary(run) is None])
     parts = [f"{study.name}: {counted(len(study.methods), 'method')} x {counted(len(study.seeds), 'seed')}"]
     if tuning:
         parts.append(counted(len(tuning), "tuning run"))
@@ -137,16 +130,18 @@ def _announce(
     console.print(", ".join(parts), highlight=False, soft_wrap=True)
 
 
-def _predicted(study: Study, known: Sequence[PlannedRun], open_runs: Sequence[PlannedRun]) -> float | None:
-    """Seconds for the open runs; None where nothing tells how long so many tokens or operations take."""
-    seen = [(run, json.loads((run.directory / "summary.json").read_text())) for run in known]
+def _predicted(
+    study: Study, seen: Sequence[tuple[PlannedRun, float]], open_runs: Sequence[PlannedRun]
+) -> float | None:
+    """Seconds for the open runs, from those that the others took; None where nothing tells how long so many
+    tokens or operations take."""
     if study.budget_unit == "accelerator-seconds":
-        extra = [s["seconds_total"] - run.budget / study.processes for run, s in seen]
+        extra = [seconds - run.budget / study.processes for run, seconds in seen]
         overhead = statistics.fmean(extra) if extra else OVERHEAD_S
         return sum(run.budget / study.processes + overhead for run in open_runs)
     if not seen:
         return None
-    per_budget = statistics.fmean(summary["seconds_total"] / run.budget for run, summary in seen)
+    per_budget = statistics.fmean(seconds / run.budget for run, seconds in seen)
     return sum(run.budget * per_budget for run in open_runs)
 
 

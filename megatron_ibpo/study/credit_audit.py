@@ -24,7 +24,7 @@ __all__ = ["AuditedResponse", "audit", "step_auc", "step_shares"]
 Array = npt.NDArray[np.float64]
 
 Measure = Callable[[Array, Array], float]
-"""Of the steps' scores and the value's drops over them."""
+"""How well the steps' scores agree with the value's drops over them."""
 Credit = Callable[["AuditedResponse"], list[Array]]
 """Token weights for a response; several where they are drawn."""
 

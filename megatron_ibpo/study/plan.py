@@ -1,6 +1,6 @@
 """A study: several methods, several seeds, one budget; read from YAML, as the list of its runs.
 
-Each run gets a recipe of its own, written beside its directory.
+Each run gets a recipe of its own, written next to its directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tuning:
     """Recipe key, such as lr."""
     values: tuple[Any, ...]
     seeds: tuple[int, ...]
-    """Apart from the study's own."""
+    """None of them is a seed of the study itself."""
     budget: float
 
 
@@ -43,7 +43,7 @@ class Study:
     baseline: str
     """The method that the others are compared with."""
     budget: float
-    """Of every run, in `budget_unit`; evaluation is free."""
+    """What every run may spend, in `budget_unit`; evaluation is free."""
     budget_unit: str = "accelerator-seconds"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     recipe: Path | None = None
@@ -67,12 +67,12 @@ class PlannedRun:
     seed: int
     directory: Path
     arguments: tuple[str, ...]
-    """Of megatron_ibpo.train."""
+    """The flags of megatron_ibpo.train."""
     config: str
     """The resolved configuration, by which a finished run is known again."""
     budget: float
     value: Any = None
-    """Of the setting that is tuned, in a tuning run."""
+    """In a tuning run, the value of the setting that is tuned."""
 
 
 def read_study(paths: Sequence[Path], overrides: Settings | None = None) -> Study:
@@ -128,7 +128,7 @@ def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
             study,
             method,
             seed,
-            directory / "tuning" / method / f"{study.tune.setting}_{value}" / f"seed_{seed}",
+            directory / "tuning" / method / f"{study.tune.setting}_{value}",
             {study.tune.setting: value},
             study.tune.budget,
             value,
@@ -148,15 +148,9 @@ def plan_main(study: Study, directory: Path, chosen: dict[str, Settings] | None 
     Raises:
         ConfigError: a method's settings cannot work.
     """
+    tuned = chosen or {}
     return [
-        _planned(
-            study,
-            method,
-            seed,
-            directory / "runs" / method / f"seed_{seed}",
-            (chosen or {}).get(method, {}),
-            study.budget,
-        )
+        _planned(study, method, seed, directory / "runs" / method, tuned.get(method, {}), study.budget)
         for seed in study.seeds
         for method in study.methods
     ]
@@ -166,11 +160,12 @@ def _planned(
     study: Study,
     method: str,
     seed: int,
-    directory: Path,
+    parent: Path,
     tuned: Settings,
     budget: float,
     value: Any = None,
 ) -> PlannedRun:
+    directory = parent / f"seed_{seed}"
     settings = {**study.common, **study.methods[method], **tuned}
     settings |= {"seed": seed, "data-seed": seed, "budget": budget, "budget-unit": study.budget_unit}
     recipe = directory.with_suffix(".yaml")

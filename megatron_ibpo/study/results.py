@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import yaml
 
-from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
+from megatron_ibpo.report import jsonable, load_outcomes, outcomes_path, read_rows
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import cost_to_reach, mean_with_interval, paired_difference
 
@@ -74,9 +74,9 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         accuracy=[(row[spent], row["accuracy"]) for row in evaluations],
         greedy=evaluations[-1]["greedy_accuracy"],
         reward=[(row[spent], row["reward"]) for row in steps if row.get("reward") is not None],
-        sequences_per_prompt=statistics.fmean(sampled),
+        sequences_per_prompt=fmean(sampled),
         solved=load_outcomes(outcomes_path(run.directory, steps[-1]["step"])),
-        gradient={name: statistics.fmean(values) for name, values in meter.items() if values},
+        gradient={name: fmean(values) for name, values in meter.items() if values},
     )
 
 
@@ -85,7 +85,7 @@ def best_setting(results: Sequence[tuple[PlannedRun, RunResult]]) -> Any:
     by_value: dict[Any, list[float]] = {}
     for run, result in results:
         by_value.setdefault(run.value, []).append(result.accuracy[-1][1])
-    return max(by_value, key=lambda value: statistics.fmean(by_value[value]))
+    return max(by_value, key=lambda value: fmean(by_value[value]))
 
 
 def compare(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
@@ -112,26 +112,27 @@ def _line(
 ) -> dict[str, Any]:
     shared = sorted(set(runs) & set(baseline))
     own = [runs[seed] for seed in sorted(runs)]
-    cost, base_cost = _median_cost(own, threshold), _median_cost(list(baseline.values()), threshold)
-    reached = sum(math.isfinite(_cost(run, threshold)) for run in own)
+    costs = [_cost(run, threshold) for run in own]
+    cost = median(costs)
+    base_cost = median(_cost(run, threshold) for run in baseline.values())
     line: dict[str, Any] = {
         "method": name,
         "seeds": len(own),
         "samples_per_prompt": own[0].samples_per_prompt,
-        "sequences_per_prompt": _mean(run.sequences_per_prompt for run in own),
+        "sequences_per_prompt": fmean(run.sequences_per_prompt for run in own),
         "setting": own[0].setting,
-        "steps": _mean(run.steps for run in own),
-        "spent": {unit: _mean(run.spent[unit] for run in own) for unit in own[0].spent},
+        "steps": fmean(run.steps for run in own),
+        "spent": {unit: fmean(run.spent[unit] for run in own) for unit in own[0].spent},
         "accuracy_by_seed": {run.seed: run.accuracy[-1][1] for run in own},
         "accuracy": asdict(mean_with_interval(_matrix(own))),
-        "greedy": _mean(run.greedy for run in own),
+        "greedy": fmean(run.greedy for run in own),
         "cost_to_threshold": {
             "median": cost,
-            "reached": reached,
+            "reached": sum(map(math.isfinite, costs)),
             "of_baseline": cost / base_cost if math.isfinite(cost) and math.isfinite(base_cost) else None,
         },
         "gradient": {
-            key: _mean(run.gradient[key] for run in own)
+            key: fmean(run.gradient[key] for run in own)
             for key in own[0].gradient
             if all(key in run.gradient for run in own)
         },
@@ -156,26 +157,8 @@ def _cost(run: RunResult, threshold: float) -> float:
     return cost_to_reach(threshold, [s for s, _ in run.reward], [r for _, r in run.reward])
 
 
-def _median_cost(runs: Sequence[RunResult], threshold: float) -> float:
-    return statistics.median(_cost(run, threshold) for run in runs)
-
-
-def _mean(values: Any) -> float:
-    return statistics.fmean(values)
-
-
 def write_results(path: Path, study: Study, results: Sequence[RunResult], lines: Any) -> None:
     """All of it as JSON: the study, every run, the table."""
     content = {"study": asdict(study), "runs": [asdict(run) for run in results], "table": lines}
-    path.write_text(json.dumps(_plain(content), allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: what is not finite is null, problems' outcomes one line."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else None
-    return value if isinstance(value, int | str | None) else str(value)
+    plain = jsonable(content, shorten=lambda value: float(f"{value:.7g}"))
+    path.write_text(json.dumps(plain, allow_nan=False) + "\n", encoding="utf-8")

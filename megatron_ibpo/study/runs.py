@@ -19,13 +19,21 @@ from megatron_ibpo.report import read_rows
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.study.plan import PlannedRun, Study
 
-__all__ = ["execute", "is_finished"]
+__all__ = ["execute", "is_finished", "summary"]
 
+COMMAND = (sys.executable, "-m", "megatron_ibpo.train")
 LOOK_EVERY_S = 2.0
 GRACE_S = 30.0
-"""Seconds to finish a step after the first signal, and once more to stop at once after the second."""
+"""Seconds in which a child may finish its step after the first signal, and in which it must end after the
+second."""
 
 Outcome = Literal["finished", "failed", "timed out"]
+
+
+def summary(run: PlannedRun) -> dict[str, Any] | None:
+    """The summary that the run left; None where it left none."""
+    path = run.directory / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def is_finished(run: PlannedRun) -> bool:
@@ -34,8 +42,8 @@ def is_finished(run: PlannedRun) -> bool:
     Raises:
         ConfigError: its directory holds a finished run with another configuration.
     """
-    summary = run.directory / "summary.json"
-    if not summary.exists() or json.loads(summary.read_text())["status"] != "finished":
+    left = summary(run)
+    if left is None or left["status"] != "finished":
         return False
     if _planned_path(run).read_text(encoding="utf-8") != run.config:
         raise ConfigError(
@@ -48,7 +56,7 @@ def is_finished(run: PlannedRun) -> bool:
 def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None]) -> Outcome:
     """Run it from its start; what an interrupted attempt left is removed.
 
-    Its output goes to `log.txt` beside its directory. However this function is left, the child and all it
+    Its output goes to a .log file next to its directory. However this function is left, the child and all it
     started have ended.
 
     Args:
@@ -58,14 +66,15 @@ def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None
         shutil.rmtree(run.directory)
     run.directory.parent.mkdir(parents=True, exist_ok=True)
     _planned_path(run).write_text(run.config, encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # last, so that the study's number of processes wins over a recipe's
+    arguments = [*run.arguments, "--num-trainers", str(study.processes)]
     with run.directory.with_suffix(".log").open("wb") as log:
         child = subprocess.Popen(
-            _command(run, study.processes),
+            [*COMMAND, *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
         )
         try:
@@ -75,11 +84,6 @@ def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None
     if not in_time:
         return "timed out"
     return "finished" if child.returncode == 0 else "failed"
-
-
-def _command(run: PlannedRun, processes: int) -> list[str]:
-    # last, so that the study's number of processes wins over a recipe's
-    return [sys.executable, "-m", "megatron_ibpo.train", *run.arguments, "--num-trainers", str(processes)]
 
 
 def _planned_path(run: PlannedRun) -> Path:

@@ -19,11 +19,13 @@ _COLUMNS = (
 
 def markdown_table(study: Study, lines: Sequence[dict[str, Any]]) -> str:
     """Methods as lines, with what each number is said below."""
-    rows = [" | ".join(_COLUMNS), " | ".join("---" for _ in _COLUMNS)]
-    rows += [" | ".join(_cells(study, line)) for line in lines]
-    table = "\n".join(f"| {row} |" for row in rows)
+    table = _table(_COLUMNS, [_cells(study, line) for line in lines])
     gradient = _gradient_table(lines)
     return f"{table}\n\n{_legend(study, lines)}\n" + (f"\n{gradient}\n" if gradient else "")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 
 def _cells(study: Study, line: dict[str, Any]) -> list[str]:
@@ -77,9 +79,8 @@ def _gradient_table(lines: Sequence[dict[str, Any]]) -> str:
         return ""
     names = list(dict.fromkeys(name for line in measured for name in line["gradient"]))
     header = ["method", *(name.replace("_", " ") for name in names)]
-    rows = [header, ["---"] * len(header)]
-    rows += [
+    rows = [
         [line["method"], *(f"{line['gradient'].get(name, math.nan):.3g}" for name in names)]
         for line in measured
     ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return _table(header, rows)

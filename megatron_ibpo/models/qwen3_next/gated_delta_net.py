@@ -66,24 +66,24 @@ class _CausalConv(torch.autograd.Function):
     """Written out because autograd's version takes four times as long on CPUs."""
 
     @staticmethod
-    def forward(ctx, x_NC, weight_CK, positions_N):
-        weights_KC = weight_CK.t().contiguous()
-        output = x_NC * weights_KC[-1]
-        for back in range(1, len(weights_KC)):
-            output[back:].addcmul_(x_NC[:-back] * _inside(positions_N, back, x_NC), weights_KC[-1 - back])
-        ctx.save_for_backward(x_NC, weights_KC, positions_N)
+    def forward(ctx, x_NF, weight_FK, positions_N):
+        weights_KF = weight_FK.t().contiguous()
+        output = x_NF * weights_KF[-1]
+        for back in range(1, len(weights_KF)):
+            output[back:].addcmul_(x_NF[:-back] * _inside(positions_N, back, x_NF), weights_KF[-1 - back])
+        ctx.save_for_backward(x_NF, weights_KF, positions_N)
         return output
 
     @staticmethod
-    def backward(ctx, grad_NC):
-        x_NC, weights_KC, positions_N = ctx.saved_tensors
-        grad_x = grad_NC * weights_KC[-1]
-        grad_weights = torch.empty_like(weights_KC)
-        grad_weights[-1] = (grad_NC * x_NC).sum(0)
-        for back in range(1, len(weights_KC)):
-            grad = grad_NC[back:] * _inside(positions_N, back, x_NC)
-            grad_x[:-back].addcmul_(grad, weights_KC[-1 - back])
-            grad_weights[-1 - back] = grad.mul_(x_NC[:-back]).sum(0)
+    def backward(ctx, grad_NF):
+        x_NF, weights_KF, positions_N = ctx.saved_tensors
+        grad_x = grad_NF * weights_KF[-1]
+        grad_weights = torch.empty_like(weights_KF)
+        grad_weights[-1] = (grad_NF * x_NF).sum(0)
+        for back in range(1, len(weights_KF)):
+            grad = grad_NF[back:] * _inside(positions_N, back, x_NF)
+            grad_x[:-back].addcmul_(grad, weights_KF[-1 - back])
+            grad_weights[-1 - back] = grad.mul_(x_NF[:-back]).sum(0)
         return grad_x, grad_weights.t(), None
 
 
@@ -92,9 +92,9 @@ def _inside(positions_N: Tensor, back: int, like: Tensor) -> Tensor:
     return (positions_N[back:] >= back).to(like.dtype).unsqueeze(1)
 
 
-def causal_conv(x_NC: Tensor, weight_CK: Tensor, positions_N: Tensor) -> Tensor:
-    """Each channel's last K tokens, weighted, within its own sequence. [N, C]."""
-    return _CausalConv.apply(x_NC, weight_CK, positions_N)
+def causal_conv(x_NF: Tensor, weight_FK: Tensor, positions_N: Tensor) -> Tensor:
+    """Each channel's last K tokens, weighted, within its own sequence. [N, F]."""
+    return _CausalConv.apply(x_NF, weight_FK, positions_N)
 
 
 def gated_delta_rule(
