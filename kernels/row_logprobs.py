@@ -22,7 +22,8 @@ class RowLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_NV, targets_N, mask_N, temperature_N, tp_group, vocab_range, entropy, inplace):
-        logits_NV = with_contiguous_columns(logits_NV)
+        if logits_NV.stride(1) != 1:
+            logits_NV = logits_NV.contiguous()
         temperature = as_temperature(temperature_N, logits_NV.device)
         found = row_statistics(
             logits_NV, targets_N, mask_N, temperature, tp_group, vocab_range, entropy=entropy
@@ -52,10 +53,6 @@ class RowLogprobs(torch.autograd.Function):
 def as_temperature(temperature: Any, device: torch.device) -> Tensor:
     """A number or [N] as [1] or [N] fp32."""
     return torch.as_tensor(temperature, dtype=torch.float32, device=device).reshape(-1).contiguous()
-
-
-def with_contiguous_columns(logits_NV: Tensor) -> Tensor:
-    return logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
 
 
 def check_targets(logprobs_N: Tensor, targets_N: Tensor) -> None:

@@ -8,7 +8,7 @@ A row of local vocabulary V keeps, in powers of two and with k = log2(e)/tempera
     moment  Σ (k·x - shift)·2^(k·x - shift), for the entropy
 
 of which every quantity follows without a large number in it. Shards of the vocabulary are combined after
-one all-gather of these 16 bytes a row.
+one all-gather of these 16 bytes per row.
 
 A GPU of this kind can read bf16 faster than it can issue the instructions of a running maximum. So the shift
 is chosen before the loop: the larger of the first block's largest logit and the target's, which was sampled

@@ -4,7 +4,6 @@ from megatron_ibpo.config.checks import check_config
 from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.fields import (
     AlgorithmConfig,
-    ClusterConfig,
     Config,
     DataConfig,
     LossConfig,
@@ -12,7 +11,6 @@ from megatron_ibpo.config.fields import (
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
-    RunConfig,
 )
 from megatron_ibpo.config.flags import parse_config
 from megatron_ibpo.config.hooks import known_or_path, load_hook
@@ -24,7 +22,6 @@ from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
 __all__ = [
     "PRESETS",
     "AlgorithmConfig",
-    "ClusterConfig",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -33,7 +30,6 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "RolloutConfig",
-    "RunConfig",
     "check_config",
     "config_yaml",
     "known_or_path",

@@ -145,8 +145,8 @@ class LossConfig:
     torch; the one in use is printed at start."""
     fuse_lm_head: bool = False
     """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
-    held whole: saves their memory, tokens a micro-batch times vocabulary, and takes one or two fp32 matrices
-    of the LM head's size. Off because its speed on GPUs has not been measured."""
+    held whole: saves their memory, tokens per micro-batch times vocabulary, and takes one or two fp32
+    matrices of the LM head's size. Off because its speed on GPUs has not been measured."""
     kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the KL divergence from the reference policy (--ref-load) in the loss. 0: no reference, as in
     the paper."""
@@ -341,7 +341,7 @@ class RunConfig:
     """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
     floating-point operations."""
     seed: Annotated[int, at_least(0)] = 0
-    """Of sampling, pairing and initialisation."""
+    """Seeds sampling, pairing and initialisation."""
     save: bool = True
     """Write a Megatron checkpoint and a Hugging Face export at the end."""
     save_interval: Annotated[int | None, at_least(1)] = None
@@ -353,14 +353,14 @@ class RunConfig:
     eval_num_prompts: Annotated[int, at_least(0)] = 2048
     """Held-out prompts used; 0 turns evaluation off."""
     n_samples_per_eval_prompt: Annotated[int, at_least(1)] = 1
-    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated beside it. With several,
+    """Responses per held-out prompt at --rollout-temperature; greedy is evaluated as well. With several,
     pass@k, maj@k and best-of-k of them too."""
     eval_compare_and_correct: bool = False
     """At evaluation, also let the policy correct --ibpo-k of a prompt's samples into one answer. They are
     drawn without knowing which are right (the paper's GSPO+Prompt)."""
     save_debug_rollout_data: bool = False
     """Keep every step's records as readable JSON in run_dir/rollouts, with token weights and the trainer's
-    log-probs before and after the update: two more forward passes a step. tools/run_page.py shows them."""
+    log-probs before and after the update: two more forward passes per step. tools/run_page.py shows them."""
     load_debug_rollout_data: Path | None = None
     """Train on the records kept in this directory instead of sampling; no engine is started."""
     debug_rollout_only: bool = False

@@ -67,7 +67,7 @@ UNIT = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
 NAMED_VALUES = Range(
     lambda settings: all("" not in text.partition("=")[:2] for text in settings), "name=value each"
 )
-"""Of fields that are read by `named_values`; a recipe may give them as a mapping."""
+"""The range of fields that are read by `named_values`; a recipe may give them as a mapping."""
 
 
 def named_values(settings: Iterable[str]) -> dict[str, str]:

@@ -123,7 +123,7 @@ class Judgement:
     phi: list[list[float]]
     """φ of every response of every group, in [0, 1]."""
     token_weights: list[list[TokenWeights]] | None = None
-    """Of every response of every group; None: all ones."""
+    """For every response of every group; None: all ones."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -41,9 +41,9 @@ class ComparedPairs:
     members: list[tuple[Group, Correction]]
     targets: list[Part]
     y: Ragged
-    """Of the targets."""
+    """What is compared of the targets."""
     y_hat: Ragged
-    """Of the corrections."""
+    """What is compared of the corrections."""
 
 
 def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
@@ -59,7 +59,8 @@ def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
 
 
 def compared(response: Sample, marks: ThinkingMarks | None) -> Part:
-    """Of what is shown, what the policy wrote: tool output that two solutions share brings them no nearer."""
+    """The part of what is shown that the policy wrote: tool output that two solutions share brings them no
+    nearer."""
     if response.num_trained_tokens == len(response.token_ids):
         return shown(response, marks)
     written = response.loss_mask[: response.num_content_tokens]

@@ -19,7 +19,7 @@ from megatron_ibpo.seeds import derive_seed
 __all__ = ["OWN_SCHEME", "own_rows", "prompts_of_rows", "read_jsonl"]
 
 OWN_SCHEME = "import://"
-"""Of rows that a function of the user's own gives: `import://package.module:function`."""
+"""Starts the URL of rows that a function of the user's own gives: `import://package.module:function`."""
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "text": (str,),

@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""Of a Hugging Face directory, what `load_tokenizer` may read."""
+"""Files of a Hugging Face directory that `load_tokenizer` may read."""
 
 Message = dict[str, str]
 """One chat turn: {"role": ..., "content": ...}."""

@@ -1,6 +1,6 @@
 """The policy-gradient loss over packed sequences: torch defines it, Triton kernels do the same on GPUs."""
 
-from megatron_ibpo.loss.backend import ChosenBackend, LossBackend, choose_backend
+from megatron_ibpo.loss.backend import ChosenBackend, choose_backend
 from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_packed_sequence_loss
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective, make_objective
@@ -12,7 +12,6 @@ __all__ = [
     "CHUNK_ROWS",
     "VARIANTS",
     "ChosenBackend",
-    "LossBackend",
     "LossRows",
     "LossStats",
     "Objective",

@@ -212,9 +212,9 @@ class _LinearLoss(torch.autograd.Function):
             if any(wanted) and len(rows_C):
                 gradients.add(rows_C, overwrite(), known.of_chunk(step))
         gradients.finish(rows_R, known.of_all_rows())
-        loss, seen = segment_loss(logprobs_N, rows, objective)
+        loss, *seen = segment_loss(logprobs_N, rows, objective)
         ctx.gradients, ctx.main_grad = gradients, weight_VH.main_grad if into_main_grad else None
-        outputs = (logprobs_N, entropy_N, seen.mean_log_ratio_S, seen.clipped, seen.kl_N)
+        outputs = (logprobs_N, entropy_N, *seen)
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
         return (loss, *outputs)
 
@@ -243,7 +243,7 @@ class _Gradients:
         self.of_hidden_NH = torch.zeros_like(hidden_NH) if wanted[0] else None
         self.of_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if wanted[1] else None
         self.open_VH: Tensor | None = None
-        """Of the open sequence, without its slope; made when first needed."""
+        """The weight gradient of the open sequence, without its slope; made when first needed."""
         self.open_is_empty = True
 
     def add(self, rows_C: Tensor, p_CV: Tensor, found: ChunkCoefficients) -> None:

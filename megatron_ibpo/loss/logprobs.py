@@ -17,7 +17,7 @@ from megatron_ibpo.loss.backend import LossBackend, choose_backend
 __all__ = ["own_vocab_range", "packed_logprobs", "row_statistics", "write_gradient"]
 
 CHUNK_BYTES = 64 * 1024**2
-"""Of fp32 logits held at once."""
+"""Bytes of fp32 logits held at once."""
 
 
 def packed_logprobs(
@@ -89,7 +89,7 @@ def own_vocab_range(vocab_range: tuple[int, int] | None, num_columns: int, tp_gr
 
 
 class _RowLogprobs(torch.autograd.Function):
-    """Keeps the logits and one statistic a row; the softmax is recomputed chunk by chunk."""
+    """Keeps the logits and one statistic per row; the softmax is recomputed chunk by chunk."""
 
     @staticmethod
     def forward(ctx, logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, entropy, inplace):

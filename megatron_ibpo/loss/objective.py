@@ -20,7 +20,7 @@ class Objective:
     """
 
     name: str
-    """Of the variant: the kernels know it by its name."""
+    """The variant's name, by which the kernels know it."""
     variant: Variant
     params: Mapping[str, float]
     """All that the variant takes, in its order."""

@@ -39,7 +39,7 @@ class LossRows:
     sequence_weights_S: Tensor | None = None
     """[S], 1/S each when None."""
     temperature: Tensor | float = 1.0
-    """Of sampling, a number or [S]; logits are divided by it."""
+    """At which was sampled, a number or [S]; logits are divided by it."""
     cp_group: Any = None
     """Ranks that share every sequence equally: each has 1/size of its rows, in any order, and everything [N]
     is of those; cu_seqlens and everything [S] are of the whole sequences. None: this rank alone."""

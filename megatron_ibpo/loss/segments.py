@@ -6,7 +6,6 @@ All of it is [N] and [S] floats, so this plain torch is the definition on every 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +16,12 @@ from megatron_ibpo.loss.kl import KL_ESTIMATORS
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.rows import LossRows
 
-__all__ = ["SegmentStats", "divisors", "segment_loss", "sum_over_ranks"]
+__all__ = ["divisors", "segment_loss", "sum_over_ranks"]
 
 
-@dataclass(frozen=True)
-class SegmentStats:
-    """What the loss saw: see `LossStats`."""
-
-    mean_log_ratio_S: Tensor
-    clipped: Tensor
-    kl_N: Tensor | None
-
-
-def segment_loss(logprobs_N: Tensor, rows: LossRows, objective: Objective) -> tuple[Tensor, SegmentStats]:
+def segment_loss(
+    logprobs_N: Tensor, rows: LossRows, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t): L_i is the sequence's loss by the variant, n_i its response
     tokens, w_i its weight and D_i the divisor that the aggregation says (n_i for "sequence-mean").
 
@@ -38,7 +30,8 @@ def segment_loss(logprobs_N: Tensor, rows: LossRows, objective: Objective) -> tu
         rows: as `LossRows.checked` returns them.
 
     Returns:
-        (scalar loss, the same on every rank of cp_group, SegmentStats).
+        (scalar loss, the same on every rank of cp_group; then as in `LossStats` mean_log_ratio_S, clipped,
+        kl_N).
     """
     variant, mask_N, dtype = objective.variant, rows.response_mask_N, logprobs_N.dtype
     sequence_N, size = rows.sequence_of_row(), rows.num_sequences
@@ -95,8 +88,8 @@ def segment_loss(logprobs_N: Tensor, rows: LossRows, objective: Objective) -> tu
         loss_S = loss_S + objective.kl_coef * kl_sum_S / divisor_S
     clipped = sequence_clipped if token_clipped is None else token_clipped & live_N
     assert clipped is not None
-    stats = SegmentStats(mean_log_ratio_S.detach(), clipped, None if kl_N is None else kl_N.detach())
-    return (weights_S * loss_S).sum(), stats
+    kl_N = None if kl_N is None else kl_N.detach()
+    return (weights_S * loss_S).sum(), mean_log_ratio_S.detach(), clipped, kl_N
 
 
 def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from megatron_ibpo.loss.backend import choose_backend
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.rows import LossRows
-from megatron_ibpo.loss.segments import SegmentStats, segment_loss
+from megatron_ibpo.loss.segments import segment_loss
 
 __all__ = ["LossStats", "packed_sequence_loss"]
 
@@ -72,17 +72,10 @@ def packed_sequence_loss(
         backend=backend,
     )
     assert entropy_N is not None
-    loss, seen = _segment_step(backend, logprobs_N, rows, objective)
-    stats = LossStats(logprobs_N.detach(), entropy_N, seen.mean_log_ratio_S, seen.clipped, seen.kl_N)
-    return loss, stats
+    of_segments = segment_loss
+    if backend == "triton":
+        from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 
-
-def _segment_step(
-    backend: str, logprobs_N: Tensor, rows: LossRows, objective: Objective
-) -> tuple[Tensor, SegmentStats]:
-    if backend == "torch":
-        return segment_loss(logprobs_N, rows, objective)
-    from megatron_ibpo.kernels.segment_loss import triton_segment_loss
-
-    loss, mean_log_ratio_S, clipped, kl_N = triton_segment_loss(logprobs_N, rows, objective)
-    return loss, SegmentStats(mean_log_ratio_S, clipped, kl_N)
+        of_segments = triton_segment_loss
+    loss, mean_log_ratio_S, clipped, kl_N = of_segments(logprobs_N, rows, objective)
+    return loss, LossStats(logprobs_N.detach(), entropy_N, mean_log_ratio_S, clipped, kl_N)

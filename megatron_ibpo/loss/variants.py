@@ -122,7 +122,7 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Tensor]:
     """-min(s·A, clip(s, 1-ε_low, 1+ε_high)·A) with s = exp(log_ratio).
 
-    Of a sequence it is GSPO (arXiv 2507.18071, eq. 5), of a token PPO's clip (arXiv 1707.06347, eq. 7) as
+    For a sequence it is GSPO (arXiv 2507.18071, eq. 5), for a token PPO's clip (arXiv 1707.06347, eq. 7) as
     in GRPO, DAPO and Dr. GRPO.
     """
     ratio = _ratio(log_ratio)

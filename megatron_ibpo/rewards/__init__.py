@@ -1,19 +1,10 @@
 """Verifiers: the only source of rewards."""
 
 from megatron_ibpo.rewards.answers import answer_extractor
-from megatron_ibpo.rewards.verifier import (
-    VERIFIERS,
-    Pool,
-    Score,
-    Verifier,
-    open_pool,
-    open_verifier,
-    reward_function,
-)
+from megatron_ibpo.rewards.verifier import Pool, Score, Verifier, open_pool, open_verifier, reward_function
 from megatron_ibpo.rewards.workers import Outcome, WorkerError, WorkerPool
 
 __all__ = [
-    "VERIFIERS",
     "Outcome",
     "Pool",
     "Score",

@@ -1,4 +1,4 @@
-"""The audit of a run: its policy writes, corrects, and is asked to write on from every step of its errors."""
+"""The audit of a run: its policy answers, corrects, and writes on from every step of its wrong answers."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def modified_tokens(group: Group, index: int) -> list[int] | None:
 
 
 class _Asker:
-    """One engine and one verifier, asked as the loop asks them."""
+    """One engine and one verifier, used as the loop uses them."""
 
     def __init__(self, config: Config, hf_dir: Path, tokenizer: Tokenizer, stack: ExitStack):
         self.config, self.tokenizer = config, tokenizer

@@ -43,9 +43,9 @@ class AuditedResponse:
     values: list[float]
     """[n + 1] share of rollouts from each boundary that ended correct; 0 at the last."""
     first_half: list[float]
-    """[n + 1] the same from every other rollout,"""
+    """[n + 1] the same share over every other rollout."""
     second_half: list[float]
-    """and from the rest."""
+    """[n + 1] the same share over the remaining rollouts."""
     modified: list[int] | None
     """[tokens] 1 where corrections that earn credit change the response; None where none does."""
     phi: float

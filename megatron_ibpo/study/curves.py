@@ -1,4 +1,4 @@
-"""Accuracy and reward over what was spent, one line a method with its band over seeds."""
+"""Accuracy and reward over what was spent, one line per method with its band over seeds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from scipy import stats
 
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.results import RunResult
+from megatron_ibpo.study.statistics import running_mean
 
 __all__ = ["band", "plot_comparison"]
 
@@ -69,8 +70,7 @@ def band(curves: Sequence[Points], points: int = 100) -> tuple[np.ndarray, np.nd
 
 
 def _smooth(curve: Points) -> Points:
-    values = [value for _, value in curve]
-    if len(values) < _REWARD_WINDOW:
+    if len(curve) < _REWARD_WINDOW:
         return curve
-    means = np.convolve(values, np.ones(_REWARD_WINDOW) / _REWARD_WINDOW, mode="valid")
-    return [(spent, float(mean)) for (spent, _), mean in zip(curve[_REWARD_WINDOW - 1 :], means, strict=True)]
+    means = running_mean([value for _, value in curve], _REWARD_WINDOW).tolist()
+    return [(spent, mean) for (spent, _), mean in zip(curve[_REWARD_WINDOW - 1 :], means, strict=True)]

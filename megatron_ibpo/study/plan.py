@@ -35,7 +35,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared, and at which expense."""
+    """What is compared, and at which cost."""
 
     name: str
     methods: dict[str, Settings]

@@ -31,7 +31,7 @@ class RunResult:
     setting: dict[str, Any]
     """What was tuned, and its value."""
     samples_per_prompt: int
-    """G."""
+    """G, the responses sampled for each prompt."""
     steps: int
     spent: dict[str, float]
     """accelerator_seconds, tokens and flops."""

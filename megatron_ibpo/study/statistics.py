@@ -1,8 +1,8 @@
 """What a comparison of methods may say: intervals and tests over seeds and held-out problems.
 
 Every method is trained with the same seeds and tested on the same problems, so outcomes form a matrix
-[seeds, problems] a method, and two methods are paired entry by entry. Both seeds and problems are samples, so
-both are resampled; a problem is drawn for all seeds at once, as it is asked of all.
+[seeds, problems] per method, and two methods are paired entry by entry. Both seeds and problems are samples,
+so both are resampled; a problem is drawn for all seeds at once, as it is asked of all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-__all__ = ["Difference", "Estimate", "cost_to_reach", "mean_with_interval", "paired_difference"]
+__all__ = [
+    "Difference",
+    "Estimate",
+    "cost_to_reach",
+    "mean_with_interval",
+    "paired_difference",
+    "running_mean",
+]
 
 Array = npt.NDArray[np.float64]
 
@@ -31,18 +38,15 @@ class Estimate:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
 
 @dataclass(frozen=True)
 class Difference(Estimate):
     """How much more one method reaches than another, paired."""
 
     bootstrap_p: float
-    """Two-sided, of no difference: twice the share of resamples on the other side of 0."""
+    """Two-sided p of no difference: twice the share of resamples on the other side of 0."""
     sign_flip_p: float
-    """Two-sided and exact, over seeds alone: under no difference each seed's sign is a coin's."""
+    """Two-sided and exact p over seeds alone: with no difference, each seed's sign is a toss of a coin."""
     sign_flip_floor: float
     """The smallest p that so many seeds can give: 2 / 2^seeds."""
 
@@ -120,6 +124,11 @@ def _sign_flip_p(method_S: Array, baseline_S: Array) -> float:
     return float(found.pvalue)
 
 
+def running_mean(values: Sequence[float], window: int) -> Array:
+    """Means of every `window` values in a row."""
+    return np.convolve(values, np.ones(window) / window, mode="valid")
+
+
 def cost_to_reach(
     threshold: float, spent: Sequence[float], values: Sequence[float], window: int = 5
 ) -> float:
@@ -131,7 +140,7 @@ def cost_to_reach(
     """
     if len(values) < window:
         return math.inf
-    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+    smooth = running_mean(values, window)
     at = np.asarray(spent[window - 1 :], dtype=np.float64)
     reached = np.flatnonzero(smooth >= threshold)
     if not len(reached):

@@ -18,7 +18,7 @@ _COLUMNS = (
 
 
 def markdown_table(study: Study, lines: Sequence[dict[str, Any]]) -> str:
-    """Methods as lines, with what each number is said below."""
+    """One line per method; what each number is stands below."""
     table = _table(_COLUMNS, [_cells(study, line) for line in lines])
     gradient = _gradient_table(lines)
     return f"{table}\n\n{_legend(study, lines)}\n" + (f"\n{gradient}\n" if gradient else "")
