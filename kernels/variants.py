@@ -1,5 +1,5 @@
 """The terms of each loss variant and the KL estimators as Triton functions, under the names of
-`megatron_ibpo.loss.VARIANTS` and `megatron_ibpo.loss.kl`.
+`megatron_ibpo.loss.VARIANTS` and `megatron_ibpo.loss.objective.KL_ESTIMATORS`.
 
     token_term(log_ratio, logprob, advantage, *params) -> (value, derivative by the log-prob, clipped)
     sequence_term(log_ratio, length, advantage, *params) -> (loss, derivative by the log-ratio, clipped)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
-from megatron_ibpo.credit.edits import find_edits, gradient_mask
+from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
 from megatron_ibpo.credit.joint import degenerate_correction_groups
 from megatron_ibpo.credit.metrics import correction_metrics
 from megatron_ibpo.credit.operator import (
@@ -18,7 +18,6 @@ from megatron_ibpo.credit.operator import (
     lent,
 )
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
-from megatron_ibpo.credit.rewrite import mark_rewrites
 from megatron_ibpo.credit.shaping import correction_bonus, counts
 from megatron_ibpo.credit.shown import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.records import Flags, Group, SampleRequest, TokenIds

@@ -7,13 +7,11 @@ from typing import Literal
 
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
-from megatron_ibpo.data.perturbation import PromptSuffixes
 from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.rows import OWN_SCHEME, own_rows, prompts_of_rows, read_jsonl
-from megatron_ibpo.data.templates import CorrectionTemplate
+from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
 from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer
-from megatron_ibpo.data.vocabulary import thinking_marks, token_texts
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer, thinking_marks, token_texts
 from megatron_ibpo.data.worked_solutions import worked_solution
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""The correction prompt x̃ = (x; y, references), built from token ids (ibpo step 4)."""
+"""Prompts made of a prompt's token ids: the correction prompt x̃ = (x; y, references) (ibpo step 4), and the
+same question asked in several ways (prompt perturbation)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, has_unknown
 from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
-__all__ = ["CorrectionTemplate", "candidate_heading", "correction_instruction"]
+__all__ = ["CorrectionTemplate", "PromptSuffixes", "candidate_heading", "correction_instruction"]
 
 _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -79,3 +80,38 @@ class CorrectionTemplate:
         parts += [self._instructions[len(candidates)]]
         parts += [prompt.tail_ids if len(prompt.tail_ids) else self._newline]
         return np.concatenate(parts)
+
+
+class PromptSuffixes:
+    """Appends one of several texts to the user's content, in turn over the samples of a group, so that
+    they differ more."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]):
+        """
+        Args:
+            texts: an empty one leaves the prompt as it is; without any, all prompts are left so.
+
+        Raises:
+            DataError: the tokenizer cannot express one of them.
+        """
+        self._suffixes = [token_ids(tokenizer.encode(text) if text else []) for text in texts]
+        for text, ids in zip(texts, self._suffixes, strict=True):
+            if has_unknown(tokenizer, ids):
+                raise DataError(
+                    f"--rollout-prompt-suffixes: the tokenizer has no tokens for some of {text!r}; use "
+                    "another text"
+                )
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt grows by at most."""
+        return max(map(len, self._suffixes), default=0)
+
+    def __call__(self, prompt: Prompt, sample: int) -> TokenIds:
+        """The prompt of sample number `sample`."""
+        if not self._suffixes:
+            return prompt.token_ids
+        suffix = self._suffixes[sample % len(self._suffixes)]
+        if not len(suffix):
+            return prompt.token_ids
+        return np.concatenate([prompt.head_ids, suffix, prompt.tail_ids])

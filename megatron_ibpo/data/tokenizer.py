@@ -7,7 +7,7 @@ add nothing of its own: no special tokens, no leading space.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ __all__ = [
     "Tokenizer",
     "has_unknown",
     "load_tokenizer",
+    "thinking_marks",
+    "token_texts",
 ]
 
 TOKENIZER_FILES = (
@@ -118,6 +120,33 @@ def _tokenizer_class(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[npt.NDArray[np.int32]], list[str]]:
+    """A function from ids to the text of each; every id is decoded once."""
+    known: dict[int, str] = {}
+
+    def texts(ids: npt.NDArray[np.int32]) -> list[str]:
+        tokens = ids.tolist()
+        for token in set(tokens) - known.keys():
+            known[token] = tokenizer.decode([token])
+        return [known[token] for token in tokens]
+
+    return texts
+
+
+def thinking_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of <think> and of </think>.
+
+    Raises:
+        DataError: the tokenizer cannot express them.
+    """
+    opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))
+    if has_unknown(tokenizer, (*opening, *closing)):
+        raise DataError(
+            "--ibpo-strip-thinking: the tokenizer has no tokens for <think> and </think>; drop the flag"
+        )
+    return opening, closing
 
 
 class HuggingFaceTokenizer:

@@ -31,8 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss.kl import KL_ESTIMATORS
-from megatron_ibpo.loss.objective import Objective
+from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.rows import LossRows
 from megatron_ibpo.loss.segments import divisors, sum_over_ranks
 

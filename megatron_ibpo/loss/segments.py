@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.loss.kl import KL_ESTIMATORS
-from megatron_ibpo.loss.objective import Objective
+from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.rows import LossRows
 
 __all__ = ["divisors", "segment_loss", "sum_over_ranks"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,16 @@ from megatron_ibpo.config import DataConfig, known_or_path
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
-__all__ = ["VERIFIERS", "Pool", "Score", "Verifier", "open_pool", "open_verifier", "reward_function"]
+__all__ = [
+    "VERIFIERS",
+    "Pool",
+    "Score",
+    "Verifier",
+    "answer_extractor",
+    "open_pool",
+    "open_verifier",
+    "reward_function",
+]
 
 VERIFIERS = {
     "reasoning_gym": "megatron_ibpo.rewards.reasoning_gym:score",
@@ -138,3 +148,13 @@ def reward_function(data: DataConfig) -> str:
         ValueError: an unknown name (with the nearest).
     """
     return known_or_path("--rm-type", data.rm_type, VERIFIERS, "verifier") or data.rm_type
+
+
+def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
+    """`extract_answer(response) -> str | None` of the module in which a verifier is, for majority votes; None
+    if it has none.
+
+    Answers that are written differently are different answers.
+    """
+    module = importlib.import_module(VERIFIERS.get(rm_type, rm_type).partition(":")[0])
+    return getattr(module, "extract_answer", None)
