@@ -124,7 +124,7 @@ def _sign_flip_p(method_S: Array, baseline_S: Array) -> float:
     return float(found.pvalue)
 
 
-def running_mean(values: Sequence[float], window: int) -> Array:
+def running_mean(values: Sequence[float], window: int) -> np.ndarray:
     """Means of every `window` values in a row."""
     return np.convolve(values, np.ones(window) / window, mode="valid")
 
