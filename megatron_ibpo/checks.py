@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_ibpo.config import Config, ConfigError, check_config
 from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
 
@@ -48,19 +50,11 @@ def check_loss_of_run(config: Config) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _check_operator(config: Config) -> None:
-    find_operator(config.algorithm)
-
-
-def _check_estimator(config: Config) -> None:
-    find_estimator(config.algorithm.advantages)
-
-
-def _check_group_filter(config: Config) -> None:
-    find_group_filter(config.algorithm)
-
-
-_WITHOUT_TORCH = (_check_operator, _check_estimator, _check_group_filter)
+_WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
+    lambda config: find_operator(config.algorithm),
+    lambda config: find_estimator(config.algorithm.advantages),
+    lambda config: find_group_filter(config.algorithm),
+)
 
 
 def _check_loss(config: Config) -> None:

@@ -33,6 +33,8 @@ _SUMMARY = {
     "steps": "steps",
     "seconds_total": "seconds",
 }
+_OF_CORRECTION = ("target", "references", "distance", "reference_distance", "rewritten", "unmodified_share")
+"""Fields of a correction that the page shows as they are."""
 
 
 def build_run_page(
@@ -134,13 +136,7 @@ def _correction(
     group: Group, correction: Correction, vocabulary: _Vocabulary, trained: Trained | None
 ) -> dict[str, Any]:
     before, after = group.responses[correction.target].content_ids, correction.response.content_ids
-    return {
-        "target": correction.target,
-        "references": correction.references,
-        "distance": correction.distance,
-        "reference_distance": correction.reference_distance,
-        "rewritten": correction.rewritten,
-        "unmodified_share": correction.unmodified_share,
+    return {name: getattr(correction, name) for name in _OF_CORRECTION} | {
         "noop": np.array_equal(before, after),
         "ops": opcodes(before, after),
         "response": _response(correction.response, vocabulary, trained),
