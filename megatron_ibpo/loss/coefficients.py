@@ -78,19 +78,6 @@ class ChunkCoefficients:
     """The slope of the sequence that earlier chunks left open, if it ended in this one."""
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What is known of the R response rows before their log-probs."""
-
-    sequence_R: Tensor
-    advantages_R: Tensor
-    factor_R: Tensor
-    """The sequence's weight over its divisor."""
-    old_R: Tensor | None
-    ref_R: Tensor | None
-    token_weights_R: Tensor | None
-
-
 class RowCoefficients:
     """The coefficients of the response rows, as far as they are known; see above."""
 
@@ -115,18 +102,13 @@ class RowCoefficients:
 
         self.advantages = rows.advantages.to(dtype)
         per_token = len(self.advantages) != rows.num_sequences
-        self.given = _Given(
-            sequence_R,
-            self.advantages[rows_R if per_token else sequence_R],
-            factor_S[sequence_R],
-            of_rows(rows.old_logprobs_N),
-            of_rows(rows.ref_logprobs_N),
-            of_rows(rows.token_weights_N),
-        )
+        self.sequence_R, self.advantages_R = sequence_R, self.advantages[rows_R if per_token else sequence_R]
+        self.factor_R = factor_S[sequence_R]
+        """The sequence's weight over its divisor."""
+        self.old_R, self.ref_R = of_rows(rows.old_logprobs_N), of_rows(rows.ref_logprobs_N)
+        self.token_weights_R = of_rows(rows.token_weights_N)
         self.slope_S = torch.ones_like(factor_S)
-        self.value_R, self.policy_R, self.penalty_R = (
-            torch.zeros_like(self.given.factor_R) for _ in range(3)
-        )
+        self.value_R, self.policy_R, self.penalty_R = (torch.zeros_like(self.factor_R) for _ in range(3))
         self.closed = 0
         """Sequences whose slope is known: those before this one."""
         self.open: int | None = None
@@ -139,12 +121,12 @@ class RowCoefficients:
             logprobs_C = logprobs_C.detach().requires_grad_()
             value_C = self._token_values(part, logprobs_C)
             (policy_C,) = torch.autograd.grad(value_C.sum(), logprobs_C)
-        if self.given.token_weights_R is not None:
-            policy_C = policy_C * self.given.token_weights_R[part]
+        if self.token_weights_R is not None:
+            policy_C = policy_C * self.token_weights_R[part]
         self.value_R[part] = value_C.detach()
-        self.policy_R[part] = policy_C * self.given.factor_R[part]
-        if self.given.ref_R is not None:
-            self.penalty_R[part] = self._penalty(part, logprobs_C) * self.given.factor_R[part]
+        self.policy_R[part] = policy_C * self.factor_R[part]
+        if self.ref_R is not None:
+            self.penalty_R[part] = self._penalty(part, logprobs_C) * self.factor_R[part]
         if step.closed > self.closed:
             self._close(self.closed, step.closed)
             self.closed = step.closed
@@ -153,9 +135,9 @@ class RowCoefficients:
         """How the rows of the step that was seen last enter the weight's gradient."""
         ended = self.ends[self.closed - 1] if self.closed else 0
         open_from = min(max(ended, step.start), step.stop)
-        waits = open_from if self.given.ref_R is None else step.stop
+        waits = open_from if self.ref_R is None else step.stop
         final_C = self.penalty_R[step.start : waits].clone()
-        slope_C = self.slope_S[self.given.sequence_R[step.start : open_from]]
+        slope_C = self.slope_S[self.sequence_R[step.start : open_from]]
         final_C[: open_from - step.start] += slope_C * self.policy_R[step.start : open_from]
         closing = None
         if self.open is not None and self.open < self.closed:
@@ -166,24 +148,24 @@ class RowCoefficients:
 
     def of_all_rows(self) -> Tensor:
         """[R], after all rows."""
-        return self.slope_S[self.given.sequence_R] * self.policy_R + self.penalty_R
+        return self.slope_S[self.sequence_R] * self.policy_R + self.penalty_R
 
     def _token_values(self, part: slice, logprobs_C: Tensor) -> Tensor:
-        old_C = logprobs_C.detach() if self.given.old_R is None else self.given.old_R[part]
+        old_C = logprobs_C.detach() if self.old_R is None else self.old_R[part]
         log_ratio_C = logprobs_C - old_C
         term = self.objective.variant.token_term
         if term is None:
             return log_ratio_C
-        advantages_C = self.given.advantages_R[part]
+        advantages_C = self.advantages_R[part]
         live_C = advantages_C != 0
         seen_C = torch.where(live_C, log_ratio_C, 0.0)
         value_C, _ = term(seen_C, logprobs_C, advantages_C, **self.objective.params)
         return torch.where(live_C, value_C, 0.0)
 
     def _penalty(self, part: slice, logprobs_C: Tensor) -> Tensor:
-        assert self.given.ref_R is not None
+        assert self.ref_R is not None
         with torch.enable_grad():
-            estimate_C = KL_ESTIMATORS[self.objective.kl](logprobs_C - self.given.ref_R[part])
+            estimate_C = KL_ESTIMATORS[self.objective.kl](logprobs_C - self.ref_R[part])
             (slope_C,) = torch.autograd.grad(estimate_C.sum(), logprobs_C)
         return self.objective.kl_coef * slope_C
 

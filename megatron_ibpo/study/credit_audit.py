@@ -29,6 +29,7 @@ Credit = Callable[["AuditedResponse"], list[Array]]
 """Token weights for a response; several where they are drawn."""
 
 RESAMPLES = 1000
+RANDOM = "random masks of the same size"
 RANDOM_MASKS = 20
 
 
@@ -90,10 +91,11 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         raise ValueError("no wrong responses to audit")
     located = [r for r in responses if len(r.values) > 2 and r.drops.max() >= min_drop]
     masked = [r for r in located if r.modified is not None and any(r.modified)]
-    random = _Random(np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    drawn = {id(r): [rng.permutation(_mask(r)) for _ in range(RANDOM_MASKS)] for r in masked}
     credits: dict[str, Credit] = {
-        "mask": lambda r: [np.asarray(r.modified, dtype=float)],
-        "random masks of the same size": random.masks,
+        "mask": lambda r: [_mask(r)],
+        RANDOM: lambda r: drawn[id(r)],
         "uniform credit": lambda r: [np.ones(r.boundaries[-1])],
     }
     measures: dict[str, Measure] = {
@@ -118,7 +120,7 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         | {"ceiling: drops of the other rollouts": {"auc": _mean(masked, _ceiling_auc)}},
         "mask_above_random_auc": _mean(
             masked,
-            lambda r: _averaged(credits["mask"], _auc, r) - _averaged(random.masks, _auc, r),
+            lambda r: _averaged(credits["mask"], _auc, r) - _averaged(credits[RANDOM], _auc, r),
         ),
         "phi": {
             "positive": float(np.mean([r.phi > 0 for r in responses])),
@@ -132,18 +134,8 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
 # ------------------------------------------------------------------------------------- within a response
 
 
-class _Random:
-    """Random masks, the same ones each time a response asks."""
-
-    def __init__(self, rng: np.random.Generator):
-        self._rng = rng
-        self._drawn: dict[int, list[Array]] = {}
-
-    def masks(self, response: AuditedResponse) -> list[Array]:
-        if id(response) not in self._drawn:
-            mask = np.asarray(response.modified, dtype=float)
-            self._drawn[id(response)] = [self._rng.permutation(mask) for _ in range(RANDOM_MASKS)]
-        return self._drawn[id(response)]
+def _mask(response: AuditedResponse) -> Array:
+    return np.asarray(response.modified, dtype=float)
 
 
 def _averaged(credit: Credit, measure: Measure, response: AuditedResponse) -> float:
