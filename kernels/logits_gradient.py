@@ -13,8 +13,6 @@ from torch import Tensor
 
 from megatron_ibpo.kernels.row_statistics import LOG2E
 
-__all__ = ["write_gradient"]
-
 BLOCK_V = 4096
 NUM_WARPS = 8
 

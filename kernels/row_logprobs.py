@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron_ibpo.kernels.logits_gradient import write_gradient
 from megatron_ibpo.kernels.row_statistics import row_statistics
 
-__all__ = ["RowLogprobs", "as_temperature", "check_targets"]
-
 
 class RowLogprobs(torch.autograd.Function):
     """(logprobs_N, entropy_N) of logits [N, V]; keeps the logits, and 8 bytes per row more than it returns.

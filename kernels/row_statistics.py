@@ -26,8 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["RowStatistics", "row_statistics"]
-
 BLOCK_V = 4096
 NUM_WARPS = 8
 BLOCK_N = 256

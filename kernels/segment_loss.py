@@ -18,8 +18,6 @@ from torch import Tensor
 
 from megatron_ibpo.kernels.variants import KERNEL_TERMS, KL_TERMS
 
-__all__ = ["triton_segment_loss"]
-
 BLOCK = 1024
 BLOCK_S = 256
 NUM_WARPS = 4

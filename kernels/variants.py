@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["KERNEL_TERMS", "KL_TERMS", "KernelTerms"]
-
 MAX_LOG_RATIO = tl.constexpr(80.0)
 
 

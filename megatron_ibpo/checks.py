@@ -7,8 +7,6 @@ from collections.abc import Callable
 from megatron_ibpo.config import Config, ConfigError, check_config
 from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
 
-__all__ = ["check_evaluation", "check_loss_of_run", "check_run", "check_settings"]
-
 
 def check_run(config: Config) -> None:
     """Refuse a run that cannot work, as far as that shows without a model or data.

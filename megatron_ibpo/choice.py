@@ -20,8 +20,6 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 from megatron_ibpo.words import counted
 
-__all__ = ["Choice", "Devices", "choose", "main"]
-
 RECIPES = Path(__file__).resolve().parents[1] / "examples/recipes"
 BAD_INPUT = 2
 LARGEST_ON_CPUS = 1e9

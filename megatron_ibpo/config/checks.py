@@ -12,8 +12,6 @@ from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import searched
 from megatron_ibpo.config.presets import PRESETS, unknown_preset
 
-__all__ = ["check_config"]
-
 
 def check_config(
     config: Config, rooms: Iterable[Callable[[Config], object]] = (), *, trains: bool = True

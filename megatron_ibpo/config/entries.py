@@ -11,8 +11,6 @@ from megatron_ibpo.config.fields import Config
 from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user
 from megatron_ibpo.config.ranges import NAMED_VALUES, Range
 
-__all__ = ["ENTRIES", "Entry", "flag"]
-
 
 @dataclass(frozen=True)
 class Entry:

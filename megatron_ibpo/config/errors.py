@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "nearest"]
-
 _RESEMBLANCE = 0.5
 """Share of equal letters below which a suggestion would only puzzle."""
 

@@ -28,19 +28,6 @@ from megatron_ibpo.config.ranges import (
     or_word,
 )
 
-__all__ = [
-    "AlgorithmConfig",
-    "ClusterConfig",
-    "Config",
-    "DataConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "RolloutConfig",
-    "RunConfig",
-]
-
 
 @dataclass
 class ModelConfig:

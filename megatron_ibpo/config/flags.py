@@ -18,8 +18,6 @@ from megatron_ibpo.config.paths import path_of_user
 from megatron_ibpo.config.presets import resolve
 from megatron_ibpo.config.recipes import config_yaml, read_recipe
 
-__all__ = ["parse_config"]
-
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
 _RECIPES = """
 

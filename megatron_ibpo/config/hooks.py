@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.paths import user_directory
 
-__all__ = ["is_import_path", "known_or_path", "load_hook"]
-
 T = TypeVar("T")
 
 

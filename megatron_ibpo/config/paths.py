@@ -12,8 +12,6 @@ import os
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["REPOSITORY", "Kind", "path_in_recipe", "path_of_user", "searched", "user_directory"]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from megatron_ibpo.config.entries import ENTRIES
 from megatron_ibpo.config.errors import ConfigError, nearest
 
-__all__ = ["PRESETS", "resolve", "unknown_preset"]
-
 # the paper's base variant: compare-and-correct credit, corrections trained jointly
 _IBPO: dict[str, Any] = {
     "ibpo_operator": "compare-and-correct",

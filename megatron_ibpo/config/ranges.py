@@ -7,22 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "BELOW_1",
-    "NAMED_VALUES",
-    "NOT_NEGATIVE",
-    "POSITIVE",
-    "SHARE",
-    "UNIT",
-    "Range",
-    "above",
-    "at_least",
-    "each",
-    "named_values",
-    "only",
-    "or_word",
-]
-
 
 @dataclass(frozen=True)
 class Range:

@@ -16,8 +16,6 @@ from megatron_ibpo.config.entries import ENTRIES, Entry
 from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.fields import Config
 
-__all__ = ["config_yaml", "read_recipe", "read_yaml", "write_config"]
-
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe as {field name: value}, its paths absolute.

@@ -12,8 +12,6 @@ from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
 from megatron_ibpo.records import Group, Sample
 
-__all__ = ["Agreement"]
-
 
 class Agreement(Operator):
     """φ of a wrong response is the share of its steps that some correct response has, token by token,

@@ -16,8 +16,6 @@ from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
 from megatron_ibpo.records import Group, TrainSequence
 
-__all__ = ["Credit", "assign_credit"]
-
 
 @dataclass(frozen=True, eq=False)
 class Credit:

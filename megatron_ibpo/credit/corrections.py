@@ -23,8 +23,6 @@ from megatron_ibpo.credit.shown import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.records import Flags, Group, SampleRequest, TokenIds
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["CompareAndCorrect"]
-
 
 class CompareAndCorrect(Operator):
     """Has every wrong response corrected by the policy itself. φ is what its corrections are worth

@@ -15,8 +15,6 @@ from megatron_ibpo.credit.shown import ComparedPairs, Part, ThinkingMarks, compa
 from megatron_ibpo.edit_distance import rewrite_test, unmodified_mask
 from megatron_ibpo.records import Correction, Flags, Sample, Weights
 
-__all__ = ["find_edits", "gradient_mask", "mark_rewrites"]
-
 
 def find_edits(pairs: ComparedPairs, *, mark_insertions: bool) -> tuple[list[Flags], npt.NDArray[np.int64]]:
     """For every correction, in order, which tokens of its target it changes: those that the canonical

@@ -11,18 +11,6 @@ from collections.abc import Callable, Sequence
 
 from megatron_ibpo.config import known_or_path, load_hook
 
-__all__ = [
-    "CRITIC",
-    "ESTIMATORS",
-    "Estimator",
-    "advantages",
-    "find_estimator",
-    "group_mean",
-    "group_z_score",
-    "is_degenerate",
-    "leave_one_out",
-]
-
 Estimator = Callable[[Sequence[float]], Sequence[float]]
 """Rewards that are compared → the advantage of each, in the same order."""
 

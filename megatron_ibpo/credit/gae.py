@@ -10,8 +10,6 @@ import numpy as np
 from megatron_ibpo.credit.operator import CreditContext, lent
 from megatron_ibpo.records import Flags, TrainSequence, Weights
 
-__all__ = ["critic_credit", "generalised_advantages"]
-
 
 def generalised_advantages(
     values: Sequence[Weights], rewards: Sequence[float], *, gamma: float, lam: float

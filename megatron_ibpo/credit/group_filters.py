@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from megatron_ibpo.config import AlgorithmConfig, load_hook
 from megatron_ibpo.records import Group
 
-__all__ = ["GroupFilter", "any_group", "fill_batch", "find_group_filter", "is_informative"]
-
 GroupFilter = Callable[[Group], bool]
 """Whether a group, scored and not yet corrected, is used."""
 

@@ -26,8 +26,6 @@ from megatron_ibpo.credit.operator import (
 from megatron_ibpo.credit.spans import written_spans
 from megatron_ibpo.records import Group, Sample
 
-__all__ = ["SpanMasking", "importance_weights"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Probe:

@@ -9,8 +9,6 @@ from megatron_ibpo.credit.operator import CreditContext
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.records import Group
 
-__all__ = ["correction_advantages", "correction_rewards", "degenerate_correction_groups"]
-
 
 def correction_rewards(group: Group, context: CreditContext) -> list[float | None]:
     """The plain reward of every correction, less ρ where its distance from the wrong response exceeds α, and

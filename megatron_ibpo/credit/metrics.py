@@ -12,8 +12,6 @@ from megatron_ibpo.credit.estimators import is_degenerate
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.records import Group, Sample
 
-__all__ = ["correction_metrics", "response_metrics", "shaping_metrics"]
-
 
 def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths and failures of the responses, corrections not included. Lengths are those of what

@@ -29,23 +29,6 @@ from megatron_ibpo.records import (
     Weights,
 )
 
-__all__ = [
-    "CorrectionPrompt",
-    "CreditContext",
-    "FollowUp",
-    "Judgement",
-    "LogProbQuery",
-    "LogProbs",
-    "NoOperator",
-    "Operator",
-    "TokenTexts",
-    "TokenWeights",
-    "Values",
-    "Vocabulary",
-    "lent",
-    "no_phi",
-]
-
 CorrectionPrompt = Callable[[Prompt, TokenIds, Sequence[TokenIds]], TokenIds]
 """Token ids of x̃ from the prompt, the wrong response and the references, all without end-of-sequence ids."""
 TokenTexts = Callable[[TokenIds], list[str]]

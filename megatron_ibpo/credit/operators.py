@@ -8,8 +8,6 @@ from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.credit.operator import NoOperator, Operator
 
-__all__ = ["OPERATORS", "find_operator"]
-
 OPERATORS: dict[str, Operator] = {
     "compare-and-correct": CompareAndCorrect(),
     "agreement": Agreement(),

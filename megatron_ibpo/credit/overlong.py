@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from megatron_ibpo.credit.operator import CreditContext
 from megatron_ibpo.records import Sample
 
-__all__ = ["overlong_penalty", "with_overlong_penalty"]
-
 
 def overlong_penalty(length: int, max_length: int, buffer: float) -> float:
     """Between 0 and -1: how far a response of `length` tokens reaches into the last `buffer` tokens before

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from megatron_ibpo.records import Sample
 
-__all__ = ["draw_references", "is_wrong"]
-
 
 def is_wrong(response: Sample) -> bool:
     """Scored and not correct; a response that the verifier failed on is neither."""

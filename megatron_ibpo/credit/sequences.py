@@ -8,8 +8,6 @@ from typing import Literal
 from megatron_ibpo.credit.operator import TokenWeights
 from megatron_ibpo.records import Group, Sample, TrainSequence
 
-__all__ = ["train_sequences"]
-
 
 def train_sequences(
     group: Group,

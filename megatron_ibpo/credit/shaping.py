@@ -8,8 +8,6 @@ from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.records import Correction, Group
 
-__all__ = ["correction_bonus", "counts", "shaped_rewards"]
-
 
 def counts(correction: Correction) -> bool:
     """The correction says that its target was near the mark: it is right, and no rewrite."""

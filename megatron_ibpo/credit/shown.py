@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from megatron_ibpo.records import Correction, Flags, Group, Sample, TokenIds, token_ids
 
-__all__ = ["ComparedPairs", "Part", "Ragged", "ThinkingMarks", "compared", "compared_pairs", "shown"]
-
 Indices = npt.NDArray[np.intp]
 Ragged = tuple[TokenIds, npt.NDArray[np.int64]]
 """(values, offsets) of several parts, as megatron_ibpo.edit_distance takes them."""

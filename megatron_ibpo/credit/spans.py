@@ -9,8 +9,6 @@ from itertools import accumulate, pairwise
 
 from megatron_ibpo.records import Sample, TokenIds
 
-__all__ = ["split_spans", "written_spans"]
-
 _ENDS = re.compile(
     r"\n+"
     r"|[.!?;]+(?=\s|$)"  # of a sentence; not the point of a number

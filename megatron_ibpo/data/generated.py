@@ -20,8 +20,6 @@ from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["SCHEME", "generated_prompts"]
-
 SCHEME = "reasoning_gym://"
 
 _ITEM_SEEDS = 2**32

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unknown
 from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
-__all__ = ["PromptSource", "chat_prompt", "check_prompt", "plain_prompt"]
-
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
 
 

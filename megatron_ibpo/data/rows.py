@@ -16,8 +16,6 @@ from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.seeds import derive_seed
 
-__all__ = ["OWN_SCHEME", "own_rows", "prompts_of_rows", "read_jsonl"]
-
 OWN_SCHEME = "import://"
 """Starts the URL of rows that a function of the user's own gives: `import://package.module:function`."""
 

@@ -10,8 +10,6 @@ import numpy as np
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, has_unknown
 from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
-__all__ = ["CorrectionTemplate", "PromptSuffixes", "candidate_heading", "correction_instruction"]
-
 _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from megatron_ibpo.data.templates import candidate_heading, correction_instruction
 
-__all__ = ["CHAIN_SUM_HEAD", "TINY_VOCAB_SIZE", "make_tiny_tokenizer"]
-
 TINY_VOCAB_SIZE = 64
 """Ids of the tokenizer, and rows of the tiny model's embedding."""
 

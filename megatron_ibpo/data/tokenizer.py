@@ -14,19 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "DataError",
-    "HuggingFaceTokenizer",
-    "Message",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "has_unknown",
-    "load_tokenizer",
-    "thinking_marks",
-    "token_texts",
-]
-
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["worked_solution"]
-
 
 def worked_solution(
     expression: str, rng: random.Random | None = None, *, carry_dropped: float = 0.0, slip: float = 0.0

@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["ChosenBackend", "LossBackend", "choose_backend"]
-
 LossBackend = Literal["auto", "triton", "torch"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

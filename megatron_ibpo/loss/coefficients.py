@@ -35,8 +35,6 @@ from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.rows import LossRows
 from megatron_ibpo.loss.segments import divisors, sum_over_ranks
 
-__all__ = ["ChunkCoefficients", "RowCoefficients", "Step", "schedule"]
-
 
 @dataclass(frozen=True)
 class Step:

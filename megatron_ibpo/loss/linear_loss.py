@@ -28,8 +28,6 @@ from megatron_ibpo.loss.rows import LossRows
 from megatron_ibpo.loss.segments import segment_loss
 from megatron_ibpo.loss.sequence_loss import LossStats
 
-__all__ = ["CHUNK_ROWS", "linear_packed_logprobs", "linear_packed_sequence_loss"]
-
 CHUNK_ROWS = 4096
 """Response rows whose logits are held at once: enough for the products to run at full speed."""
 

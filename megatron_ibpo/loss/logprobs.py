@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megatron_ibpo.loss.backend import LossBackend, choose_backend
 
-__all__ = ["own_vocab_range", "packed_logprobs", "row_statistics", "write_gradient"]
-
 CHUNK_BYTES = 64 * 1024**2
 """Bytes of fp32 logits held at once."""
 

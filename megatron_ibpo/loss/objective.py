@@ -11,8 +11,6 @@ from torch import Tensor
 from megatron_ibpo.loss.backend import LossBackend
 from megatron_ibpo.loss.variants import MAX_LOG_RATIO, Variant, resolve_variant
 
-__all__ = ["KL_ESTIMATORS", "KLEstimator", "Objective", "make_objective"]
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 

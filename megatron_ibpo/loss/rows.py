@@ -12,8 +12,6 @@ from torch import Tensor
 
 from megatron_ibpo.loss.objective import Objective
 
-__all__ = ["LossRows"]
-
 
 @dataclass(frozen=True)
 class LossRows:

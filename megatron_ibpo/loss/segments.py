@@ -15,8 +15,6 @@ from torch import Tensor
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.rows import LossRows
 
-__all__ = ["divisors", "segment_loss", "sum_over_ranks"]
-
 
 def segment_loss(
     logprobs_N: Tensor, rows: LossRows, objective: Objective

@@ -13,8 +13,6 @@ from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.rows import LossRows
 from megatron_ibpo.loss.segments import segment_loss
 
-__all__ = ["LossStats", "packed_sequence_loss"]
-
 
 @dataclass(frozen=True)
 class LossStats:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from megatron_ibpo.config import known_or_path, load_hook
 
-__all__ = ["VARIANTS", "Parameter", "Variant", "resolve_variant"]
-
 # exp(80) is the last power of ten below float32's largest: ratios beyond it are clipped anyway, and an
 # infinite one would turn a zero coefficient into NaN.
 MAX_LOG_RATIO = 80.0

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from megatron_ibpo.words import counted
 
-__all__ = ["RewardErrorRateError", "check_reward_errors", "step_alarms"]
-
 REWARD_ERROR_SHARE = 0.05
 """Verifier failures from which on there is an alarm: a time-out now and then is no news, one in twenty is."""
 TRUNCATED_SHARE = 0.9

@@ -12,8 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = ["plot_curves"]
-
 _LINES = {
     "Reward in training": ["reward", "shaped_reward"],
     "Corrections": ["correction_success", "rewrite_rate"],

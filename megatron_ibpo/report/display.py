@@ -13,8 +13,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["ProgressDisplay", "Size", "open_console", "sizes_table"]
-
 SHOWN = {
     "reward": "reward",
     "accuracy": "accuracy",

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
 
-__all__ = ["MetricsLog", "read_rows"]
-
 Kind = Literal["step", "evaluation"]
 
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from megatron_ibpo.records import Prompt, Sample
 from megatron_ibpo.report.run_dir import write_whole
 
-__all__ = ["load_outcomes", "outcomes_path", "save_outcomes"]
-
 
 def outcomes_path(run_dir: Path, step: int) -> Path:
     """Where the outcomes of the evaluation after `step` steps are kept."""

@@ -28,8 +28,6 @@ from megatron_ibpo.records import (
 )
 from megatron_ibpo.report.run_dir import write_whole
 
-__all__ = ["Trained", "load_groups", "load_trained", "rollout_path", "save_groups"]
-
 _FORMAT = 2
 _READABLE_FORMATS = (1, 2)
 """1: one policy version per response, no loss mask, no index; the prompt of a correction stood next to it."""

@@ -17,18 +17,6 @@ from megatron_ibpo.data import Tokenizer, load_tokenizer
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.versions import installed_versions, warn_on_differences
 
-__all__ = [
-    "METRICS_FILE",
-    "SUMMARY_FILE",
-    "checkpoint_bytes",
-    "how_to_go_on",
-    "jsonable",
-    "prepare_run_dir",
-    "run_settings",
-    "run_tokenizer",
-    "write_whole",
-]
-
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"

@@ -25,8 +25,6 @@ from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.rollout_data import Trained, load_groups, load_trained
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, run_settings, run_tokenizer
 
-__all__ = ["build_run_page"]
-
 _SUMMARY = {
     "accuracy_start": "accuracy at start",
     "accuracy_end": "at end",

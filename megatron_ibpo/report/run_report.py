@@ -21,8 +21,6 @@ from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_o
 from megatron_ibpo.report.summary import summarise
 from megatron_ibpo.words import counted
 
-__all__ = ["Report", "measure_name"]
-
 
 class Report:
     """Metrics, display, curves and summary of a run, on the driver.

@@ -6,8 +6,6 @@ from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.report.display import Size
 from megatron_ibpo.words import counted
 
-__all__ = ["run_sizes"]
-
 
 def run_sizes(
     config: Config,

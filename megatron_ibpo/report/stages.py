@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Stages"]
-
 
 class Stages:
     """Names where the time goes.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["COUNTS", "measures", "summarise"]
-
 COUNTS = (
     "truncated_responses",
     "truncated_corrections",

@@ -9,8 +9,6 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-__all__ = ["extract_answer", "last_boxed", "score"]
-
 # math-verify asks for a time-out of one's own where its alarm signal is off; the worker pool has one
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import reasoning_gym
 
-__all__ = ["extract_answer", "score"]
-
 
 def extract_answer(response: str) -> str:
     """What follows the last `#`, as worked solutions end in `#15`; the whole response if there is none."""

@@ -14,17 +14,6 @@ from megatron_ibpo.config import DataConfig, known_or_path
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
-__all__ = [
-    "VERIFIERS",
-    "Pool",
-    "Score",
-    "Verifier",
-    "answer_extractor",
-    "open_pool",
-    "open_verifier",
-    "reward_function",
-]
-
 VERIFIERS = {
     "reasoning_gym": "megatron_ibpo.rewards.reasoning_gym:score",
     "math": "megatron_ibpo.rewards.math:score",

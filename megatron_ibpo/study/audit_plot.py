@@ -13,8 +13,6 @@ from matplotlib.figure import Figure
 
 from megatron_ibpo.study.credit_audit import AuditedResponse
 
-__all__ = ["plot_audit"]
-
 
 def plot_audit(
     responses: Sequence[AuditedResponse], found: dict[str, Any], path: Path, *, title: str

@@ -37,8 +37,6 @@ from megatron_ibpo.sampling.groups import Rules, sample_batch
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.study.credit_audit import AuditedResponse
 
-__all__ = ["audit_responses", "modified_tokens", "prefix_requests"]
-
 
 def audit_responses(
     run_dir: Path,

@@ -21,8 +21,6 @@ from megatron_ibpo.study.runs import execute, is_finished, summary
 from megatron_ibpo.study.table import markdown_table
 from megatron_ibpo.words import counted
 
-__all__ = ["conduct"]
-
 OVERHEAD_S = 40.0
 """Seconds that a run is assumed to take on top of its budget (start, evaluation) before one was seen."""
 

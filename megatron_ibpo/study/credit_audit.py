@@ -19,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-__all__ = ["AuditedResponse", "audit", "step_auc", "step_shares"]
-
 Array = npt.NDArray[np.float64]
 
 Measure = Callable[[Array, Array], float]

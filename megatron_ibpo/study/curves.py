@@ -15,8 +15,6 @@ from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.results import RunResult
 from megatron_ibpo.study.statistics import running_mean
 
-__all__ = ["band", "plot_comparison"]
-
 Points = list[tuple[float, float]]
 
 _REWARD_WINDOW = 5

@@ -15,8 +15,6 @@ import yaml
 from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import ConfigError, config_yaml, nearest, parse_config, path_in_recipe, read_yaml
 
-__all__ = ["PlannedRun", "Study", "Tuning", "plan_main", "plan_tuning", "read_study"]
-
 Settings = dict[str, Any]
 """Recipe keys and their values."""
 

@@ -17,8 +17,6 @@ from megatron_ibpo.report import jsonable, load_outcomes, outcomes_path, read_ro
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import cost_to_reach, mean_with_interval, paired_difference
 
-__all__ = ["RunResult", "best_setting", "compare", "read_run", "write_results"]
-
 _METERED = ("gradient_snr", "gspo_gradient_snr", "gradient_variance", "gspo_gradient_variance")
 
 

@@ -19,8 +19,6 @@ from megatron_ibpo.report import read_rows
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.study.plan import PlannedRun, Study
 
-__all__ = ["execute", "is_finished", "summary"]
-
 COMMAND = (sys.executable, "-m", "megatron_ibpo.train")
 LOOK_EVERY_S = 2.0
 GRACE_S = 30.0

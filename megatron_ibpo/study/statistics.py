@@ -15,15 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-__all__ = [
-    "Difference",
-    "Estimate",
-    "cost_to_reach",
-    "mean_with_interval",
-    "paired_difference",
-    "running_mean",
-]
-
 Array = npt.NDArray[np.float64]
 
 RESAMPLES = 4000

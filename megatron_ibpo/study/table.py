@@ -8,8 +8,6 @@ from typing import Any
 
 from megatron_ibpo.study.plan import Study
 
-__all__ = ["markdown_table"]
-
 _COLUMNS = (
     "method", "G", "sequences per prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
     "accuracy [95 %]", "greedy", "against baseline [95 %]", "p bootstrap", "p sign flip (floor)",
