@@ -44,7 +44,8 @@ class Report:
             started: time.time() at which the run began; when this process began if None.
         """
         self._run_dir = config.run.run_dir
-        self._title = f"{config.algorithm.advantage_estimator}, {_model_name(config)}"
+        model = config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
+        self._title = f"{config.algorithm.advantage_estimator}, {model}"
         self._started = psutil.Process().create_time() if started is None else started
         self._seconds: dict[str, float] = {}
         wandb_config = jsonable(dataclasses.asdict(config)) if config.run.use_wandb else None
@@ -134,10 +135,6 @@ class Report:
     def _count(self, seconds: Mapping[str, float]) -> None:
         for name, value in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
-
-
-def _model_name(config: Config) -> str:
-    return config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
 
 
 def _results_table(summary: dict[str, Any]) -> Table:
