@@ -1,4 +1,4 @@
-"""Log-probs and entropies of packed rows by the kernels: the autograd function of statistics and gradient."""
+"""Log-probs and entropies of packed rows by the kernels."""
 
 from __future__ import annotations
 
@@ -7,59 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ibpo.kernels.logits_gradient import write_gradient
 from megatron_ibpo.kernels.row_statistics import row_statistics
 
 
-class RowLogprobs(torch.autograd.Function):
-    """(logprobs_N, entropy_N) of logits [N, V]; keeps the logits, and 8 bytes per row more than it returns.
-
-    Arguments as in `megatron_ibpo.loss.packed_logprobs`. Backward reads the logits once and writes once, over
-    them if `inplace`.
-    """
-
-    @staticmethod
-    def forward(ctx, logits_NV, targets_N, mask_N, temperature_N, tp_group, vocab_range, entropy, inplace):
-        if logits_NV.stride(1) != 1:
-            logits_NV = logits_NV.contiguous()
-        temperature = as_temperature(temperature_N, logits_NV.device)
-        found = row_statistics(
-            logits_NV, targets_N, mask_N, temperature, tp_group, vocab_range, entropy=entropy
-        )
-        check_targets(found.logprobs, targets_N)
-        ctx.save_for_backward(logits_NV, targets_N, temperature, found.shift, found.total)
-        ctx.vocab_range, ctx.inplace, ctx.written = vocab_range, inplace, False
-        ctx.mark_non_differentiable(found.entropy)
-        return found.logprobs, found.entropy if entropy else None
-
-    @staticmethod
-    def backward(ctx, *grads):
-        if ctx.written:
-            raise RuntimeError(
-                "backward ran twice, and with inplace=True the logits are gone; use inplace=False"
-            )
-        logits_NV, targets_N, temperature, shift_N, total_N = ctx.saved_tensors
-        ctx.written = ctx.inplace
-        out_NV = logits_NV.detach() if ctx.inplace else torch.empty_like(logits_NV)
-        coefficients_N = grads[0].contiguous()
-        write_gradient(
-            out_NV, logits_NV, targets_N, temperature, shift_N, total_N, coefficients_N, ctx.vocab_range
-        )
-        return out_NV, *(None,) * 7
-
-
-def as_temperature(temperature: Any, device: torch.device) -> Tensor:
-    """A number or [N] as [1] or [N] fp32."""
-    return torch.as_tensor(temperature, dtype=torch.float32, device=device).reshape(-1).contiguous()
-
-
-def check_targets(logprobs_N: Tensor, targets_N: Tensor) -> None:
-    """Refuse a target that no shard has: its log-prob is -inf. On a GPU the device asserts, without waiting.
+def row_logprobs(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    mask_N: Tensor | None,
+    temperature_N: Tensor | float,
+    tp_group: Any,
+    vocab_range: tuple[int, int],
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
+    """As `megatron_ibpo.loss.logprobs.row_functions` says. Kept are the temperature, [1] or [N] fp32, and
+    8 bytes per row for `write_gradient`, which reads the logits once and writes once.
 
     Raises:
-        ValueError: on a CPU, with the id.
+        ValueError: a target that no shard has. On a GPU the device asserts, without waiting.
     """
-    inside = logprobs_N != -torch.inf
+    temperature = torch.as_tensor(temperature_N, dtype=torch.float32, device=logits_NV.device)
+    temperature = temperature.reshape(-1).contiguous()
+    found = row_statistics(logits_NV, targets_N, mask_N, temperature, tp_group, vocab_range, entropy=entropy)
+    _check_targets(found.logprobs, targets_N)
+    return found.logprobs, found.entropy if entropy else None, (temperature, found.shift, found.total)
+
+
+def _check_targets(logprobs_N: Tensor, targets_N: Tensor) -> None:
+    inside = logprobs_N != -torch.inf  # of a target that no shard has
     if logprobs_N.is_cuda:
         torch._assert_async(inside.all(), "a target id is outside the vocabulary of the logits")
     elif not bool(inside.all()):

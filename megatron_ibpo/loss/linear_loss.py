@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss import logprobs
 from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, schedule
+from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.rows import LossRows
 from megatron_ibpo.loss.segments import segment_loss
@@ -146,49 +146,23 @@ def _head(
     backend: str,
 ) -> Head:
     temperature_N = torch.as_tensor(temperature_N, device=hidden_NH.device).expand(len(hidden_NH))
-    vocab_range = logprobs.own_vocab_range(vocab_range, len(weight_VH), tp_group)
-    statistics = _triton_statistics if backend == "triton" else _torch_statistics
+    vocab_range = own_vocab_range(vocab_range, len(weight_VH), tp_group)
+    row_logprobs, write_gradient = row_functions(backend)
 
     def head(rows_C: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-        logits_CV = hidden_NH[rows_C] @ weight_VH.t()
-        return statistics(logits_CV, targets_N[rows_C], temperature_N[rows_C], tp_group, vocab_range)
+        logits_CV, targets_C = hidden_NH[rows_C] @ weight_VH.t(), targets_N[rows_C]
+        logprobs_C, entropy_C, kept = row_logprobs(
+            logits_CV, targets_C, None, temperature_N[rows_C], tp_group, vocab_range, True
+        )
+
+        def overwrite() -> Tensor:
+            ones_C = torch.ones_like(logprobs_C)
+            write_gradient(logits_CV, logits_CV, targets_C, *kept, ones_C, vocab_range)
+            return logits_CV
+
+        return logprobs_C, entropy_C, overwrite
 
     return head
-
-
-def _torch_statistics(logits_CV, targets_C, temperature_C, tp_group, vocab_range):
-    rows_C = torch.arange(len(logits_CV), device=logits_CV.device)
-    log_sum_exp_C, logprobs_C, entropy_C = logprobs.row_statistics(
-        logits_CV, targets_C, rows_C, temperature_C, tp_group, vocab_range
-    )
-
-    def overwrite() -> Tensor:
-        ones_C = torch.ones_like(logprobs_C)
-        logprobs.write_gradient(
-            logits_CV, logits_CV, targets_C, rows_C, temperature_C, log_sum_exp_C, ones_C, vocab_range
-        )
-        return logits_CV
-
-    return logprobs_C, entropy_C, overwrite
-
-
-def _triton_statistics(logits_CV, targets_C, temperature_C, tp_group, vocab_range):
-    from megatron_ibpo.kernels.logits_gradient import write_gradient
-    from megatron_ibpo.kernels.row_logprobs import as_temperature, check_targets
-    from megatron_ibpo.kernels.row_statistics import row_statistics
-
-    temperature = as_temperature(temperature_C, logits_CV.device)
-    found = row_statistics(logits_CV, targets_C, None, temperature, tp_group, vocab_range)
-    check_targets(found.logprobs, targets_C)
-
-    def overwrite() -> Tensor:
-        ones_C = torch.ones_like(found.logprobs)
-        write_gradient(
-            logits_CV, logits_CV, targets_C, temperature, found.shift, found.total, ones_C, vocab_range
-        )
-        return logits_CV
-
-    return found.logprobs, found.entropy, overwrite
 
 
 class _LinearLoss(torch.autograd.Function):

@@ -6,6 +6,7 @@ plain torch below, and in Triton by `kernels/row_logprobs.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,20 +56,11 @@ def packed_logprobs(
     if targets_N.shape != (num_rows,):
         raise ValueError(f"targets_N has shape {tuple(targets_N.shape)}, logits_NV has {num_rows} rows")
     vocab_range = own_vocab_range(vocab_range, logits_NV.shape[1], tp_group)
-    if choose_backend(backend, logits_NV.device, logits_NV.dtype).name == "triton":
-        from megatron_ibpo.kernels.row_logprobs import RowLogprobs
-
-        return RowLogprobs.apply(
-            logits_NV, targets_N, response_mask_N, temperature_N, tp_group, vocab_range, entropy, inplace
-        )
-    rows = (
-        torch.arange(num_rows, device=logits_NV.device)
-        if response_mask_N is None
-        else response_mask_N.nonzero().squeeze(1)
-    )
-    temperature = torch.as_tensor(temperature_N, device=logits_NV.device).expand(num_rows)
+    name = choose_backend(backend, logits_NV.device, logits_NV.dtype).name
+    if name == "triton" and logits_NV.stride(1) != 1:
+        logits_NV = logits_NV.contiguous()
     return _RowLogprobs.apply(
-        logits_NV, targets_N, rows, temperature, tp_group, vocab_range, entropy, inplace
+        logits_NV, targets_N, response_mask_N, temperature_N, tp_group, vocab_range, entropy, inplace, name
     )
 
 
@@ -86,79 +78,99 @@ def own_vocab_range(vocab_range: tuple[int, int] | None, num_columns: int, tp_gr
     return vocab_range
 
 
+def row_functions(backend: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """How a backend computes log-probs of rows, and their gradient:
+
+    row_logprobs(logits_NV, targets_N, mask_N, temperature_N, tp_group, vocab_range, entropy) -> (logprobs_N,
+        entropy_N, kept): both are 0 where the mask is 0, and entropy_N is None unless it is asked for; `kept`
+        are tensors that the gradient needs.
+    write_gradient(out_NV, logits_NV, targets_N, *kept, coefficients_N, vocab_range): writes coefficient /
+        temperature · (onehot(target) - softmax) of every row, and 0 where the mask or the coefficient is 0;
+        out_NV may be logits_NV.
+    """
+    if backend == "triton":
+        from megatron_ibpo.kernels.logits_gradient import write_gradient
+        from megatron_ibpo.kernels.row_logprobs import row_logprobs
+
+        return row_logprobs, write_gradient
+    return _row_logprobs, _write_gradient
+
+
 class _RowLogprobs(torch.autograd.Function):
-    """Keeps the logits and one statistic per row; the softmax is recomputed chunk by chunk."""
+    """Keeps the logits and a few numbers per row; the softmax is recomputed."""
 
     @staticmethod
-    def forward(ctx, logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, entropy, inplace):
-        log_sum_exp_R, logprobs_R, entropy_R = row_statistics(
-            logits_NV, targets_N, rows, temperature_N, tp_group, vocab_range, entropy=entropy
+    def forward(
+        ctx, logits_NV, targets_N, mask_N, temperature_N, tp_group, vocab_range, entropy, inplace, name
+    ):
+        row_logprobs, ctx.write_gradient = row_functions(name)
+        logprobs_N, entropy_N, kept = row_logprobs(
+            logits_NV, targets_N, mask_N, temperature_N, tp_group, vocab_range, entropy
         )
-        zeros_N = torch.zeros(len(logits_NV), dtype=logprobs_R.dtype, device=logits_NV.device)
-        logprobs_N = zeros_N.index_copy(0, rows, logprobs_R)
-        entropy_N = None if entropy_R is None else zeros_N.index_copy(0, rows, entropy_R)
-        ctx.save_for_backward(logits_NV, targets_N, rows, temperature_N, log_sum_exp_R)
-        ctx.vocab_range, ctx.inplace = vocab_range, inplace
+        ctx.save_for_backward(logits_NV, targets_N, *kept)
+        ctx.vocab_range, ctx.inplace, ctx.written = vocab_range, inplace, False
         if entropy_N is not None:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, *grads):
-        logits_NV, targets_N, rows, temperature_N, log_sum_exp_R = ctx.saved_tensors
+        if ctx.written:
+            raise RuntimeError(
+                "backward ran twice, and with inplace=True the logits are gone; use inplace=False"
+            )
+        logits_NV, targets_N, *kept = ctx.saved_tensors
+        ctx.written = ctx.inplace
         out_NV = logits_NV.detach() if ctx.inplace else torch.empty_like(logits_NV)
-        write_gradient(
-            out_NV, logits_NV, targets_N, rows, temperature_N, log_sum_exp_R, grads[0][rows], ctx.vocab_range
-        )
-        return out_NV, *(None,) * 7
+        ctx.write_gradient(out_NV, logits_NV, targets_N, *kept, grads[0].contiguous(), ctx.vocab_range)
+        return out_NV, *(None,) * 8
 
 
-def row_statistics(
+def _row_logprobs(
     logits_NV: Tensor,
     targets_N: Tensor,
-    rows_R: Tensor,
-    temperature_N: Tensor,
+    mask_N: Tensor | None,
+    temperature_N: Tensor | float,
     tp_group: Any,
     vocab_range: tuple[int, int],
-    *,
-    entropy: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-sum-exp, log-prob of the target, entropy or None) [R] of the rows rows_R, over all shards.
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
+    """As `row_functions` says; kept are the rows computed, all temperatures and the rows' log-sum-exp.
 
     Raises:
         ValueError: a target outside the vocabulary of all shards.
     """
+    device, num_rows = logits_NV.device, len(logits_NV)
+    rows_R = torch.arange(num_rows, device=device) if mask_N is None else mask_N.nonzero().squeeze(1)
+    temperature_N = torch.as_tensor(temperature_N, device=device).expand(num_rows)
     dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-    local_4R = torch.empty(4, len(rows_R), dtype=dtype, device=logits_NV.device)
+    local_4R = torch.empty(4, len(rows_R), dtype=dtype, device=device)
     for part in _chunks(rows_R, logits_NV.shape[1]):
         x_RV = _scaled(logits_NV, rows_R[part], temperature_N, vocab_range, dtype)
         local_4R[:, part] = _shard_statistics(x_RV, targets_N[rows_R[part]], vocab_range, entropy)
-    log_sum_exp, target_logit, mean_logit = _combine(local_4R, tp_group)
-    if not bool(target_logit.isfinite().all()) and bool(log_sum_exp.isfinite().all()):
-        bad = targets_N[rows_R][~target_logit.isfinite()][0].item()
+    log_sum_exp_R, target_logit_R, mean_logit_R = _combine(local_4R, tp_group)
+    if not bool(target_logit_R.isfinite().all()) and bool(log_sum_exp_R.isfinite().all()):
+        bad = targets_N[rows_R][~target_logit_R.isfinite()][0].item()
         raise ValueError(f"target id {bad} is outside the vocabulary of the logits")
-    return log_sum_exp, target_logit - log_sum_exp, log_sum_exp - mean_logit if entropy else None
+    zeros_N = torch.zeros(num_rows, dtype=dtype, device=device)
+    logprobs_N = zeros_N.index_copy(0, rows_R, target_logit_R - log_sum_exp_R)
+    entropy_N = zeros_N.index_copy(0, rows_R, log_sum_exp_R - mean_logit_R) if entropy else None
+    return logprobs_N, entropy_N, (rows_R, temperature_N, log_sum_exp_R)
 
 
-def write_gradient(
+def _write_gradient(
     out_NV: Tensor,
     logits_NV: Tensor,
     targets_N: Tensor,
     rows_R: Tensor,
     temperature_N: Tensor,
     log_sum_exp_R: Tensor,
-    coefficients_R: Tensor,
+    coefficients_N: Tensor,
     vocab_range: tuple[int, int],
 ) -> None:
-    """Write coefficient/temperature · (onehot(target) - softmax) of the rows named, and 0 everywhere else.
-
-    Args:
-        out_NV: written; may be logits_NV.
-        coefficients_R: the gradient of each row's log-prob.
-    """
     start, stop = vocab_range
     width = stop - start
-    scale_R = (coefficients_R / temperature_N[rows_R]).to(log_sum_exp_R.dtype)
+    scale_R = (coefficients_N[rows_R] / temperature_N[rows_R]).to(log_sum_exp_R.dtype)
     for part in _chunks(rows_R, logits_NV.shape[1]):
         x_RV = _scaled(logits_NV, rows_R[part], temperature_N, vocab_range, log_sum_exp_R.dtype)
         grad_RV = (x_RV - log_sum_exp_R[part, None]).exp_().neg_()
