@@ -176,7 +176,7 @@ def test_an_operator_that_lacks_a_method_is_refused(name, says):
 
 
 def test_an_unknown_operator_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"--ibpo-operator agreemnt.*'agreement'.*span-masking"):
+    with pytest.raises(ValueError, match=r"--ibpo-operator agreemnt.*span-masking.*did you mean 'agreement'"):
         find_operator(algorithm(ibpo_operator="agreemnt"))
     assert all(find_operator(algorithm(ibpo_operator=name)) is OPERATORS[name] for name in OPERATORS)
 

@@ -30,8 +30,8 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
     """
     if name not in known and not is_import_path(name):
         raise ConfigError(
-            f"{flag} {name}: unknown {what}{nearest(name, known)}; there are {', '.join(known)}, or give an "
-            "import path package.module:name"
+            f"{flag} {name}: unknown {what}; there are {', '.join(known)}, or give an import path "
+            f"package.module:name{nearest(name, known)}"
         )
     return known.get(name)
 
