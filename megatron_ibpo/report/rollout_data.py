@@ -85,8 +85,7 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
     """
-    content = _read(path)
-    with _named(path):
+    with _content(path) as content:
         if content["format"] not in _READABLE_FORMATS:
             raise ValueError(f"format {content['format']}, expected one of {_READABLE_FORMATS}")
         return content["step"], [_group_from_json(item) for item in content["groups"]]
@@ -99,8 +98,7 @@ def load_trained(path: Path) -> dict[tuple[int, str, int], Trained]:
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
     """
-    content = _read(path)
-    with _named(path):
+    with _content(path) as content:
         return {
             (item["group"], item["kind"], item["index"]): Trained(
                 item["advantage"],
@@ -113,20 +111,15 @@ def load_trained(path: Path) -> dict[tuple[int, str, int], Trained]:
         }
 
 
-def _read(path: Path) -> Any:
+@contextmanager
+def _content(path: Path) -> Iterator[Any]:
+    """What the file holds; what goes wrong with that is told with the file's name."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
-    with _named(path):
-        return json.loads(text)
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """What goes wrong with a file's content, with the file's name."""
     try:
-        yield
+        yield json.loads(text)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
