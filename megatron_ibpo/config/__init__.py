@@ -14,7 +14,7 @@ from megatron_ibpo.config.fields import (
 )
 from megatron_ibpo.config.flags import parse_config
 from megatron_ibpo.config.hooks import known_or_path, load_hook
-from megatron_ibpo.config.paths import path_in_recipe, searched, user_directory
+from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, user_directory
 from megatron_ibpo.config.presets import PRESETS
 from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
@@ -38,6 +38,7 @@ __all__ = [
     "nearest",
     "parse_config",
     "path_in_recipe",
+    "path_of_user",
     "read_yaml",
     "searched",
     "user_directory",
