@@ -212,14 +212,31 @@ def everything(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def dense(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = start_engine(checkpoints["dense 0"], tmp_path_factory.mktemp("dense") / "engine.log")
+def engines(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Engine]]:
+    """Of either dense checkpoint, started side by side, since a start takes seconds of one core."""
+    logs = tmp_path_factory.mktemp("dense")
+    started = [start_engine(checkpoints[f"dense {seed}"], logs / f"engine{seed}.log") for seed in (0, 1)]
     try:
-        engine.wait_ready(TIMEOUT)
-        yield engine
+        for engine in started:
+            engine.wait_ready(TIMEOUT)
+        yield started[0], started[1]
     finally:
-        engine.close()
-    assert not runs(engine.pid)
+        for engine in started:
+            engine.close()
+    assert not any(runs(engine.pid) for engine in started)
+
+
+@pytest.fixture(scope="module")
+def dense(engines: tuple[Engine, Engine]) -> Engine:
+    return engines[0]
+
+
+@pytest.fixture(scope="module")
+def fresh(engines: tuple[Engine, Engine]) -> Engine:
+    """From the checkpoint that the other engine is updated to. The last test of this section kills it."""
+    return engines[1]
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +308,7 @@ def test_the_engine_does_not_hear_ctrl_c(dense: Engine) -> None:
 
 
 def test_updated_weights_are_exact_and_old_cache_entries_forgotten(
-    updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path], tmp_path: Path
+    updated: tuple[Engine, Transport, CheckpointSource], fresh: Engine, checkpoints: dict[str, Path]
 ) -> None:
     engine, transport, source = updated
     sent = update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 1)
@@ -309,15 +326,10 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(
     reference = reference_logprobs(checkpoints["dense 1"], plain, after)
     assert difference([s.logprobs for s in after], reference).max() < 2e-5
     assert sent.num_bytes == sum(t.nbytes for t in source.tensors.values())
-    fresh = start_engine(checkpoints["dense 1"], tmp_path / "fresh.log")
-    try:
-        fresh.wait_ready(TIMEOUT)
-        compare_probes(probe(engine, 2), probe(fresh, 0))
-        update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
-        with pytest.raises(WeightMismatchError, match="greedy responses differ"):
-            compare_probes(probe(engine, 3), probe(fresh, 0))
-    finally:
-        fresh.close()
+    compare_probes(probe(engine, 2), probe(fresh, 0))
+    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+    with pytest.raises(WeightMismatchError, match="greedy responses differ"):
+        compare_probes(probe(engine, 3), probe(fresh, 0))
 
 
 def test_a_bit_that_flips_on_the_way_is_noticed(
@@ -341,28 +353,42 @@ def test_a_bit_that_flips_on_the_way_is_noticed(
 
 
 def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
-    checkpoints: dict[str, Path], tmp_path: Path
+    updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path]
 ) -> None:
+    engine, _, source = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
-    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
-    try:
-        engine.wait_ready(TIMEOUT)
-        with pytest.raises(WeightPlanError, match=r"do not bring model\.layers\.1\.mlp\.down_proj\.weight"):
-            open_gloo().connect(lacking, {0: engine}, [0])
-        with pytest.raises(EngineError, match="asked to sample with policy version 1, the engine has none"):
-            engine.generate(make_requests(2), version=1, timeout=TIMEOUT)
-        with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
-            open_gloo().connect(strange, {0: engine}, [0])
-        assert engine.is_alive()
-    finally:
-        engine.close()
+    with pytest.raises(WeightPlanError, match=r"do not bring model\.layers\.1\.mlp\.down_proj\.weight"):
+        open_gloo().connect(lacking, {0: engine}, [0])
+    with pytest.raises(EngineError, match="asked to sample with policy version 1, the engine has none"):
+        engine.generate(make_requests(2), version=1, timeout=TIMEOUT)
+    with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
+        open_gloo().connect(strange, {0: engine}, [0])
+    assert engine.is_alive()
+    update(connect(engine, source), engine, source, 6)  # the next connection mends it
+    engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
+
+
+def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(fresh: Engine) -> None:
+    fresh.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
+    deadline = time.monotonic() + TIMEOUT
+    while not fresh._inbox.idle:  # until the sample is here
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(fresh.pid, signal.SIGKILL)
+    assert [number for number, _ in fresh.take(TIMEOUT)] == [0]
+    with pytest.raises(EngineDiedError, match=r"(?s)it has ended \(killed by signal 9\); the end of .*\.log"):
+        fresh.take(TIMEOUT)
+    with pytest.raises(EngineDiedError):
+        fresh.submit([(1, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
+    assert not fresh._scratch.exists()
 
 
 # --- Qwen3-Next in bfloat16 -------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/test_loop.py)
 def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -413,25 +439,6 @@ def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_p
     ):
         engine.wait_ready(120)
     assert not engine.is_alive()
-    assert not engine._scratch.exists()
-
-
-def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
-    engine.wait_ready(TIMEOUT)
-    engine.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
-    deadline = time.monotonic() + TIMEOUT
-    while not engine._inbox.idle:  # until the sample is here
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(engine.pid, signal.SIGKILL)
-    assert [number for number, _ in engine.take(TIMEOUT)] == [0]
-    with pytest.raises(EngineDiedError, match=r"(?s)it has ended \(killed by signal 9\); the end of .*\.log"):
-        engine.take(TIMEOUT)
-    with pytest.raises(EngineDiedError):
-        engine.submit([(1, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
     assert not engine._scratch.exists()
 
 
