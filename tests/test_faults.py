@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ RECIPE = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
 BAD_INPUT = 2
 
 
+RAY = """
+import sys
+from megatron_ibpo.cluster.session import open_ray
+with open_ray(None, num_cpus=2):
+    import ray
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
 ANSWER = """
 import contextlib, io, json, sys
 from megatron_ibpo.train import main
@@ -65,9 +74,18 @@ def single(**flags):
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def ray_address():
+    """Of a Ray that stays up: bad data are found while Ray starts, and a start for each takes 4 s."""
+    program, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
+    with subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as ray:
+        yield ray.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory, ray_address):
     """What the trainer answers to each bad input, by name."""
     place = tmp_path_factory.mktemp("faults")
+    joining = partial(single, ray_address=ray_address)
 
     def written(name, text):
         (place / name).write_text(text)
@@ -86,17 +104,17 @@ def said(tmp_path_factory):
         "unknown model": single(hf_checkpoint=checkpoint(place / "unknown", model_type="llama")),
         "layout": [*single(), "--tensor-model-parallel-size", "3"],
         "truncated weights": single(hf_checkpoint=truncated, run_dir=place / "run1", eval_num_prompts=0),
-        "missing prompts": single(prompt_data=place / "nowhere.jsonl"),
-        "empty prompts": single(prompt_data=written("empty.jsonl", "")),
-        "bad row": single(prompt_data=bad_row),
-        "long prompt": single(prompt_data=long_row),
+        "missing prompts": joining(prompt_data=place / "nowhere.jsonl"),
+        "empty prompts": joining(prompt_data=written("empty.jsonl", "")),
+        "bad row": joining(prompt_data=bad_row),
+        "long prompt": joining(prompt_data=long_row),
         "unknown flag": [*single(), "--num-rolout", "3"],
         "unknown key": ["--config", str(written("bad.yaml", "num-rolout: 3\n"))],
         "bonus too large": single(ibpo_lambda=2.0),
         "context parallel": single(context_parallel_size=2),
         "context too long": single(rollout_max_context_len=4096),
         "no checkpoint to load": single(load=place),
-        "reward function": single(rm_type="no_such_module:score", run_dir=place / "run2"),
+        "reward function": joining(rm_type="no_such_module:score", run_dir=place / "run2"),
         "run directory": single(run_dir="/proc/run"),
     }
     found = answers([list(map(str, command)) for command in commands.values()], place / "answers.json")
