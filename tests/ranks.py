@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -31,6 +32,10 @@ __all__ = ["RankFailed", "run_ranks"]
 
 GRACE_S = 5.0
 """After the first failure: how long the other ranks may take to fail on their own."""
+
+
+_SERVER_STARTS = threading.Lock()
+"""Tests may run several worlds at once."""
 
 
 class RankFailed(AssertionError):
@@ -82,9 +87,11 @@ def _server() -> Any:
     context.set_forkserver_preload(["rank_imports"])
     # The server looks for the preloaded module on PYTHONPATH only (CPython gh-126631).
     here = Path(__file__).resolve().parent
-    paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}):
-        forkserver.ensure_running()
+    with _SERVER_STARTS:
+        paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        with mock.patch.dict(os.environ, changes):
+            forkserver.ensure_running()
     return context
 
 

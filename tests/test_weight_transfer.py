@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from queue import Empty, Queue
 from typing import Any
@@ -511,9 +512,23 @@ def with_a_fault(world: Any, fault: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def faults():
+    """What comes of each fault, by name. They wait for time-outs most of their time: all at once."""
+    asked = {
+        "dies": (with_a_fault, 2, "dies"),
+        "stalls": (with_a_fault, 2, "stalls"),
+        "no trainer": (without_a_trainer, 2),
+        "does not listen": (to_an_engine_that_does_not_listen, 2),
+    }
+    with ThreadPoolExecutor(len(asked)) as threads:
+        ranks = {name: threads.submit(run_ranks, *arguments) for name, arguments in asked.items()}
+    return {name: found.result for name, found in ranks.items()}
+
+
 @pytest.mark.parametrize("fault", ["dies", "stalls"])
-def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(fault):
-    driver, other = run_ranks(with_a_fault, 2, fault)
+def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(faults, fault):
+    driver, other = faults[fault]()
     assert driver["failures"].keys() == {1}, driver["failures"]
     assert driver["first"] == (True, None)  # engine 0 has the weights; engine 1 has no version
     assert max(driver["seconds"], other["seconds"]) < 30
@@ -537,8 +552,8 @@ def without_a_trainer(world: Any) -> list[str]:
     return said
 
 
-def test_an_engine_does_not_wait_for_ever_for_a_trainer():
-    said, _ = run_ranks(without_a_trainer, 2)
+def test_an_engine_does_not_wait_for_ever_for_a_trainer(faults):
+    said, _ = faults["no trainer"]()
     assert "Timed out waiting 2000ms for recv" in said[-1]
 
 
@@ -655,8 +670,8 @@ def to_an_engine_that_does_not_listen(world: Any) -> tuple[str, float]:
     return str(failures[0]), time.monotonic() - began
 
 
-def test_a_trainer_does_not_wait_for_ever_for_an_engine():
-    for said, seconds in run_ranks(to_an_engine_that_does_not_listen, 2):
+def test_a_trainer_does_not_wait_for_ever_for_an_engine(faults):
+    for said, seconds in faults["does not listen"]():
         assert "Timed out waiting" in said or "no answer within 2 seconds" in said
         assert seconds < 15
 
