@@ -202,16 +202,26 @@ def check_forbidden_tokens(device: str) -> None:
         torch.testing.assert_close(stats.entropy_N, expected_stats.entropy_N.float(), atol=1e-5, rtol=1e-5)
 
 
-def check_ratio_overflow(device: str, variant: str, offset: float, advantage: float) -> None:
-    batch = make_batch(device, lengths=(2, 0, 3), vocab=31)
-    batch["old_logprobs_N"] -= offset
-    batch["advantages"] = torch.full((3,), advantage, device=device)
+def check_ratio_overflow(device: str, variant: str) -> None:
+    """Ratios of e^10000 and e^-10000, each under every sign of the advantage, and an empty sequence."""
+    batch = make_batch(device, lengths=(5, 0, 5, 5, 5, 5, 5), vocab=31)
+    sequence_N = torch.repeat_interleave(torch.arange(7), batch["cu_seqlens"].cpu().diff()).to(device)
+    offsets_S = torch.tensor([-1e4, 0.0, 1e4, -1e4, 1e4, -1e4, 1e4], device=device)
+    batch["old_logprobs_N"] -= offsets_S[sequence_N]
+    batch["advantages"] = torch.tensor([-1.0, 0.0, -1.0, 0.0, 0.0, 1.0, 1.0], device=device)
     loss, gradient, _ = run(batch, backend="triton", **options_for(variant))
     assert loss.isfinite()
     assert gradient.isfinite().all()
-    if advantage == 0:
-        assert loss == 0
-        assert not gradient.any()
+    assert not gradient[batch["advantages"][sequence_N] == 0].any()
+
+
+def check_overflow_without_advantage(device: str, variant: str) -> None:
+    batch = make_batch(device, lengths=(2, 0, 3), vocab=31)
+    batch["old_logprobs_N"] -= torch.tensor([1e4, 1e4, -1e4, -1e4, -1e4], device=device)
+    batch["advantages"] = torch.zeros(3, device=device)
+    loss, gradient, _ = run(batch, backend="triton", **options_for(variant))
+    assert loss == 0
+    assert not gradient.any()
 
 
 def check_masked_rows(device: str) -> None:

@@ -66,11 +66,10 @@ def test_logits_of_minus_infinity_take_no_part(device):
     cases.check_forbidden_tokens(device)
 
 
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("offset", [-1e4, 1e4])
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
-def test_ratios_that_overflow_give_no_nan(device, variant, offset, advantage):
-    cases.check_ratio_overflow(device, variant, offset, advantage)
+def test_ratios_that_overflow_give_no_nan(device, variant):
+    cases.check_ratio_overflow(device, variant)
+    cases.check_overflow_without_advantage(device, variant)
 
 
 def test_masked_rows_and_empty_sequences(device):

@@ -7,8 +7,6 @@ there is time for about 12 instructions an element.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,19 +21,19 @@ BUDGET = {"row_statistics": 8.0, "row_statistics+entropy": 10.0, "logits_gradien
 SLOW = pytest.mark.slow  # one generation finds most of what there is to find
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=SLOW), 90, pytest.param(100, marks=SLOW)])
-def test_every_kernel_compiles_without_spills_and_within_its_budget(capability):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "aot_kernels.py"), str(capability)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+def compiling(capability, **how):
+    variables = ["-u", "TRITON_INTERPRET", f"PYTHONPATH={ROOT}"]
+    program = [sys.executable, str(ROOT / "tests/aot_kernels.py"), str(capability)]
+    return pytest.param(("env", *variables, *program), id=str(capability), **how)
+
+
+@pytest.mark.parametrize(
+    "beside", [compiling(80, marks=SLOW), compiling(90), compiling(100, marks=SLOW)], indirect=True
+)
+def test_every_kernel_compiles_without_spills_and_within_its_budget(beside):
+    status, output, errors = beside()
+    assert status == 0, errors
+    reports = [json.loads(line) for line in output.splitlines()]
     for report in reports:
         assert (report["stack"], report["spills"]) == (0, 0), report
     rows = {report["kernel"]: report for report in reports if report["kernel"].split()[0] in BUDGET}

@@ -5,7 +5,12 @@ from __future__ import annotations
 import layout_cases
 import pytest
 
+SLOW = pytest.mark.slow  # (2, 2) has both in one; tests/test_loss_layouts.py takes all of them in torch
 
-@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+
+@pytest.mark.parametrize(
+    ("tp", "cp"),
+    [pytest.param(2, 1, marks=SLOW), pytest.param(4, 1, marks=SLOW), pytest.param(1, 2, marks=SLOW), (2, 2)],
+)
 def test_every_variant_equals_one_process(tp, cp):
     layout_cases.check_layout("triton", tp, cp)
