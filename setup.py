@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
+
+ParallelCompile().install()  # an object file per processor: setuptools takes one after the other
 
 setup(
     ext_modules=[

@@ -7,8 +7,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -390,19 +390,6 @@ def test_a_replay_without_an_operator_leaves_the_corrections_out() -> None:
 # --- a real engine ---------------------------------------------------------------------------------
 
 
-@dataclass
-class Restarts:
-    """Starts real engines, and remembers them."""
-
-    start: Callable[[], Engine]
-    engines: list[Engine]
-
-    async def __call__(self, index: int) -> ThreadedEngine:
-        engine = await asyncio.to_thread(self.start)
-        self.engines.append(engine)
-        return ThreadedEngine(engine)
-
-
 def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_path: Path) -> None:
     checkpoint = make_qwen3(tmp_path / "model", 0)
     rollout = replace(
@@ -415,19 +402,21 @@ def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_pa
     context = replace(CONTEXT, rollout=rollout, max_context=500)
     chosen = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
 
-    def start() -> Engine:
-        engine = Engine(chosen, tmp_path / "engine.log")
-        engine.wait_ready(200)
-        return engine
-
-    restarts = Restarts(start, [start()])
+    # started side by side, since a start takes seconds of one core
+    first, second = (Engine(chosen, tmp_path / f"engine{number}.log") for number in range(2))
+    revived: list[int] = []
     scored: list[Sample] = []
+
+    async def revive(index: int) -> ThreadedEngine:
+        await asyncio.to_thread(second.wait_ready, 200)
+        revived.append(index)
+        return ThreadedEngine(second)
 
     async def score(prompt: Prompt, sample: Sample) -> None:
         scored.append(sample)
         judge(prompt, sample)
         if len(scored) == 5:
-            os.kill(restarts.engines[0].pid, signal.SIGKILL)
+            os.kill(first.pid, signal.SIGKILL)
 
     def prompts(number: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
         return [
@@ -435,18 +424,17 @@ def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_pa
         ]
 
     try:
-        with Sampler(
-            [ThreadedEngine(restarts.engines[0])], score, stall_timeout=100, revive=restarts
-        ) as sampler:
+        first.wait_ready(200)
+        with Sampler([ThreadedEngine(first)], score, stall_timeout=100, revive=revive) as sampler:
             mended = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, context))
             metrics = sampler.take_metrics()
             whole = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, context))
         with pytest.raises(EngineDiedError):
-            restarts.engines[0].take(1.0)
+            first.take(1.0)
     finally:
-        for engine in restarts.engines:
+        for engine in (first, second):
             engine.close()
-    assert len(restarts.engines) == 2
+    assert revived == [0]
     assert metrics["engine_deaths"] == 1
     assert metrics["requests_asked_again"] >= 1
     for ours, theirs in zip(mended.sampled, whole.sampled, strict=True):
