@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -102,6 +103,35 @@ def test_there_is_no_cluster_to_join():
     output, _ = process.communicate(timeout=90)
     assert "ClusterError: --ray-address 127.0.0.1" in output
     assert "nothing answers there; start a cluster with `ray start --head`" in output
+
+
+OTHER_VERSION = """
+import sys
+import ray
+ray.__version__ = "2.55.1"
+from megatron_ibpo.cluster.session import open_ray
+with open_ray(None, num_cpus=1, object_store_bytes=128 * 1024**2):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
+    """Of a real cluster, which tells that its Ray is another."""
+    cluster = python("-c", OTHER_VERSION, stdin=subprocess.PIPE, env={"RAY_AUTH_MODE": "disabled"})
+    try:
+        address = cluster.stdout.readline().strip()
+        recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
+        flags = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--ray-address", address]
+        output, _ = (process := python("-m", "megatron_ibpo.train", *flags)).communicate(timeout=120)
+    finally:
+        cluster.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert f"error: --ray-address {address}: Version mismatch" in output
+    assert re.search(r"cluster was started with: Ray: 2\.55\.1 Python: ", output)
+    assert re.search(rf"This process .* was started with: Ray: {re.escape(metadata.version('ray'))} ", output)
+    assert "start both from the same environment" in output
+    assert "Traceback" not in output
 
 
 def nodes(rank, port, scratch, *command, num_nodes=2):

@@ -18,7 +18,8 @@ BAD_INPUT = 2
 
 
 RAY = """
-import sys
+import os, sys
+os.environ["RAY_AUTH_MODE"] = "disabled"  # for others to join
 from megatron_ibpo.cluster.session import open_ray
 with open_ray(None, num_cpus=2):
     import ray

@@ -113,9 +113,9 @@ def _connect(address: str) -> None:
     except Exception as error:
         text = str(error)
         if "ersion mismatch" in text:
+            said = " ".join(text.split())  # the versions of both are on lines of their own
             raise ClusterError(
-                f"--ray-address {address}: that cluster runs other versions than this process, which has Ray "
-                f"{ray.__version__}: {text.splitlines()[0]} Start both from the same environment"
+                f"--ray-address {address}: {said}; start both from the same environment"
             ) from error
         raise ClusterError(f"--ray-address {address}: {text.splitlines()[0]}; {NO_CLUSTER}") from error
 
