@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,28 @@ def test_engines_next_to_the_trainers_of_two_nodes(address, tmp_path):
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 
 
-def test_a_cluster_that_is_too_small_says_what_it_has(address, tmp_path):
-    status, output = run(address, tmp_path / "run", "--num-trainers", "4")
+@pytest.fixture(scope="module")
+def refused(address, tmp_path_factory):
+    """Side by side: (exit status, output) of each run that this cluster has no room for."""
+    place = tmp_path_factory.mktemp("refused")
+    flags = {
+        "trainers": ["--num-trainers", "4"],
+        "engines": ["--no-colocate", "--rollout-num-gpus", "2"],
+    }
+    with ThreadPoolExecutor(len(flags)) as threads:
+        asked = {name: threads.submit(run, address, place / name, *words) for name, words in flags.items()}
+    return {name: done.result() for name, done in asked.items()}
+
+
+def test_a_cluster_that_is_too_small_says_what_it_has(refused):
+    status, output = refused["trainers"]
     assert status == 2
     assert "--num-trainers 4: the cluster has 3 CPUs" in output
     assert "Traceback" not in output
 
 
-def test_no_room_is_left_for_engines_of_their_own(address, tmp_path):
-    status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "2")
+def test_no_room_is_left_for_engines_of_their_own(refused):
+    status, output = refused["engines"]
     assert status == 2
     assert "--rollout-num-gpus 2: alongside 2 trainers there is room for 1 of 2 engines" in output
     assert "Traceback" not in output

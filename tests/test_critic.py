@@ -121,22 +121,29 @@ def flat(values):
 
 
 LAYOUTS = {
-    1: [layout()],
-    2: [layout(tp=2), layout(pp=2), layout(), layout(distributed_optimizer=True)],
-    4: [layout(tp=2, pp=2)],
+    "dense": {1: [layout()], 2: [layout(pp=2), layout(distributed_optimizer=True)], 4: [layout(tp=2, pp=2)]},
+    "tied": {1: [layout()], 2: [layout(tp=2)], 4: []},
+    "next": {1: [layout()], 2: [layout(tp=2, ep=2)], 4: [layout(tp=2, ep=4)]},
 }
-EXPERT_LAYOUTS = {1: [layout()], 2: [layout(tp=2, ep=2), layout(pp=2)], 4: [layout(tp=2, ep=4)]}
+"""Model → ranks → layouts that together take apart what can be taken apart."""
+MORE_LAYOUTS = {
+    "dense": {1: [layout()], 2: [layout(tp=2), layout()], 4: []},
+    "tied": {1: [layout()], 2: [], 4: [layout(tp=2, pp=2)]},
+    "next": {1: [layout()], 2: [layout(pp=2)], 4: []},
+}
 
 
-def test_values_and_updates_are_the_same_under_every_layout(checkpoints):
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(LAYOUTS, id="each kind"), pytest.param(MORE_LAYOUTS, id="more", marks=pytest.mark.slow)],
+)
+def test_values_and_updates_are_the_same_under_every_layout(checkpoints, layouts):
     """One process against TP2, PP2, DP2, EP2 and products: values, loss, gradient norm, and how far a step
     along the gradient moves the values. Tied embeddings are untied in the critic."""
     rows = rows_with_returns()
     found = {}
     for size in (1, 2, 4):
-        cases = [(checkpoints["dense"], chosen) for chosen in LAYOUTS[size]]
-        cases += [(checkpoints["tied"], layout(tp=size) if size < 4 else layout(tp=2, pp=2))]
-        cases += [(checkpoints["next"], chosen) for chosen in EXPERT_LAYOUTS[size]]
+        cases = [(checkpoints[model], chosen) for model in layouts for chosen in layouts[model][size]]
         per_rank = run_ranks(valued, size, cases, rows, timeout=240)
         assert all(ranks == per_rank[0] for ranks in per_rank), "every rank knows all values"
         for (hf_dir, chosen), result in zip(cases, per_rank[0], strict=True):

@@ -148,24 +148,34 @@ def gradients(world, cases, rows, **loss):
 
 
 LAYOUTS = {
-    1: [layout()],
-    2: [layout(tp=2), layout(pp=2), layout(), layout(distributed_optimizer=True)],
-    4: [layout(tp=2), layout(tp=2, pp=2)],
+    "dense": {
+        1: [layout()],
+        2: [layout(tp=2), layout(pp=2), layout(distributed_optimizer=True)],
+        4: [layout(tp=2, pp=2)],
+    },
+    "next": {
+        1: [layout()],
+        2: [layout(tp=2, ep=2), layout(pp=2)],
+        4: [layout(tp=2, ep=4), layout(pp=2, ep=2)],
+    },
 }
-EXPERT_LAYOUTS = {
-    1: [layout()],
-    2: [layout(tp=2), layout(tp=2, ep=2), layout(ep=2), layout(pp=2), layout()],
-    4: [layout(tp=2, ep=2), layout(tp=2, ep=4), layout(pp=2, ep=2)],
+"""Model → ranks → layouts that together take apart what can be taken apart."""
+MORE_LAYOUTS = {
+    "dense": {1: [layout()], 2: [layout()], 4: [layout(tp=2)]},
+    "next": {1: [layout()], 2: [layout(tp=2), layout(ep=2), layout()], 4: [layout(tp=2, ep=2)]},
 }
 
 
-def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints):
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(LAYOUTS, id="each kind"), pytest.param(MORE_LAYOUTS, id="more", marks=pytest.mark.slow)],
+)
+def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts):
     """One process against TP2, EP2, PP2, DP2 and their products, with shares that are uneven at DP2."""
     rows = sequences()
     found = {}
     for size in (1, 2, 4):
-        cases = [(checkpoints["dense"], chosen) for chosen in LAYOUTS[size]]
-        cases += [(checkpoints["next"], chosen) for chosen in EXPERT_LAYOUTS[size]]
+        cases = [(checkpoints[model], chosen) for model in layouts for chosen in layouts[model][size]]
         per_rank = run_ranks(gradients, size, cases, rows, timeout=240)
         for number, (hf_dir, chosen) in enumerate(cases):
             metrics = [per_rank[rank][number][1] for rank in range(size)]
