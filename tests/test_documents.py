@@ -153,17 +153,21 @@ def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
 def test_every_command_shows_its_help_from_any_directory(tmp_path):
     """By the entry point that the documents use."""
     environment = os.environ | {"IBPO_PYTHON": sys.executable}
-    for name in ["", "train", "evaluate", "inspect", "convert to-hf", "page"]:
-        done = subprocess.run(
+    asked = {
+        name: subprocess.Popen(
             ["bash", str(ROOT / "tools/ibpo.sh"), *name.split(), "--help"],
             cwd=tmp_path,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
         )
-        assert done.returncode == 0, done.stderr
-        assert "--help" in done.stdout, name
+        for name in ["", "train", "evaluate", "inspect", "convert to-hf", "page"]
+    }
+    for name, process in asked.items():
+        shown, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert "--help" in shown, name
 
 
 def test_an_unknown_command_names_those_that_there_are(tmp_path):
