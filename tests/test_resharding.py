@@ -34,6 +34,13 @@ PAIRS = {
     "next EP2 DP2 to TP2 EP2, sharded": (4, layout(ep=2, **SHARDED), 2, layout(tp=2, ep=2, **SHARDED)),
 }
 """Ranks and layout that save, ranks and layout that load; "sharded": the optimizer, over data parallel."""
+QUICK = [
+    "dense TP2 to one rank",
+    "dense TP2 DP2 to PP2, sharded",
+    "next TP2 to uneven PP2",
+    "next EP2 DP2 to TP2 EP2, sharded",
+]
+"""Each kind of parallelism taken apart and put together, with either optimizer; the rest is slow."""
 
 
 def go_on(world, cases, saving):
@@ -60,10 +67,21 @@ def updates(world, hf_dir, directory, parallel, saving):
     return weights, norms
 
 
+REST = [name for name in PAIRS if name not in QUICK]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """By pair: what goes on in the first layout, and in the second."""
-    directory = tmp_path_factory.mktemp("resharding")
+def quick(tmp_path_factory):
+    return went_on(QUICK, tmp_path_factory.mktemp("resharding"))
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory):
+    return went_on(REST, tmp_path_factory.mktemp("resharding"))
+
+
+def went_on(names, directory):
+    """By pair: what goes on in the first layout, and in the second. All pairs of a size share a world."""
     models = {
         "dense": make_qwen3(directory / "dense", 3, std=0.1),
         "next": make_qwen3_next(directory / "next", 4, std=0.1),
@@ -73,17 +91,23 @@ def results(tmp_path_factory):
         for size in (1, 2, 4):
             cases = [
                 (name, models[name.split()[0]], directory / name, before if saving else after)
-                for name, (old_size, before, new_size, after) in PAIRS.items()
+                for name, (old_size, before, new_size, after) in ((name, PAIRS[name]) for name in names)
                 if size == (old_size if saving else new_size)
             ]
             if cases:
                 results |= run_ranks(go_on, size, cases, saving, timeout=240)[0]
-    return {name: (through[name], resumed[name]) for name in PAIRS}
+    return {name: (through[name], resumed[name]) for name in names}
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_another_layout_goes_on_from_the_same_state(results, name):
-    (weights, norms), (resumed_weights, resumed_norms) = results[name]
+@pytest.mark.parametrize(
+    ("computed", "name"),
+    [
+        *(pytest.param("quick", name, id=name) for name in QUICK),
+        *(pytest.param("rest", name, id=name, marks=pytest.mark.slow) for name in REST),
+    ],
+)
+def test_another_layout_goes_on_from_the_same_state(request, computed, name):
+    (weights, norms), (resumed_weights, resumed_norms) = request.getfixturevalue(computed)[name]
     assert resumed_norms == pytest.approx(norms, rel=1e-5)
     for tensor, expected in weights.items():
         assert (resumed_weights[tensor] - expected).abs().max() < 1e-6, tensor
