@@ -4,8 +4,6 @@ Row t becomes c_t·(onehot(target) - softmax) with c_t = coefficient_t / tempera
 (masked, clipped, no advantage) is only written.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

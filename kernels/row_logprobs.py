@@ -1,7 +1,5 @@
 """Log-probs and entropies of packed rows by the kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ and so is rarely far below the row's largest. A row where some logit lies so far
 2^30 is read once more, with a shift that moves.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

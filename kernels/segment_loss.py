@@ -5,8 +5,6 @@ sequence (the second: all of them), so that nothing is atomic and the result doe
 programs. All of it is [N] and [S] floats; next to a pass over the logits it takes no time.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

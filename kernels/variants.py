@@ -9,8 +9,6 @@ all on fp32 tensors, elementwise; params in the order of the registry. What the 
 formulas with their sources, is said there; here is the same with the derivatives written out.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -1,7 +1,5 @@
 """The checks of a configuration that need a room's registry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron_ibpo.config import Config, ConfigError, check_config

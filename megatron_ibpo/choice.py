@@ -6,8 +6,6 @@ Prints the choice for a shell, one word per line: recipe, nodes, trainers per no
 was chosen and how to choose otherwise goes to stderr.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

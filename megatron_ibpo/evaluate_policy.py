@@ -6,8 +6,6 @@
 The flags are those of `train`; what concerns training alone has no effect.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,8 +15,6 @@ from dataclasses import replace
 from megatron_ibpo.checks import check_evaluation
 from megatron_ibpo.config import Config, ConfigError, parse_config, path_of_user
 from megatron_ibpo.train import DONE, INTERRUPTED, lacking, refuse
-
-__all__ = ["evaluate_policy", "evaluation_config", "main"]
 
 OF_TRAINING = {"--load", "--load-debug-rollout-data", "--dry-run"}
 

@@ -1,12 +1,8 @@
 """Ctrl-C and SIGTERM: finish the step, save, stop; at once when asked again."""
 
-from __future__ import annotations
-
 import signal
 import time
 from types import FrameType
-
-__all__ = ["StopRequest"]
 
 REPEAT_AFTER_S = 2.0
 """A launcher passes a Ctrl-C on that the terminal has sent already: signals this close are one."""

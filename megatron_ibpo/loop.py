@@ -1,7 +1,5 @@
 """The loop's verbs: what one step does, each in a method that `train.py` calls by name. On the driver."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,9 +31,6 @@ from megatron_ibpo.report import (
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.sampling.rollouts import Rollouts
 from megatron_ibpo.task import Task
-
-__all__ = ["NotFiniteError", "Progress", "Run"]
-
 
 GSPO = AlgorithmConfig(
     **{name: value for name, value in PRESETS["gspo"].items() if name in AlgorithmConfig.__dataclass_fields__}

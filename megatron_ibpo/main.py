@@ -6,15 +6,11 @@
 Each command is a program of its own that this one turns into; COMMAND --help lists its flags.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["COMMANDS", "Command", "main"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 BAD_INPUT = 2

@@ -1,11 +1,7 @@
 """Megatron's remarks on every import and construction: true, many, and nothing a user can act on."""
 
-from __future__ import annotations
-
 import logging
 import warnings
-
-__all__ = ["hush_megatron"]
 
 
 def hush_megatron() -> None:

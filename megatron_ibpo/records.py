@@ -4,27 +4,11 @@ Token ids travel from end to end; text appears only where a verifier or a reader
 identity, since arrays have no single answer to `==`; tests compare the fields that they are about.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = [
-    "Correction",
-    "Flags",
-    "Floats",
-    "Group",
-    "Prompt",
-    "Sample",
-    "SampleRequest",
-    "TokenIds",
-    "TrainSequence",
-    "Weights",
-    "token_ids",
-]
 
 TokenIds = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]

@@ -1,10 +1,6 @@
 """Seeds by name: every draw of a run has its own, independent of the order in which draws are made."""
 
-from __future__ import annotations
-
 import hashlib
-
-__all__ = ["derive_seed"]
 
 
 def derive_seed(*keys: int | str) -> int:

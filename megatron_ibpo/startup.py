@@ -3,8 +3,6 @@
 Ray comes up while tokenizer and data are read, engines while the trainers build their model.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +33,6 @@ from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
-
-__all__ = ["START_ERRORS", "OpenEvaluation", "open_evaluation", "open_run"]
 
 START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
 """What `open_run` raises for input that cannot work."""

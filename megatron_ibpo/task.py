@@ -1,7 +1,5 @@
 """What a run works on: its tokenizer, its prompts, and what credit must know of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,8 +17,6 @@ from megatron_ibpo.data import (
 )
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards import answer_extractor
-
-__all__ = ["Task", "open_task"]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ This process is the driver. It starts trainers, engines and verifiers, holds pro
 has no model itself.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,8 +11,6 @@ from contextlib import ExitStack
 from megatron_ibpo.checks import check_run, check_settings
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.versions import missing
-
-__all__ = ["BAD_INPUT", "DONE", "INTERRUPTED", "lacking", "main", "refuse", "train"]
 
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 

@@ -1,9 +1,5 @@
 """Counts in words."""
 
-from __future__ import annotations
-
-__all__ = ["counted"]
-
 
 def counted(count: int, noun: str) -> str:
     """The count with its noun, singular for one: "1 rank", "2,048 prompts". The plural is a plain -s."""

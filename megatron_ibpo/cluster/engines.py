@@ -1,7 +1,5 @@
 """The engines of a run: started, fed through the Sampler, given new weights, replaced when they die."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -21,8 +19,6 @@ from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout.engine import EngineDiedError, EngineError
 from megatron_ibpo.rollout.settings import EngineSettings
 from megatron_ibpo.weights.transfer.order import Order
-
-__all__ = ["Engines", "RemoteEngine", "RemoteLink"]
 
 ALLOWED_RESTARTS = 3
 """In a run. An engine that dies again and again has a cause that starting it does not mend."""

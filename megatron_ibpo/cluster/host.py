@@ -1,7 +1,5 @@
 """The one kind of Ray actor there is: a process that builds an object of ours and runs its methods."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket
@@ -15,8 +13,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-
-__all__ = ["Host", "ProcessDiedError", "Where", "awaited", "gather", "in_bundle", "on_node", "result"]
 
 GRACE_S = 5.0
 """After the first failure of several processes: what the others have to fail too, for the better message."""

@@ -6,8 +6,6 @@ on every node, with its own rank. Node 0 starts the cluster, waits for the other
 RAY_ADDRESS set, and ends the cluster with it; the others join, and end when node 0 has ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -23,8 +21,6 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
 from megatron_ibpo.cluster.session import QUIET, ClusterError, answers, swept
-
-__all__ = ["main"]
 
 LOOK_EVERY_S = 1.0
 QUIET_S = 2.0

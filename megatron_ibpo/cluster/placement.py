@@ -1,11 +1,7 @@
 """Which process runs on which node and which GPUs: planned before anything starts, then reserved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-__all__ = ["Engines", "Node", "Placement", "PlacementError", "Slot", "plan_placement"]
 
 
 class PlacementError(ValueError):

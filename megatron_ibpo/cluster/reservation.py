@@ -1,7 +1,5 @@
 """The nodes that Ray knows, and a placement reserved on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,8 +7,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from megatron_ibpo.cluster.placement import Node, Placement, PlacementError
-
-__all__ = ["cluster_nodes", "reserved"]
 
 RESERVE_TIMEOUT_S = 30.0
 """What is free is reserved in well under a second; what others hold may stay theirs for hours."""

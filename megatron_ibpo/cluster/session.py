@@ -5,8 +5,6 @@ leaves nothing behind, however the run ends: a small process waits for the end o
 left of that Ray and removes its directory.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -17,8 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-__all__ = ["QUIET", "ClusterError", "answers", "open_ray", "swept"]
 
 SWEEP_TIMEOUT_S = 15.0
 """For the process that clears up, once Ray itself has been told to stop."""

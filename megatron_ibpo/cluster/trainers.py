@@ -1,7 +1,5 @@
 """The trainers: one process for each rank of Megatron's world."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +10,6 @@ from ray.util.placement_group import PlacementGroup
 from megatron_ibpo.cluster.host import Host, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.config import user_directory
-
-__all__ = ["Trainers"]
 
 START_TIMEOUT_S = 300.0
 """For a process to come up, before it imports anything large."""

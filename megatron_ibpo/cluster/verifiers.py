@@ -21,8 +21,6 @@ from megatron_ibpo.config import DataConfig, user_directory
 from megatron_ibpo.rewards import Outcome, Pool, WorkerError, WorkerPool, reward_function
 from megatron_ibpo.words import counted
 
-__all__ = ["NodePool", "Verifiers"]
-
 FACTORY = "megatron_ibpo.cluster.verifiers:NodePool"
 CALLS_AT_ONCE = 4
 """Of an actor: one waits for outcomes while calls come in."""

@@ -1,7 +1,5 @@
 """What cannot work, as far as that shows without a model, data or another room's registry."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable
 

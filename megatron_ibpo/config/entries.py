@@ -1,7 +1,5 @@
 """The fields of all sections by their own names, which are unique: what flags, recipes and checks go by."""
 
-from __future__ import annotations
-
 import typing
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is said of a configuration that cannot work."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ names) and of `--print-config`. Spelling follows Megatron-LM where it has the fl
 of Megatron-based RL systems type.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal

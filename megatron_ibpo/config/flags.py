@@ -5,8 +5,6 @@ recipe (dash or underscore). What wins, weakest first: the fields' defaults, `--
 given, flags. `megatron_ibpo.config.presets` says where a preset counts.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

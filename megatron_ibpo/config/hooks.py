@@ -1,7 +1,5 @@
 """What a flag names: something of ours by its name, or code of the user's own by an import path."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping

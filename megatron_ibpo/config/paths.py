@@ -6,8 +6,6 @@ from the same directory; where nothing is there, from the repository's root, so 
 repository work from anywhere.
 """
 
-from __future__ import annotations
-
 import os
 from enum import Enum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Algorithms by name, each as what it sets, and what wins where several recipes set something."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The values that a field may have; stands in the field's type: `Annotated[int, at_least(1)]`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

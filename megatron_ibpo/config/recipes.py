@@ -1,7 +1,5 @@
 """Recipes: flat YAML files whose keys are the names of flags. Read with keys and types checked; written."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,8 +1,6 @@
 """Agreement: an operator that generates nothing. A wrong response is the nearer to being right the more of
 its steps, its answer being the last, correct responses of its group have too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

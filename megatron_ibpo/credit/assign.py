@@ -1,7 +1,5 @@
 """Credit: from scored groups to training sequences (ibpo steps 3 to 11)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

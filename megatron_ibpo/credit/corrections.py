@@ -1,7 +1,5 @@
 """Compare-and-correct: the paper's operator (ibpo steps 3 to 7)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import islice

@@ -1,8 +1,6 @@
 """What a correction changes of the wrong response: U, the tokens it leaves, and the rest (ibpo step 7); and
 the rewrite test: a correction that is a new solution says nothing about the old one (ibpo step 6)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

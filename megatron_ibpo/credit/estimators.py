@@ -4,8 +4,6 @@ An estimator takes the rewards that are compared with each other, of one prompt'
 corrections, and gives each its advantage. It is a plain function, so that another one is a few lines.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Token advantages from a critic's values: generalised advantage estimation (arXiv 1506.02438, eq. 16)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Which groups are used: --group-filter, and dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from megatron_ibpo.config import AlgorithmConfig, load_hook

@@ -4,8 +4,6 @@ One step at a time is replaced by placeholders; its importance is what the polic
 drops by. Tokens are weighted by the importance of their step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

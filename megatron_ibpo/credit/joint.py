@@ -1,7 +1,5 @@
 """Corrections as samples of their own: their rewards, and what these are relative to (ibpo step 11)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_ibpo.credit.estimators import Estimator, advantages, is_degenerate

@@ -3,8 +3,6 @@
 A rate without a denominator is left out of the result; counts are always there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

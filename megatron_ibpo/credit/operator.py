@@ -8,8 +8,6 @@ soon as that group is scored, and the step is judged when all its groups are the
 can be one.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The operators by name (--ibpo-operator), and those of the user's own by import path."""
 
-from __future__ import annotations
-
 from megatron_ibpo.config import AlgorithmConfig, known_or_path, load_hook
 from megatron_ibpo.credit.agreement import Agreement
 from megatron_ibpo.credit.corrections import CompareAndCorrect

@@ -1,7 +1,5 @@
 """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from megatron_ibpo.credit.operator import CreditContext

@@ -1,7 +1,5 @@
 """Which responses a wrong response is compared with (ibpo step 3)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

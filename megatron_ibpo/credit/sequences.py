@@ -1,7 +1,5 @@
 """From advantages to what the trainer gets (ibpo step 11)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Credit for near misses: Δ of a correction, and the shaped reward r' = r + λΔ (ibpo steps 7 and 8)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_ibpo.config import AlgorithmConfig

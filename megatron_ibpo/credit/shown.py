@@ -1,7 +1,5 @@
 """Which part of a solution a correction prompt shows, and so which part is compared (ibpo step 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

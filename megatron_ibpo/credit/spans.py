@@ -1,7 +1,5 @@
 """Steps of a written solution: equations, calculations, sentences, lines."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Prompts and tokenizers: everything between files (or generated tasks) and token ids."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -6,8 +6,6 @@ Parameters are those of the task's own configuration, but for `seed` and `size`,
 --data-seed, and for our `compact=1`, which drops the spaces of an arithmetic expression.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """From a question to a prompt's token ids, and where candidate solutions go in them; prompts in order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Prompts from rows: a JSONL file, one object per line, or what a function of the user's own gives."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Iterator

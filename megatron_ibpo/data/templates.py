@@ -1,8 +1,6 @@
 """Prompts made of a prompt's token ids: the correction prompt x̃ = (x; y, references) (ibpo step 4), and the
 same question asked in several ways (prompt perturbation)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ embedding has no rows that the tokenizer cannot show: an id that a model should 
 the decoded text, where a verifier sees it, instead of vanishing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_ibpo.data.templates import candidate_heading, correction_instruction

@@ -4,8 +4,6 @@ Everything else sees token ids. Pieces of a prompt are encoded one by one and jo
 add nothing of its own: no special tokens, no leading space.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

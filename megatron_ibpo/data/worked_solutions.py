@@ -1,7 +1,5 @@
 """Written solutions of chain_sum, by a student who may drop carries: what the warm start is taught."""
 
-from __future__ import annotations
-
 import random
 
 

@@ -1,7 +1,5 @@
 """Accuracy on held-out prompts: sampled (avg@k), greedy, by vote, at best, and after correction."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,8 +12,6 @@ from megatron_ibpo.evaluate.inference import Ask, Corrector, corrected_answers
 from megatron_ibpo.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.words import counted
-
-__all__ = ["Evaluation", "evaluate"]
 
 Answer = Callable[[Sample], str | None]
 """The answer that a response comes to; None if it has none."""

@@ -1,15 +1,11 @@
 """What several samples of a prompt tell: pass@k, maj@k, best-of-k."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["best_of", "majority", "pass_at"]
 
 Outcomes = npt.NDArray[np.float64]
 """[P, n]: 1 correct, 0 wrong, NaN where the verifier failed."""

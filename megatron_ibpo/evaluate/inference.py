@@ -4,16 +4,12 @@ Nothing here looks at a reward or a label: what is shown is drawn uniformly, and
 Training's rule, which shows a wrong response beside a correct one, would tell the policy what it got wrong.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ibpo.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.seeds import derive_seed
-
-__all__ = ["Ask", "Corrector", "corrected_answers"]
 
 Ask = Callable[[list[tuple[Prompt, SampleRequest]]], list[Sample]]
 """Scored samples in the order of the requests, each a response to its prompt."""

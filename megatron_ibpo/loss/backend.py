@@ -1,7 +1,5 @@
 """Which implementation computes the loss: the Triton kernels or plain torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from dataclasses import dataclass

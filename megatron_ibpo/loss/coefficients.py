@@ -23,8 +23,6 @@ final_C enters the weight's gradient at once, open_C a second sum, and `closing`
 into the first. One second sum is enough: sequences lie end to end, so at most one is open behind a chunk.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 

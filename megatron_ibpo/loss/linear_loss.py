@@ -12,8 +12,6 @@ P = (onehot - softmax)/temperature and used at once:
 Three products of 2·N·H·V operations; recomputing the logits in the backward pass would be a fourth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

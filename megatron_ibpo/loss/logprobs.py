@@ -4,8 +4,6 @@ The one log-softmax of the project: the loss, old log-probs and reference log-pr
 plain torch below, and in Triton by `kernels/row_logprobs.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a loss minimises, as one object from the entry points down to the kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

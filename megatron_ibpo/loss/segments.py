@@ -4,8 +4,6 @@ All of it is [N] and [S] floats, so this plain torch is the definition on every 
 `kernels/segment_loss.py` do the same in three launches.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The loss over packed sequences: one entry point; behind it torch, which defines it, or Triton kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ KL penalty, aggregation, parallel layouts) is the same for all of them. Gradient
 is detached here has none. `kernels/variants.py` has the same terms for Triton, under the same names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,10 +1,6 @@
 """What trainer ranks tell the driver, which reads it without importing torch or Megatron."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
-__all__ = ["About", "Sent"]
 
 
 @dataclass(frozen=True, slots=True)

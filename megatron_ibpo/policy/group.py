@@ -3,8 +3,6 @@
 The driver's side: no torch, no model. How a call reaches the ranks is the caller's (`RankCalls`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +20,6 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
 )
 from megatron_ibpo.records import Floats, TrainSequence
-
-__all__ = ["Policy", "RankCalls"]
 
 
 class RankCalls(Protocol):

@@ -4,8 +4,6 @@ All ranks are asked the same at the same time, each with its own share of the da
 small, or this rank's own share again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +29,6 @@ from megatron_ibpo.weights.transfer.link import EngineLink
 from megatron_ibpo.weights.transfer.order import Order, TransportName
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
 from megatron_ibpo.world import World, start_world
-
-__all__ = ["TrainerRank"]
 
 
 class TrainerRank:

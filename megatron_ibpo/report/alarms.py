@@ -1,7 +1,5 @@
 """What a person should hear of while a run goes on, and what stops it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron_ibpo.words import counted

@@ -1,7 +1,5 @@
 """curves.png: how a run went, in one picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a person sees while a run goes: the table of sizes, and the progress of the steps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What an evaluation on its own shows and keeps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +14,6 @@ from megatron_ibpo.report.outcomes import outcomes_path, save_outcomes
 from megatron_ibpo.report.run_dir import SUMMARY_FILE
 from megatron_ibpo.report.run_report import measure_name
 from megatron_ibpo.report.summary import measures
-
-__all__ = ["report_evaluation"]
 
 
 def report_evaluation(

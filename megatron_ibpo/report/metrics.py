@@ -1,7 +1,5 @@
 """What a run measures, kept: metrics.jsonl, TensorBoard, Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal

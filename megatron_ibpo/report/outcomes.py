@@ -1,8 +1,6 @@
 """Which held-out problems a policy solved: kept for each evaluation, so that runs can be compared problem by
 problem."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Token ids stand alongside their text; the text is for readers and is not read ba
 reading gives the same bits; in a prompt's metadata tuples and lists stay what they were.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The one directory of a run: made, checked and described before work starts."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ in as JSON that cannot end its element, and reaches the page as text nodes only;
 with the hashes of the page's own script and style lets nothing else run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """The named sizes of a run: few, and what each means."""
 
-from __future__ import annotations
-
 from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.report.display import Size
 from megatron_ibpo.words import counted

@@ -1,7 +1,5 @@
 """summary.json: what came of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

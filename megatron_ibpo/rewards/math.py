@@ -1,7 +1,5 @@
 """Verifier of mathematical answers, through the library math-verify."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -1,7 +1,5 @@
 """Verifier of generated tasks: reasoning_gym's own scorer of the task."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

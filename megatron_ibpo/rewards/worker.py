@@ -8,8 +8,6 @@ A function is batched if it has an attribute `batched` that is true. It is given
 at once, as a list for each argument, and returns a number for each call; others are given those of one call.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

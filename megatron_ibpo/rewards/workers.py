@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Outcome", "WorkerError", "WorkerPool"]
-
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start: the imports of the reward function are in them."""
 _CLOSE_TIMEOUT = 5.0

@@ -1,7 +1,5 @@
 """Sampling by vLLM, in processes of its own."""
 
-from __future__ import annotations
-
 from megatron_ibpo.rollout.engine import Engine
 from megatron_ibpo.rollout.protocol import AsyncEngine, EngineDiedError, EngineError, EngineStartError
 

@@ -1,7 +1,5 @@
 """One vLLM engine as its owner sees it: a process to start, ask, and stop."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -24,8 +22,6 @@ from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout.process_group import end_group, shared_memory
 from megatron_ibpo.rollout.protocol import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.rollout.settings import EngineSettings
-
-__all__ = ["Engine"]
 
 LOG_LINES = 30
 CLOSE_TIMEOUT_S = 15.0

@@ -23,8 +23,6 @@ import numpy as np
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.rollout.settings import EngineSettings
 
-__all__ = ["main"]
-
 HOLD_S = 0.05
 """Between messages with finished samples, while others are still being sampled: each message costs several
 processes a millisecond or two, which a tiny model on two cores feels. Nobody waits for it, as the engine is

@@ -1,15 +1,11 @@
 """Sampling plans: from prompts to the requests of one step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.records import Prompt, SampleRequest, TokenIds
 from megatron_ibpo.seeds import derive_seed
-
-__all__ = ["group_requests"]
 
 T = TypeVar("T")
 

@@ -1,7 +1,5 @@
 """Two engines asked the same, to see whether they have the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,8 +8,6 @@ import numpy as np
 
 from megatron_ibpo.records import Floats, Sample, SampleRequest, TokenIds, token_ids
 from megatron_ibpo.weights.errors import WeightMismatchError
-
-__all__ = ["Probe", "compare_probes", "probe"]
 
 NUM_PROMPTS = 16
 PROMPT_LENGTH = 12

@@ -1,14 +1,10 @@
 """Ending a process group by force, with the shared memory that its members cannot clear any more (Linux)."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-__all__ = ["end_group", "shared_memory"]
 
 SHARED_MEMORY = "/dev/shm/"
 

@@ -1,13 +1,9 @@
 """What an engine is to those who ask it: a stream of requests in, a stream of finished samples out."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from megatron_ibpo.records import Sample, SampleRequest
-
-__all__ = ["AsyncEngine", "EngineDiedError", "EngineError", "EngineStartError"]
 
 
 class EngineError(RuntimeError):

@@ -1,7 +1,5 @@
 """What one engine is told at its start: plain data, sent to its process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +10,6 @@ from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
 from megatron_ibpo.weights.transfer.order import TransportName
-
-__all__ = ["EngineSettings", "engine_settings", "read_eos_token_ids"]
 
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 

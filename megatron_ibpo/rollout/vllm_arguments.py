@@ -4,8 +4,6 @@ The names and types are read from vLLM's source text: importing vLLM takes secon
 environment of the process that does it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Sequence
@@ -15,8 +13,6 @@ from typing import Any
 import yaml
 
 from megatron_ibpo.config import nearest
-
-__all__ = ["vllm_arguments"]
 
 OURS = {
     "model": "--hf-checkpoint",

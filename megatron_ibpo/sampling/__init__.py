@@ -1,7 +1,5 @@
 """From prompts to scored and corrected groups, as a stream; the one way of asking engines and verifiers."""
 
-from __future__ import annotations
-
 from megatron_ibpo.sampling.rollouts import LiveRollouts, RecordedRollouts, Rollouts, open_rollouts
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer

@@ -1,7 +1,5 @@
 """One step's groups: prompts → scored responses → scored corrections, each group at its own pace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +7,6 @@ from megatron_ibpo.credit import CreditContext, GroupFilter, Operator, fill_batc
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.tasks import together
-
-__all__ = ["Batch", "DrawRound", "Rules", "sample_batch"]
 
 DrawRound = Callable[[int], Sequence[tuple[Prompt, Sequence[SampleRequest]]]]
 """The prompts of round 0, 1, … of a step, each with the requests of its responses."""

@@ -1,9 +1,5 @@
 """What sampling took, for the report."""
 
-from __future__ import annotations
-
-__all__ = ["Meter"]
-
 
 class Meter:
     """Counts requests, samples and deaths. Times are the event loop's, in seconds."""

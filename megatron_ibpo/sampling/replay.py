@@ -1,11 +1,7 @@
 """Recorded samples in the place of engines."""
 
-from __future__ import annotations
-
 from megatron_ibpo.credit import CreditContext, Operator
 from megatron_ibpo.records import Group
-
-__all__ = ["replay"]
 
 
 def replay(groups: list[Group], operator: Operator, context: CreditContext) -> list[Group]:

@@ -1,7 +1,5 @@
 """Where a run's samples and rewards come from: engines and verifiers, or a recording."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +26,6 @@ from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer
 from megatron_ibpo.task import Task
-
-__all__ = ["Fleet", "LiveRollouts", "RecordedRollouts", "Rollouts", "open_rollouts"]
 
 
 class Fleet(Protocol):

@@ -16,8 +16,6 @@ from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.scoring import Score
 from megatron_ibpo.sampling.tasks import together
 
-__all__ = ["Revive", "Sampler"]
-
 TAKE_S = 1.0
 """Seconds that one look at an engine may take; between looks the Sampler sees whether it still works."""
 

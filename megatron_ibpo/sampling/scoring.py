@@ -1,13 +1,9 @@
 """Scoring samples as they come."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 from megatron_ibpo.records import Prompt, Sample
 from megatron_ibpo.rewards import Verifier
-
-__all__ = ["Score", "scorer"]
 
 Score = Callable[[Prompt, Sample], Awaitable[None]]
 """Fills in `reward`, `correct` and `reward_error` of a sample of the prompt."""

@@ -1,12 +1,8 @@
 """Several coroutines at once, where the first failure ends all."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
-
-__all__ = ["together"]
 
 T = TypeVar("T")
 

@@ -1,15 +1,11 @@
 """An engine of this process, asked from an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout import Engine
-
-__all__ = ["ThreadedEngine"]
 
 
 @dataclass(frozen=True, slots=True)

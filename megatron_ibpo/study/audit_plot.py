@@ -1,7 +1,5 @@
 """The credit audit in one picture."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

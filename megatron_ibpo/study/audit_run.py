@@ -1,7 +1,5 @@
 """The audit of a run: its policy answers, corrects, and writes on from every step of its wrong answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A study from its plan to its table: predicted, run, resumed, compared."""
 
-from __future__ import annotations
-
 import fcntl
 import statistics
 import time

@@ -6,8 +6,6 @@ as rollouts can tell. A token mask is compared with that step by step within eac
 responses.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

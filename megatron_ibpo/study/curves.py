@@ -1,7 +1,5 @@
 """Accuracy and reward over what was spent, one line per method with its band over seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

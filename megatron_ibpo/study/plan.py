@@ -3,8 +3,6 @@
 Each run gets a recipe of its own, written next to its directory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path

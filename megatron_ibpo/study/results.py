@@ -1,7 +1,5 @@
 """What came of the runs of a study: read from their directories, compared, as plain data."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

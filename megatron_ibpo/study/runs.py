@@ -1,7 +1,5 @@
 """The runs of a study as child processes: each with a time-out and an end, finished ones known again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

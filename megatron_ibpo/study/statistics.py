@@ -5,8 +5,6 @@ Every method is trained with the same seeds and tested on the same problems, so 
 so both are resampled; a problem is drawn for all seeds at once, as it is asked of all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The table of a comparison, in Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
