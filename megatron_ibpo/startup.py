@@ -70,8 +70,10 @@ def open_run(config: Config) -> Iterator[Run]:
             group = stack.enter_context(reserved(placement))
             trainers = Trainers(group, placement)
             stack.callback(trainers.close)
+            engines = _launch_engines(config, hf_dir, trainers, placement, group, stack)
             building = trainers.build(config, checkpoint)
-            engines = _start_engines(config, hf_dir, trainers, placement, group, stack)
+            if engines is not None:
+                engines.start()
             trainers.wait(building)
             if engines is not None:
                 trainers.all("open_transport", engines.settings.transport, len(placement.engines))
@@ -150,8 +152,9 @@ def open_evaluation(config: Config) -> Iterator[OpenEvaluation]:
         verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data))
         group = stack.enter_context(reserved(placement))
         nobody = Trainers(group, placement)
-        engines = _start_engines(config, hf_dir, nobody, placement, group, stack)
+        engines = _launch_engines(config, hf_dir, nobody, placement, group, stack)
         assert engines is not None  # the placement has one or more
+        engines.start()
         verifiers.wait_ready()
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
@@ -217,7 +220,7 @@ def _engines_placed(config: Config) -> Placement:
     return plan_placement(nodes, num_trainers=0, engines=wanted, on_gpu=num_gpus > 0)
 
 
-def _start_engines(
+def _launch_engines(
     config: Config,
     hf_dir: Path,
     trainers: Trainers,
@@ -225,7 +228,7 @@ def _start_engines(
     group: Any,
     stack: ExitStack,
 ) -> Engines | None:
-    """Engines on their way up, unless recorded rollouts are replayed."""
+    """Engines whose processes are on their way up, unless recorded rollouts are replayed."""
     if not placement.engines:
         return None
     rollout = config.rollout
@@ -249,7 +252,7 @@ def _start_engines(
         rollout.vllm_start_timeout,
     )
     stack.callback(engines.close)
-    engines.start()
+    engines.launch()
     return engines
 
 

@@ -114,9 +114,15 @@ class Engines:
     connected: set[int] = field(default_factory=set)
     """Engines that the trainers have met for weight updates."""
 
+    def launch(self) -> None:
+        """Start the processes that will hold the engines, without waiting."""
+        for index in range(len(self.placement.engines)):
+            self.hosts[index] = self._host(index)
+
     def start(self) -> None:
-        """Start the engines' processes and return at once."""
-        self._launch(range(len(self.placement.engines)))
+        """Start the engines in them, once the trainers' places are known, and return at once."""
+        for index in self.hosts:
+            self._build(index)
 
     def wait_ready(self) -> None:
         """Wait until every engine can be asked.
@@ -203,30 +209,28 @@ class Engines:
         self._stop(self.hosts)
         self.hosts.clear()
 
-    def _launch(self, engines: Iterable[int], hf_dir: Path | None = None) -> None:
+    def _host(self, index: int) -> Host:
         placement = self.placement
-        for index in engines:
-            partners = placement.partners[index]
-            gpus = self.trainers.gpus(partners) if placement.colocated else ()
-            environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-            count = len(gpus) or placement.engines[index].gpus
-            settings = replace(
-                self.settings, gpus=tuple(range(count)), model=str(hf_dir or self.settings.model)
-            )
-            if placement.spans_nodes(index):  # not run: it takes nodes with GPUs
-                extra = {**settings.extra_arguments, "distributed_executor_backend": "ray"}
-                settings = replace(settings, extra_arguments=extra)
-                environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-            bundle = partners[0] if placement.colocated else len(placement.trainers) + index
-            host = Host(
-                f"engine {index}",
-                in_bundle(self.group, bundle),
-                gpus=placement.engines[index].gpus,
-                threads=CALLS_AT_ONCE,
-                environment={},
-            )
-            self.hosts[index] = host
-            host.build(FACTORY, environment, settings, self.logs / f"engine_{index}.log")
+        bundle = placement.partners[index][0] if placement.colocated else len(placement.trainers) + index
+        return Host(
+            f"engine {index}",
+            in_bundle(self.group, bundle),
+            gpus=placement.engines[index].gpus,
+            threads=CALLS_AT_ONCE,
+            environment={},
+        )
+
+    def _build(self, index: int, hf_dir: Path | None = None) -> None:
+        placement = self.placement
+        gpus = self.trainers.gpus(placement.partners[index]) if placement.colocated else ()
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        count = len(gpus) or placement.engines[index].gpus
+        settings = replace(self.settings, gpus=tuple(range(count)), model=str(hf_dir or self.settings.model))
+        if placement.spans_nodes(index):  # not run: it takes nodes with GPUs
+            extra = {**settings.extra_arguments, "distributed_executor_backend": "ray"}
+            settings = replace(settings, extra_arguments=extra)
+            environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        self.hosts[index].build(FACTORY, environment, settings, self.logs / f"engine_{index}.log")
 
     def _stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""
@@ -301,7 +305,9 @@ class Engines:
     def _replace(self, engines: Sequence[int], hf_dir: Path | None = None) -> None:
         self._stop(engines)
         self.connected -= set(engines)
-        self._launch(engines, hf_dir)
+        for index in engines:
+            self.hosts[index] = self._host(index)
+            self._build(index, hf_dir)
         self._wait(engines)
 
     def _tell(self, method: str, *arguments: Any) -> None:

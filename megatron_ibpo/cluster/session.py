@@ -39,6 +39,11 @@ NO_CLUSTER = (
 )
 
 
+OTHER_TOKEN = (
+    "set RAY_AUTH_MODE and RAY_AUTH_TOKEN as that cluster was started with (RAY_AUTH_MODE=disabled without)"
+)
+
+
 class ClusterError(ValueError):
     """Ray cannot be started or joined, or it has not what the run needs."""
 
@@ -113,7 +118,8 @@ def _connect(address: str) -> None:
             raise ClusterError(
                 f"--ray-address {address}: {said}; start both from the same environment"
             ) from error
-        raise ClusterError(f"--ray-address {address}: {text.splitlines()[0]}; {NO_CLUSTER}") from error
+        advice = OTHER_TOKEN if "nauthenticated" in text else NO_CLUSTER
+        raise ClusterError(f"--ray-address {address}: {text.splitlines()[0]}; {advice}") from error
 
 
 def answers(host: str, port: int, timeout: float) -> bool:

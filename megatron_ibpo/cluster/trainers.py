@@ -13,7 +13,7 @@ from megatron_ibpo.config import user_directory
 
 START_TIMEOUT_S = 300.0
 """For a process to come up, before it imports anything large."""
-FACTORY = "megatron_ibpo.policy.rank:TrainerRank"
+FACTORY = "megatron_ibpo.policy.start:trainer_rank"
 
 
 class Trainers:

@@ -28,6 +28,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -159,14 +160,14 @@ def activate() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     compiler: Any = torch
     compiler.compile = _as_it_is
-    # All of it before anything is replaced: torch.compile's tables want torch.cuda as it was.
     literal_modules: list[Any] = [importlib.import_module(name) for name in CUDA_LITERALS]
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
 
     cuda: Any = torch.cuda
     for name, function in CUDA_FUNCTIONS.items():
-        setattr(cuda, name, function)
+        # each an object of its own: torch.compile's tables, if imported, refuse one that has two names
+        setattr(cuda, name, partial(function))
     cuda.random.get_rng_state = CUDA_FUNCTIONS["get_rng_state"]
     cuda.random.set_rng_state = CUDA_FUNCTIONS["set_rng_state"]
     cuda.Stream = NullStream

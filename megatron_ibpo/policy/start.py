@@ -1,0 +1,14 @@
+"""What a trainer's process runs first."""
+
+from typing import Any
+
+from megatron_ibpo.policy import cpu
+
+
+def trainer_rank(*arguments: Any) -> Any:
+    """A `rank.TrainerRank`. Without CUDA its stand-ins come before Megatron, which would import
+    torch.compile's machinery for nothing: two seconds."""
+    cpu.activate()
+    from megatron_ibpo.policy.rank import TrainerRank
+
+    return TrainerRank(*arguments)
