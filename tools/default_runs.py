@@ -24,7 +24,7 @@ class Arguments:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Directories of finished runs."""
     others: tuple[Path, ...] = ()
-    """Runs of the other version, in the same order."""
+    """Runs of another version, each in turn with the run at its place in `runs`; they may be fewer."""
     walls: tuple[float, ...] = ()
     """Seconds by the clock, from command to prompt, of `runs` and then of `others`."""
     save: Path | None = None
@@ -45,7 +45,7 @@ def main() -> None:
     result["mean"] = {name: statistics.mean(row[name] for row in ours) for name in ACCURACIES}
     result["spread"] = {name: [min(r[name] for r in ours), max(r[name] for r in ours)] for name in ACCURACIES}
     if others:
-        pairs = list(zip(ours, others, strict=True))
+        pairs = list(zip(ours, others, strict=False))
         compared = [name for name in ours[0] if name.startswith("seconds") and name in others[0]]
         result |= {
             "others": others,
