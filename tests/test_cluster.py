@@ -9,12 +9,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,15 +54,6 @@ def rays(directory):
     return found
 
 
-def eventually(holds, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if holds():
-            return True
-        time.sleep(0.2)
-    return False
-
-
 @pytest.fixture
 def scratch():
     """A short path: the sockets of a Ray lie in it."""
@@ -91,7 +82,7 @@ def test_a_killed_driver_leaves_nothing_of_its_ray(scratch):
     assert len(rays(scratch)) > 3
     process.kill()
     process.wait(10)
-    assert eventually(lambda: list(scratch.iterdir()) == [])
+    assert eventually(lambda: list(scratch.iterdir()) == [], seconds=20)
     assert rays(scratch) == []
 
 
@@ -159,7 +150,7 @@ def test_nodes_form_a_cluster_for_one_command_and_all_end_with_it(scratch):
     assert re.search(r"nodes 2\b", output)
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 0, output
-    assert eventually(lambda: rays(scratch) == [])
+    assert eventually(lambda: rays(scratch) == [], seconds=20)
     assert list(scratch.iterdir()) == []
 
 
@@ -182,5 +173,5 @@ def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
     assert "waiting for 1 more node" in lead.stdout.readline()
     os.killpg(lead.pid, signal.SIGTERM)
     lead.communicate(timeout=60)
-    assert eventually(lambda: rays(scratch) == [])
+    assert eventually(lambda: rays(scratch) == [], seconds=20)
     assert list(scratch.iterdir()) == []

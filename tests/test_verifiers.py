@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from concurrent.futures import Future
 
 import psutil
 import pytest
 from simulated_cluster import simulated_cluster
+from waiting import eventually
 
 from megatron_ibpo.cluster.reservation import cluster_nodes
 from megatron_ibpo.cluster.session import open_ray
@@ -65,15 +65,6 @@ def scored(verifiers, count):
     return [call.result(ANSWER_TIMEOUT_S).value for call in submitted(verifiers, count)]
 
 
-def eventually(holds, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if holds():
-            return True
-        time.sleep(0.2)
-    return False
-
-
 def test_calls_are_spread_over_all_nodes_by_load(verifiers):
     owners = [score.reward for score in Verifier(verifiers, DATA).score(asked(300))]
     shares = {owner: owners.count(owner) for owner in set(owners)}
@@ -96,7 +87,7 @@ def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifier
     owners = [call.result(ANSWER_TIMEOUT_S).value for call in calls]
     assert None not in owners
     assert verifiers.deaths == 1
-    assert eventually(lambda: len(now := set(scored(verifiers, 60))) == 3 and victim not in now)
+    assert eventually(lambda: len(now := set(scored(verifiers, 60))) == 3 and victim not in now, seconds=60)
     assert verifiers.deaths == 1
 
 
@@ -126,6 +117,8 @@ def test_what_a_lost_node_owes_is_scored_elsewhere_and_it_is_given_up(cluster, v
     calls[60].result(ANSWER_TIMEOUT_S)
     cluster.remove_node()
     assert None not in [call.result(ANSWER_TIMEOUT_S).value for call in calls]
-    assert eventually(lambda: "is not started again; the other nodes score what is left" in caplog.text)
+    assert eventually(
+        lambda: "is not started again; the other nodes score what is left" in caplog.text, seconds=60
+    )
     assert verifiers.deaths == deaths + 1
     assert len(set(scored(verifiers, 60))) == 2

@@ -15,7 +15,7 @@ but nothing of it needs a GPU: gloo serves all its collectives. `activate()` put
    the caller wants numpy.
 7. The random state that activation recomputation saves and restores: the CPU generator's.
 8. torch.compile (Megatron's `jit_fuser`): gives functions back as they are. Compiling took 27 s for a step
-   that runs in 0.1 s, and importing the compiler 1.3 s.
+   that runs in 0.1 s, and importing the compiler nearly 2 s.
 
 Call it in trainer processes only; the vLLM process must not see it. It does nothing where CUDA is
 available. `tests/test_cpu.py` pins the sites to the Megatron version, so that an upgrade is noticed.

@@ -26,8 +26,8 @@ from megatron_ibpo.rollout.settings import EngineSettings
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
 millisecond or two, and each prompt that joins makes its step a longer one: corrections that are asked
-together share it. Nobody waits meanwhile, as the engine is busy; one that comes to rest sends at once. On
-the tiny model 16 came out ahead of 1 and of 32, where groups wait for their corrections too long."""
+together share it. An engine that comes to rest sends at once, so that none idles for it. On the tiny model
+16 came out ahead of 1, and of 32, where groups wait too long for their corrections."""
 OWNER_CHECK_S = 0.5
 """Between looks at whether the owner still lives."""
 CPU_BATCHED_TOKENS = 8192
