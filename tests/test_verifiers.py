@@ -46,8 +46,9 @@ def verifiers(cluster):
         with Verifiers(own, cluster_nodes(), DATA) as opened:
             opened.wait_ready()
             yield opened
-            owners = {int(pid) for pid in scored(opened, 60)} - {os.getpid()}
-        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in owners], timeout=10)
+            pids = {int(pid) for pid in scored(opened, 60)} - {os.getpid()}
+            owners = [psutil.Process(pid) for pid in pids]
+        _, alive = psutil.wait_procs(owners, timeout=10)
         assert alive == []
 
 
