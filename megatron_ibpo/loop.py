@@ -147,6 +147,7 @@ class Run:
             return {}
         with self.stages("sync"):
             metrics = self.engines.update_weights(self.progress.step)
+            self.rollouts.advance(self.progress.step)
         if self.config.rollout.check_weight_update_equal and not self.progress.weights_checked:
             with self.stages("check weights"):
                 self._check_against_fresh_engine(self.engines)

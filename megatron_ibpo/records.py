@@ -99,6 +99,11 @@ class Sample:
         """Of the oldest weights that sampled a part of it."""
         return min(version for _, version in self.versions)
 
+    def tokens_by_version(self) -> list[tuple[int, int]]:
+        """(policy version, how many tokens it sampled) of each span."""
+        ends = [*(first for first, _ in self.versions[1:]), len(self.token_ids)]
+        return [(version, end - first) for (first, version), end in zip(self.versions, ends, strict=True)]
+
     @property
     def num_trained_tokens(self) -> int:
         """Tokens that the policy wrote: its length, wherever lengths are compared, punished or averaged."""
@@ -146,6 +151,16 @@ class Group:
     corrections: list[Correction] = field(default_factory=list)
     skipped_pairs: int = 0
     """Wrong responses whose correction prompt would not have fitted the context."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All of them: responses, then corrections."""
+        return [*self.responses, *(correction.response for correction in self.corrections)]
+
+    @property
+    def policy_version(self) -> int:
+        """Of the oldest weights that sampled a part of it."""
+        return min(sample.policy_version for sample in self.samples)
 
 
 @dataclass(slots=True, eq=False)

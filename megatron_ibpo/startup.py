@@ -201,6 +201,12 @@ def _placed(config: Config) -> Placement:
             rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus
         )
     own_gpus = 0 if rollout.colocate or engines is None else rollout.rollout_num_gpus or num_gpus // 2
+    if num_gpus and rollout.colocate and rollout.max_staleness:
+        raise ValueError(
+            f"--max-staleness {rollout.max_staleness}: engines that share the trainers' GPUs sleep while "
+            "those train, so sampling cannot run ahead; give them GPUs of their own (--no-colocate "
+            "--rollout-num-gpus N)"
+        )
     num_trainers = cluster.num_trainers or max(1, num_gpus - own_gpus)
     return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
 

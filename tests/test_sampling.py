@@ -33,7 +33,7 @@ from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
-from megatron_ibpo.sampling.groups import Batch, Rules, sample_batch
+from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -140,7 +140,7 @@ def stream(
 
     async def work() -> Batch:
         try:
-            return await sample_batch(sampler, draw_round, rules, OPERATOR, CONTEXT)
+            return await sample_batch(GroupSampler(sampler, OPERATOR, rules), draw_round, CONTEXT)
         finally:
             await sampler.settle()
 
@@ -248,7 +248,7 @@ def test_a_group_is_corrected_while_others_are_still_sampled() -> None:
     engine = SimulatedEngine(STEP, unequal)
     sampler = Sampler([engine], score, stall_timeout=100)
     rules = Rules(2, 1, any_group, any_group)
-    batch, seconds = in_virtual_time(sample_batch(sampler, draw, rules, OPERATOR, context))
+    batch, seconds = in_virtual_time(sample_batch(GroupSampler(sampler, OPERATOR, rules), draw, context))
     assert [len(group.corrections) for group in batch.groups] == [4, 4]
     first_corrections = [
         time for time, request in engine.asked[8:] if request.prompt_token_ids[0] == first.token_ids[0]
@@ -313,7 +313,7 @@ def test_an_engine_that_hangs_is_ended_and_replaced() -> None:
         return SimulatedEngine(STEP, write)
 
     batch, seconds, metrics = stream([hanging], revive=revive, stall_timeout=30.0)
-    assert hanging.end == "no sample finished within 30 seconds (--rollout-timeout)"
+    assert hanging.end == "no answer within 30 seconds (--engine-stall-timeout)"
     assert plain(batch.groups) == plain(corrected(at_once(0)))
     assert 30 < seconds < 40
     assert metrics["engine_deaths"] == 1
@@ -427,9 +427,9 @@ def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_pa
     try:
         first.wait_ready(200)
         with Sampler([ThreadedEngine(first)], score, stall_timeout=100, revive=revive) as sampler:
-            mended = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, context))
+            mended = sampler.run(sample_batch(GroupSampler(sampler, OPERATOR, ALL), prompts, context))
             metrics = sampler.take_metrics()
-            whole = sampler.run(sample_batch(sampler, prompts, ALL, OPERATOR, context))
+            whole = sampler.run(sample_batch(GroupSampler(sampler, OPERATOR, ALL), prompts, context))
         with pytest.raises(EngineDiedError):
             first.take(1.0)
     finally:

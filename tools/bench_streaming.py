@@ -37,7 +37,7 @@ from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_id
 from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
-from megatron_ibpo.sampling.groups import Rules, sample_batch
+from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.versions import machine
 
 CORRECTED = 4
@@ -140,7 +140,7 @@ CONTEXT = CreditContext(
 async def streamed(sampler: Sampler, work: Work) -> None:
     rules = Rules(len(work.prompts), 1, any_group, any_group)
     asked = list(zip(work.prompts, work.responses, strict=True))
-    await sample_batch(sampler, lambda _: asked, rules, Planned(work), CONTEXT)
+    await sample_batch(GroupSampler(sampler, Planned(work), rules), lambda _: asked, CONTEXT)
 
 
 async def two_barriers(sampler: Sampler, work: Work) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ def in_virtual_time(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
     try:
         return loop.run_until_complete(work), loop.time()
     finally:
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left))
         loop.close()
 
 
@@ -88,6 +93,8 @@ class SimulatedEngine:
         """Steps taken until this time."""
         self._running: dict[int, tuple[float, Sample]] = {}
         """By number: the step with which it ends."""
+        self._version = 0
+        self._paused = False
         self._news = asyncio.Event()
 
     async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
@@ -101,22 +108,37 @@ class SimulatedEngine:
                 logprobs=np.zeros(len(response), np.float32),
                 finish_reason="stop" if len(response) < request.max_tokens else "length",
                 temperature=request.temperature,
-                versions=((0, version),),
+                versions=((0, self._version),),
                 loss_mask=np.ones(len(response), np.bool_),
             )
             self._running[number] = (self._steps + len(response), sample)
+        self._news.set()
+
+    async def update(self, version: int, seconds: float) -> None:
+        """Take the weights of `version`, which takes so long; what runs goes on with them."""
+        self._advance()
+        self._paused = True
+        await asyncio.sleep(seconds)
+        self._advance()
+        self._paused, self._version = False, version
+        for end, sample in self._running.values():
+            written = len(sample.token_ids) - math.ceil(end - self._steps - 1e-6)
+            kept = sample.versions if written else ()
+            sample.versions = (*kept, (written, version))
         self._news.set()
 
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
             self._advance()
+            if self._hangs():
+                await asyncio.Event().wait()
             if done := [number for number, (end, _) in self._running.items() if end <= self._steps + 1e-6]:
                 return [(number, self._running.pop(number)[1]) for number in done]
             if self._at >= deadline:
                 return []
             self._news.clear()
-            due = min(deadline, self._next_end(), self.dies_at or deadline)
+            due = min(deadline, self._next_end(), self.dies_at or deadline, self.hangs_at or deadline)
             try:
                 await asyncio.wait_for(self._news.wait(), due - self._at)
             except TimeoutError:
@@ -132,7 +154,7 @@ class SimulatedEngine:
         self.end = why
 
     def _next_end(self) -> float:
-        if not self._running or self._hangs():
+        if not self._running or self._hangs() or self._paused:
             return float("inf")
         steps = min(end for end, _ in self._running.values()) - self._steps
         return self._at + steps * self.step_time(len(self._running))
@@ -148,6 +170,6 @@ class SimulatedEngine:
         if self.dies_at is not None and now >= self.dies_at:
             self.end = "it has ended"
             raise EngineDiedError(self.end)
-        if not self._hangs():
+        if not self._hangs() and not self._paused:
             self._steps += (now - self._at) / self.step_time(len(self._running))
         self._at = now

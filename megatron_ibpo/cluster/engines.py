@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +21,11 @@ from megatron_ibpo.rollout.engine import EngineDiedError, EngineError
 from megatron_ibpo.rollout.settings import EngineSettings
 from megatron_ibpo.weights.transfer.order import Order
 
-ALLOWED_RESTARTS = 3
-"""In a run. An engine that dies again and again has a cause that starting it does not mend."""
+MOST_DEATHS, WITHIN_S = 3, 60.0
+"""So many deaths of one engine within so many seconds end the run: they have a cause that starting it again
+does not mend. Starting does not count, since a large model takes minutes for it."""
+END_TIMEOUT_S = 10.0
+"""For an engine that died to be taken away in order; then its process is ended by force."""
 FACTORY = "megatron_ibpo.rollout.engine:Engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
@@ -113,6 +117,12 @@ class Engines:
     hosts: dict[int, Host] = field(default_factory=dict)
     connected: set[int] = field(default_factory=set)
     """Engines that the trainers have met for weight updates."""
+    since: dict[int, float] = field(default_factory=dict)
+    """By engine: when it began to work (time.monotonic())."""
+    deaths: dict[int, list[float]] = field(default_factory=dict)
+    """By engine: how long it had worked when it died, of its last deaths."""
+    joining: dict[int, Future[None] | None] = field(default_factory=dict)
+    """Engines that are being started again, and what tells that they have joined; None until they are up."""
 
     def launch(self) -> None:
         """Start the processes that will hold the engines, without waiting."""
@@ -131,6 +141,7 @@ class Engines:
             EngineStartError: one did not start; with the end of its log.
         """
         self._wait(self.hosts)
+        self.since = dict.fromkeys(self.hosts, time.monotonic())
 
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
@@ -167,14 +178,16 @@ class Engines:
         Raises:
             WeightPlanError: the trainers' tensors are not those that the engines load.
             WeightMismatchError: with --check-weight-update-equal, other bytes arrived than were sent.
-            EngineError: an engine died and the run's restarts are used up.
         """
         began = time.monotonic()
         self.order = replace(self.order, version=version)
-        sent, needed, dead = self._catch_up(sorted(self.hosts))
+        present = [index for index in sorted(self.hosts) if index not in self.joining]
+        sent, needed, dead = self._catch_up(present)
         self.order = replace(self.order, sleeping=False)
         if dead:
-            self._restart(dead)
+            log.warning("%s", _describe(dead))
+        self._end(dead)  # who samples finds them dead, and has them replaced
+        self.admit()
         return {
             "weight_update_seconds": time.monotonic() - began,
             "weight_update_bytes": float(sent),
@@ -182,23 +195,60 @@ class Engines:
         }
 
     async def revive(self, index: int) -> RemoteEngine:
-        """Another engine in the place of one that died, with the current weights.
+        """Another engine in the place of one that died. It starts while everything else goes on, and joins
+        when `admit` gives it the present weights.
 
         Raises:
-            EngineError: the run's restarts are used up.
+            EngineError: the same engine died several times within a minute of work.
+            EngineLostError: there is no place for it now.
         """
-        await asyncio.to_thread(self._restart, {index: "while it sampled"})
+        self.joining[index] = None
+        while True:
+            self._count_death(index)
+            self.restarts += 1
+            try:
+                await asyncio.to_thread(self._start_again, index)
+                break
+            except (EngineError, ProcessDiedError) as error:
+                log.warning("engine %d did not start: %s", index, error)
+        joined: Future[None] = Future()
+        self.joining[index] = joined
+        await asyncio.wrap_future(joined)
+        self.since[index] = time.monotonic()
         return RemoteEngine(self.hosts, index)
+
+    def admit(self) -> None:
+        """Give engines that are up again the present weights and let them join.
+
+        Only while the trainers have the weights of `version` and nothing else to do.
+        """
+        if not (ready := {index: told for index, told in self.joining.items() if told is not None}):
+            return
+        dead: Reasons = {}
+        if self.version > 0:  # else it has loaded them
+            # where engines share a group, one that died has broken it for all
+            shared = self.settings.transport == "nccl"
+            absent = self.joining.keys() - ready.keys()
+            everyone = sorted(self.hosts.keys() - absent) if shared else sorted(ready)
+            self.connected -= set(everyone)
+            _, _, dead = self._catch_up(everyone)
+        self._end(dead)
+        for index, told in ready.items():
+            del self.joining[index]
+            told.set_result(None)
 
     @contextmanager
     def fresh(self, index: int, hf_dir: Path) -> Iterator[IdleEngine]:
         """A fresh engine with the weights of `hf_dir` as version 0, in the place of one that lives; it stays,
         and gets the current weights in the end."""
-        self._replace([index], hf_dir)
+        self._stop([index])
+        self.connected.discard(index)
+        self.hosts[index] = self._host(index)
+        self._build(index, hf_dir)
+        self._wait([index])
         yield self.idle(index)
         _, _, dead = self._catch_up([index])
-        if dead:
-            raise _give_up(dead)
+        self._end(dead)
 
     def idle(self, index: int) -> IdleEngine:
         """One engine, to be asked by itself."""
@@ -281,34 +331,39 @@ class Engines:
                     reasons[index] = reason
         return reasons
 
-    def _restart(self, dead: Reasons) -> None:
-        """Start dead engines again, with the current weights.
-
-        Raises:
-            EngineError: the run has used up its restarts, or one died again over it.
+    def _count_death(self, index: int) -> None:
         """
-        if self.restarts + len(dead) > ALLOWED_RESTARTS:
-            raise _give_up(dead)
-        self.restarts += len(dead)
-        log.warning("%s\nstarting it again with the current weights", _describe(dead))
-        self._replace(sorted(dead))
-        if self.version == 0:
-            return  # it has loaded them
-        # where engines share a group, one that died has broken it for all
-        shared = self.settings.transport == "nccl"
-        everyone = sorted(self.hosts) if shared else sorted(dead)
-        self.connected -= set(everyone)
-        _, _, dead_again = self._catch_up(everyone)
-        if dead_again:
-            raise _give_up(dead_again)
+        Raises:
+            EngineError: it was one too many.
+        """
+        now = time.monotonic()
+        worked = now - self.since.pop(index, now)
+        self.deaths.setdefault(index, []).append(worked)
+        last = self.deaths[index][-MOST_DEATHS:]
+        if len(last) == MOST_DEATHS and sum(last[1:]) < WITHIN_S:
+            raise EngineError(
+                f"engine {index} died {MOST_DEATHS} times within {sum(last[1:]):.0f} seconds of work: "
+                f"starting it again does not help; see {self.logs / f'engine_{index}.log'}"
+            )
 
-    def _replace(self, engines: Sequence[int], hf_dir: Path | None = None) -> None:
-        self._stop(engines)
-        self.connected -= set(engines)
-        for index in engines:
-            self.hosts[index] = self._host(index)
-            self._build(index, hf_dir)
-        self._wait(engines)
+    def _start_again(self, index: int) -> None:
+        """A new process for a dead engine, ready to be asked."""
+        log.warning("engine %d: starting it again", index)
+        self._end([index])
+        self.connected.discard(index)
+        self.hosts[index] = self._host(index)
+        self._build(index)
+        self._wait([index])
+
+    def _end(self, engines: Iterable[int]) -> None:
+        """End engines that died or failed, so that nothing of them remains."""
+        ending = [(self.hosts[index], self.hosts[index].call("kill", "it failed")) for index in engines]
+        for host, answer in ending:
+            try:
+                result(answer, host.name, END_TIMEOUT_S)
+            except Exception as error:  # it is to go anyway
+                log.debug("ending %s: %s", host.name, error)
+            host.kill()
 
     def _tell(self, method: str, *arguments: Any) -> None:
         """Ask every engine; one that died over it is noticed when it is used next."""
@@ -321,10 +376,6 @@ class Engines:
                 result(answer, host.name, self.order.timeout + SLACK_S)
             except (EngineError, ProcessDiedError) as error:
                 log.debug("%s: %s", host.name, error)
-
-
-def _give_up(dead: Reasons) -> EngineError:
-    return EngineError(f"{_describe(dead)}\nengines are started again {ALLOWED_RESTARTS} times in a run")
 
 
 def _describe(dead: Reasons) -> str:

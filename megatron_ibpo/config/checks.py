@@ -104,6 +104,7 @@ def _contradictions(config: Config) -> list[str]:
         problems.append(
             "--rollout-num-gpus: only engines with GPUs of their own count them; add --no-colocate"
         )
+    problems += _staleness_problems(config)
     if config.model.ref_load is not None and loss.kl_coef == 0:
         problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
     schedule = config.optimizer
@@ -114,6 +115,24 @@ def _contradictions(config: Config) -> list[str]:
         )
     if run.debug_rollout_only and run.load_debug_rollout_data is not None:
         problems.append("--debug-rollout-only: cannot be combined with --load-debug-rollout-data")
+    return problems
+
+
+def _staleness_problems(config: Config) -> list[str]:
+    rollout, problems = config.rollout, []
+    over, size = rollout.over_sampling_batch_size, rollout.rollout_batch_size
+    if over is not None and over < size:
+        problems.append(f"--over-sampling-batch-size: {over} groups do not fill --rollout-batch-size {size}")
+    ahead = rollout.max_staleness > 0 or (over or 0) > size
+    if rollout.keep_order and not ahead:
+        problems.append("--keep-order: has no meaning unless --max-staleness lets sampling run ahead")
+    if ahead and rollout.check_weight_update_equal:
+        problems.append(
+            "--check-weight-update-equal: asks engines that rest, and with --max-staleness or "
+            "--over-sampling-batch-size they go on through an update; check once without these"
+        )
+    if ahead and config.run.load_debug_rollout_data is not None:
+        problems.append("--load-debug-rollout-data: recorded rollouts cannot run ahead; drop --max-staleness")
     return problems
 
 

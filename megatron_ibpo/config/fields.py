@@ -297,9 +297,23 @@ class RolloutConfig:
     """Do not compile or capture graphs. Always so on CPUs, where compiling was 20x slower."""
     vllm_start_timeout: Annotated[float, POSITIVE] = 600.0
     """Seconds an engine may take to start."""
-    rollout_timeout: Annotated[float, POSITIVE] = 3600.0
-    """Seconds in which an engine that has requests must finish one of them; one that does not is ended and
-    replaced. 3600: the longest responses of a busy engine take minutes."""
+    engine_stall_timeout: Annotated[float, POSITIVE] = 300.0
+    """Seconds in which an engine that has requests must write a token; one that does not is ended and
+    replaced. 300: the longest step, many long prompts at once, takes a minute."""
+    max_staleness: Annotated[int, at_least(0)] = 0
+    """How many steps older than the policy that is trained the weights behind a batch's oldest token may be.
+    0: sampling waits for every update (on-policy). With S ≥ 1 it runs ahead of training by up to S batches,
+    and running responses go on with new weights as these come."""
+    over_sampling_batch_size: Annotated[int | None, at_least(1)] = None
+    """Groups to have under way for a batch of --rollout-batch-size, of which the first that are complete are
+    taken. The others go on, up to --max-staleness; past that they are given up, counted, and their prompts
+    are asked again. Favours short responses (metric length_bias). None: no more than are taken."""
+    keep_order: bool = False
+    """With --max-staleness, take groups in the order in which their prompts were asked instead of the first
+    that are complete: no bias, and a batch waits for its longest response."""
+    recompute_kv_after_update: bool = True
+    """When new weights come while responses run, compute their caches anew, so that every later token is the
+    new policy's alone. Off: they go on from the old policy's cache, which saves that time."""
     update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""

@@ -83,8 +83,8 @@ class Engine:
         self._shared_memory = shared_memory(self._process.pid)
 
     def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        """Add numbered requests to those that are running, to be sampled with the weights of policy
-        `version`; `take` raises EngineError if the engine has others.
+        """Add numbered requests to those that are running, to be sampled with the weights of policy `version`
+        or later ones; `take` raises EngineError if the engine has older ones.
 
         Raises:
             EngineDiedError: the engine has ended.
@@ -101,12 +101,15 @@ class Engine:
         first at most `timeout` seconds, and returns nothing when none came.
 
         Raises:
-            EngineDiedError: the engine has ended, and all that it had finished has been taken.
-            EngineError: it refused requests and is as it was: its weights are of another version.
+            EngineDiedError: the engine has ended, and all that it had finished has been taken; or it has
+                requests and wrote nothing for `stall_timeout` seconds, and is gone now.
+            EngineError: it refused requests and is as it was: its weights are older.
         """
         samples = self._inbox.take(timeout)
         if samples is None:
             raise self._died("it has ended")
+        if not samples and self._inbox.silence() > (longest := self.settings.stall_timeout):
+            raise self._died(f"it wrote no token for {longest:g} seconds (--engine-stall-timeout)")
         return samples
 
     def abort(self, numbers: Collection[int]) -> None:
@@ -244,14 +247,23 @@ class _Inbox:
         self.owed = True
         """The engine owes an answer; the first is that it is ready."""
         self.closed = False
+        self._heard = time.monotonic()
 
     @property
     def idle(self) -> bool:
         """Nothing is being sampled or answered."""
         return not self._open and not self.owed
 
+    def silence(self) -> float:
+        """Seconds for which the engine has given no sign of work on its requests; 0 where it has none, or
+        does something else."""
+        with self._news:
+            return 0.0 if not self._open or self.owed else time.monotonic() - self._heard
+
     def expect(self, requests: Sequence[tuple[int, SampleRequest]]) -> None:
         with self._news:
+            if not self._open:
+                self._heard = time.monotonic()
             self._open.update(requests)
 
     def forget(self, numbers: Collection[int]) -> None:
@@ -261,10 +273,12 @@ class _Inbox:
             self._samples = [pair for pair in self._samples if pair[0] not in numbers]
 
     def put(self, kind: str, value: Any) -> None:
-        """A message of the engine's: "samples", "unsampled", or the answer to what it was asked."""
+        """A message of the engine's: "samples" (perhaps none, as a sign of life), "unsampled", or the answer
+        to what it was asked."""
         with self._news:
+            self._heard = time.monotonic()
             if kind == "samples":
-                self._sampled(*value)
+                self._sampled(value)
             elif kind == "unsampled":
                 numbers, self._refusal = value
                 for number in numbers:
@@ -273,8 +287,8 @@ class _Inbox:
                 self._answer, self.owed = (kind, value), False
             self._news.notify_all()
 
-    def _sampled(self, version: int, finished: Sequence[tuple[Any, ...]]) -> None:
-        for number, token_ids, logprobs, finish_reason in finished:
+    def _sampled(self, finished: Sequence[tuple[Any, ...]]) -> None:
+        for number, token_ids, logprobs, finish_reason, versions in finished:
             request = self._open.pop(number, None)
             if request is None:  # aborted after it had been sent
                 continue
@@ -284,7 +298,7 @@ class _Inbox:
                 logprobs=logprobs,
                 finish_reason=finish_reason,
                 temperature=request.temperature,
-                versions=((0, version),),
+                versions=versions,
                 loss_mask=np.ones(len(token_ids), dtype=np.bool_),
             )
             self._samples.append((number, sample))

@@ -35,6 +35,16 @@ CPU_BATCHED_TOKENS = 8192
 PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
 NO_VERSION = "none"
 """Of weights that are being replaced."""
+PROGRESS_S = 1.0
+"""Between signs of life of an engine that writes long responses and finishes none."""
+WHILE_BUSY = {
+    "init_weight_transfer",
+    "rehearse_weight_update",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+}
+"""What may come between two steps of running requests: new weights. Requests wait while they come."""
 
 
 class Refusal(Exception):
@@ -61,11 +71,13 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
     for a restart."""
     finished: list[tuple[Any, ...]] = []
     held = 0
+    said = time.monotonic()
     while True:
-        if finished and (not engine.busy or held >= HOLD_STEPS):
-            channel.send(("samples", (engine.version, finished)))
-            finished, held = [], 0
-        if engine.busy and not channel.poll(0):
+        ready = finished and (not engine.busy or held >= HOLD_STEPS)
+        if ready or (engine.busy and held and time.monotonic() - said >= PROGRESS_S):
+            channel.send(("samples", finished))
+            finished, held, said = [], 0, time.monotonic()
+        if engine.busy and not engine.paused and not channel.poll(0):
             finished += engine.step()
             held += 1
             continue
@@ -88,7 +100,7 @@ def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> tu
         if method == "abort":
             engine.abort(*arguments)
             return None
-        if engine.busy:
+        if engine.busy and method not in WHILE_BUSY:
             raise Refusal(f"{method} must wait until the engine has no requests; take or abort them first")
         return "result", getattr(engine, method)(*arguments)
     except Refusal as refusal:
@@ -112,8 +124,12 @@ def _end(scratch: Path) -> None:
 
 
 class SamplingEngine:
-    """vLLM's engine with what this project asks of it. The owner calls the public methods by name; all but
-    `submit` and `abort` only while it is not busy."""
+    """vLLM's engine with what this project asks of it. The owner calls the public methods by name; those but
+    `submit`, `abort` and `WHILE_BUSY` only while it is not busy.
+
+    New weights may come while requests run. These pause with the tokens that they have and go on with the new
+    weights; each sample says which of its tokens which version wrote.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import LLMEngine
@@ -121,8 +137,8 @@ class SamplingEngine:
         self._settings = settings
         self._llm = LLMEngine.from_engine_args(_engine_args(settings))
         self._llm.set_weight_version("0")
-        self.version = 0
-        """Of the weights that the running requests are sampled with."""
+        self.paused = False
+        """Weights are being replaced: nothing is sampled until they are whole."""
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
@@ -135,14 +151,15 @@ class SamplingEngine:
         return self._llm.has_unfinished_requests()
 
     def submit(self, version: int, requests: list[tuple[Any, ...]]) -> None:
-        """Add requests, to be sampled with the weights of `version`.
+        """Add requests, to be sampled with the weights of `version` or later ones. While weights come they
+        wait for those.
 
         Args:
             requests: (number, prompt ids, seed, max_tokens, temperature, top_p, top_k) of each.
         """
-        if (held := self._llm.get_weight_version()) != str(version):
+        held = self._llm.get_weight_version()
+        if not self.paused and (held == NO_VERSION or int(held) < version):
             raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
-        self.version = version
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
         for number, prompt, *rest in requests:
             self._llm.add_request(str(number), {"prompt_token_ids": prompt.tolist()}, self._params(*rest))
@@ -171,8 +188,8 @@ class SamplingEngine:
         self._rest_if_idle()
 
     def step(self) -> list[tuple[Any, ...]]:
-        """One token for every running request: (number, ids int32, log-probs float32, finish reason) of those
-        that end with it."""
+        """One token for every running request: (number, ids int32, log-probs float32, finish reason, version
+        spans) of those that end with it."""
         finished = [_finished(output) for output in self._llm.step() if output.finished]
         self._rest_if_idle()
         return finished
@@ -188,6 +205,7 @@ class SamplingEngine:
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
         """What each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
         afterwards until it is given some."""
+        self._pause()
         self._llm.set_weight_version(NO_VERSION)
         self._llm.collective_rpc("start_weight_update")
         self._llm.collective_rpc("update_weights", args=({"rehearse": tensors},))
@@ -196,7 +214,8 @@ class SamplingEngine:
 
     def start_weight_update(self, record_receipt: bool) -> None:
         """Get ready for new weights; with `record_receipt` keep checksums of what arrives. Until the update
-        is finished the engine refuses to sample."""
+        is finished the engine does not sample."""
+        self._pause()
         self._llm.set_weight_version(NO_VERSION)
         if record_receipt:
             self._llm.collective_rpc("record_receipt")
@@ -207,16 +226,42 @@ class SamplingEngine:
         self._llm.collective_rpc("update_weights", args=(update_info,))
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
-        """Make the received weights those of policy `version`, and forget what was computed with the old.
+        """Make the received weights those of policy `version`, forget what was computed with the old unless
+        the settings keep it for running requests, and let those go on.
 
         Returns:
             checksums by tensor name of each worker, where they were asked for.
         """
         self._llm.collective_rpc("finish_weight_update")
         self._llm.set_weight_version(str(version))
-        if not self._llm.reset_prefix_cache():
+        recompute = self._settings.recompute_kv_after_update
+        if not self._llm.reset_prefix_cache(reset_running_requests=recompute) and (
+            recompute or not self.busy
+        ):
             raise RuntimeError("vLLM could not clear its prefix cache after a weight update")
+        self._resume()
         return self._llm.collective_rpc("take_receipt")
+
+    def _pause(self) -> None:
+        """Let no step see weights that are half replaced. Requests keep what they have."""
+        if self.busy and not self.paused and not self._in_process:
+            self._tell_core("pause_scheduler", "keep", False)
+        self.paused = True
+
+    def _resume(self) -> None:
+        if not self._in_process:
+            self._tell_core("resume_scheduler")
+        self.paused = False
+
+    def _tell_core(self, method: str, *arguments: Any) -> None:
+        """Where vLLM's core has a process of its own, it steps by itself unless it is told not to."""
+        core: Any = self._llm.engine_core
+        core.call_utility(method, *arguments)
+
+    @property
+    def _in_process(self) -> bool:
+        """All of vLLM runs in this process, and steps only when it is told to."""
+        return self._settings.device == "cpu" and self._settings.tensor_parallel_size == 1
 
     def digests(self) -> list[dict[str, str]]:
         """Of each worker, digests of the weights that vLLM keeps as tensors (on CPUs most are packed)."""
@@ -231,7 +276,7 @@ class SamplingEngine:
         self._llm.wake_up([part])
 
     def close(self) -> None:
-        if self._settings.device == "cpu" and self._settings.tensor_parallel_size == 1:
+        if self._in_process:
             return  # all of vLLM is in this process and ends with it; its own way takes a second longer
         self._llm.engine_core.shutdown()
 
@@ -248,6 +293,7 @@ def _finished(output: Any) -> tuple[Any, ...]:
         np.array(completion.token_ids, dtype=np.int32),
         np.array(completion.logprobs.logprobs, dtype=np.float32),
         completion.finish_reason,
+        tuple((span.start, int(span.version)) for span in completion.weight_versions),
     )
 
 

@@ -18,12 +18,17 @@ class EngineDiedError(EngineError):
     """The engine ended or stopped answering; the message ends with the last lines of its log."""
 
 
+class EngineLostError(EngineError):
+    """The engine ended and nothing can take its place for now; the others can go on."""
+
+
 class AsyncEngine(Protocol):
     """One engine, wherever it runs. Requests have numbers that the asker chooses; samples come back under
     them in whatever order they finish."""
 
     async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        """Add requests to those that are running, to be sampled with the weights of policy `version`.
+        """Add requests to those that are running, to be sampled with the weights of policy `version`
+        or later ones.
 
         Raises:
             EngineDiedError: the engine is gone.
@@ -35,8 +40,9 @@ class AsyncEngine(Protocol):
         nothing when none came.
 
         Raises:
-            EngineDiedError: the engine is gone, and all that it had finished has been taken.
-            EngineError: it refuses the requests: its weights are of another version, or being replaced.
+            EngineDiedError: the engine is gone, and all that it had finished has been taken; or it had
+                requests and wrote nothing for too long.
+            EngineError: it refuses the requests: its weights are older.
         """
         ...
 

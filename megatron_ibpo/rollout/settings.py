@@ -40,6 +40,10 @@ class EngineSettings:
     sleep_mode: bool
     """Give the GPU's memory back between rollouts."""
     prefix_caching: bool
+    recompute_kv_after_update: bool
+    """Requests that run when new weights come are computed anew with them."""
+    stall_timeout: float
+    """Seconds in which an engine that has requests must write a token."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, as `vllm_arguments` returns them."""
 
@@ -78,6 +82,8 @@ def engine_settings(
         enforce_eager=on_cpu or rollout.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
         prefix_caching=not (on_cpu and recurrent),
+        recompute_kv_after_update=rollout.recompute_kv_after_update,
+        stall_timeout=rollout.engine_stall_timeout,
         extra_arguments=vllm_arguments(rollout.vllm_arg),
     )
 

@@ -2,14 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_ibpo.credit import CreditContext, GroupFilter, Operator, fill_batch
+from megatron_ibpo.journal import SampleKey
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.tasks import together
 
 DrawRound = Callable[[int], Sequence[tuple[Prompt, Sequence[SampleRequest]]]]
 """The prompts of round 0, 1, … of a step, each with the requests of its responses."""
+
+
+Each = Callable[[Sample], None]
+"""Told of each sample that was sampled now, when it is scored."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,31 @@ class Batch:
     """Everything that was sampled for it, in the same order: what was discarded, too."""
     metrics: dict[str, float]
     """What `fill_batch` measured."""
+    attempts: tuple[int, ...]
+    """How often each group's prompt had been asked before."""
+    dropped: tuple[tuple[int, int, str], ...] = ()
+    """(prompt index, attempt, reason) of groups that were sampled and are never trained on."""
+
+
+class Memory(Protocol):
+    """Scored samples that are kept beyond this process, and those that an earlier one kept."""
+
+    def recall(self, key: SampleKey) -> Sample | None:
+        """The sample, which then need not be asked for."""
+        ...
+
+    def keep(self, key: SampleKey, sample: Sample) -> None:
+        """Remember a scored sample."""
+        ...
 
 
 @dataclass(eq=False)
-class _Drawn:
+class Drawn:
     """A group, and where the cache of its prompt is."""
 
     group: Group
+    attempt: int
+    """How often its prompt was asked before."""
     engine: int
     usable: bool
     preferred: bool
@@ -54,9 +78,65 @@ class _Drawn:
         return self.usable and self.preferred
 
 
-async def sample_batch(
-    sampler: Sampler, draw: DrawRound, rules: Rules, operator: Operator, context: CreditContext
-) -> Batch:
+@dataclass(frozen=True, eq=False)
+class GroupSampler:
+    """Single groups: their responses, and what the operator wants sampled of them."""
+
+    sampler: Sampler
+    operator: Operator
+    rules: Rules
+    memory: Memory | None = None
+
+    async def respond(
+        self, prompt: Prompt, requests: Sequence[SampleRequest], attempt: int = 0, each: Each | None = None
+    ) -> Drawn:
+        """The scored responses to a prompt."""
+        engine = self.sampler.place(requests)
+        keys = [SampleKey(prompt.index, attempt, "response", index) for index in range(len(requests))]
+        group = Group(prompt, await self._answers(prompt, requests, keys, engine, each))
+        return Drawn(group, attempt, engine, self.rules.usable(group), self.rules.preferred(group))
+
+    async def follow_up(self, drawn: Drawn, context: CreditContext, each: Each | None = None) -> None:
+        """Have sampled what the operator wants of a group whose responses are scored."""
+        group = drawn.group
+        drawn.is_followed_up = True
+        follow_ups = self.operator.follow_ups(group, context)
+        requests = [follow_up.request for follow_up in follow_ups]
+        keys = [
+            SampleKey(group.prompt.index, drawn.attempt, "correction", index)
+            for index in range(len(requests))
+        ]
+        samples = await self._answers(group.prompt, requests, keys, drawn.engine, each)
+        self.operator.attach(group, follow_ups, samples)
+
+    async def _answers(
+        self,
+        prompt: Prompt,
+        requests: Sequence[SampleRequest],
+        keys: Sequence[SampleKey],
+        engine: int,
+        each: Each | None,
+    ) -> list[Sample]:
+        """A scored sample for every request; what is remembered is not sampled again."""
+        memory = self.memory
+        found = {} if memory is None else {i: s for i, key in enumerate(keys) if (s := memory.recall(key))}
+        missing = [index for index in range(len(requests)) if index not in found]
+
+        def scored(number: int, sample: Sample) -> None:
+            index = missing[number]
+            sample.index = index
+            found[index] = sample
+            if memory is not None:
+                memory.keep(keys[index], sample)
+            if each is not None:
+                each(sample)
+
+        if missing:
+            await self.sampler.answer(prompt, [requests[i] for i in missing], engine, scored)
+        return [found[index] for index in range(len(requests))]
+
+
+async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditContext) -> Batch:
     """The batch of one step.
 
     A response is scored as soon as it is sampled. When the last one of a group is scored, what the operator
@@ -67,27 +147,15 @@ async def sample_batch(
         ValueError: no group is usable, or a prompt leaves no room for a response.
         EngineError: an engine died and cannot be replaced.
     """
+    rules = groups.rules
 
-    async def one_group(prompt: Prompt, requests: Sequence[SampleRequest], certain: bool) -> _Drawn:
-        engine = sampler.place(requests)
-        responses = await sampler.answer(prompt, requests, near=engine)
-        for index, response in enumerate(responses):
-            response.index = index
-        group = Group(prompt, responses)
-        drawn = _Drawn(group, engine, rules.usable(group), rules.preferred(group))
+    async def one_group(prompt: Prompt, requests: Sequence[SampleRequest], certain: bool) -> Drawn:
+        drawn = await groups.respond(prompt, requests)
         if certain and drawn.is_taken:
-            await follow_up(drawn)
+            await groups.follow_up(drawn, context)
         return drawn
 
-    async def follow_up(drawn: _Drawn) -> None:
-        group = drawn.group
-        drawn.is_followed_up = True
-        follow_ups = operator.follow_ups(group, context)
-        requests = [follow_up.request for follow_up in follow_ups]
-        samples = await sampler.answer(group.prompt, requests, near=drawn.engine) if requests else []
-        operator.attach(group, follow_ups, samples)
-
-    rounds: list[list[_Drawn]] = []
+    rounds: list[list[Drawn]] = []
     found = 0
     while len(rounds) < rules.max_rounds and found < rules.wanted:
         asked = draw(len(rounds))
@@ -100,15 +168,17 @@ async def sample_batch(
         )
         found += sum(drawn.is_taken for drawn in rounds[-1])
     by_group = {drawn.group: drawn for drawn_of_round in rounds for drawn in drawn_of_round}
-    groups, metrics = fill_batch(
+    taken, metrics = fill_batch(
         lambda number: [drawn.group for drawn in rounds[number]],
         rules.wanted,
         len(rounds),
         usable=lambda group: by_group[group].usable,
         preferred=lambda group: by_group[group].preferred,
     )
-    late = [by_group[group] for group in groups if not by_group[group].is_followed_up]
-    await together(follow_up(drawn) for drawn in late)
+    late = [by_group[group] for group in taken if not by_group[group].is_followed_up]
+    await together(groups.follow_up(drawn, context) for drawn in late)
     sampled = [response for group in by_group for response in group.responses]
-    sampled += [correction.response for group in groups for correction in group.corrections]
-    return Batch(groups, sampled, metrics)
+    sampled += [correction.response for group in taken for correction in group.corrections]
+    kept = set(taken)
+    dropped = tuple((group.prompt.index, 0, "not taken") for group in by_group if group not in kept)
+    return Batch(taken, sampled, metrics, (0,) * len(taken), dropped)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,13 +16,15 @@ from megatron_ibpo.credit import (
     is_informative,
     shown,
 )
+from megatron_ibpo.data import PromptSource
 from megatron_ibpo.evaluate import Corrector, Evaluation, evaluate
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.rollout import AsyncEngine
 from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.sampling.groups import Rules, sample_batch
+from megatron_ibpo.sampling.ahead import Ahead, Pace
+from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer
@@ -41,7 +44,12 @@ class Fleet(Protocol):
         ...
 
     async def revive(self, index: int) -> AsyncEngine:
-        """A new engine in the place of one that died; EngineError where there is none."""
+        """A new engine in the place of one that died, once `admit` has let it in; EngineError where there is
+        none."""
+        ...
+
+    def admit(self) -> None:
+        """Give new engines the present weights. Called while the trainers have those and nothing to do."""
         ...
 
 
@@ -50,6 +58,10 @@ class Rollouts(Protocol):
 
     def groups(self, step: int, context: CreditContext) -> list[Group]:
         """The groups of the step after `step` completed ones: scored, and with their corrections."""
+        ...
+
+    def advance(self, version: int) -> None:
+        """The engines have the weights of policy `version` now."""
         ...
 
     def sampled(self) -> list[Sample]:
@@ -78,7 +90,7 @@ def open_rollouts(
     sampler = Sampler(
         engines.clients(),
         scorer(verifier, lambda _, sample: task.tokenizer.decode(sample.token_ids)),
-        stall_timeout=config.rollout.rollout_timeout,
+        stall_timeout=config.rollout.engine_stall_timeout,
         max_context=config.rollout.rollout_max_context_len,
         revive=engines.revive,
     )
@@ -97,6 +109,9 @@ class RecordedRollouts:
         _, groups = load_groups(rollout_path(self.directory, step + 1))
         return replay(groups, find_operator(context.algorithm), context)
 
+    def advance(self, version: int) -> None:
+        """A recording is what it is."""
+
     def sampled(self) -> list[Sample]:
         """None: a replay costs no sampling."""
         return []
@@ -110,27 +125,69 @@ class RecordedRollouts:
 
 @dataclass
 class LiveRollouts:
-    """Rollouts sampled now."""
+    """Rollouts sampled now, or ahead of training (--max-staleness, --over-sampling-batch-size)."""
 
     config: Config
     task: Task
     fleet: Fleet
     sampler: Sampler
+    _ahead: Ahead | None = None
     _sampled: list[Sample] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
 
     def groups(self, step: int, context: CreditContext) -> list[Group]:
-        """See `Rollouts`. Raises what `sample_batch` raises."""
+        """See `Rollouts`. Raises what `sample_batch` and `Ahead.batch` raise."""
         self.sampler.version = self.fleet.version
-        operator, rules = find_operator(context.algorithm), self._rules()
+        groups = GroupSampler(self.sampler, find_operator(context.algorithm), self._rules())
+        batch = self._now(step, groups, context) if self._pace is None else self._next(step, groups, context)
+        self._sampled = batch.sampled
+        self._metrics = self.sampler.take_metrics() | batch.metrics
+        return batch.groups
+
+    def advance(self, version: int) -> None:
+        self.sampler.version = version
+        if self._ahead is not None:
+            self.sampler.wait(self.sampler.start(self._ahead.advance(version)))
+
+    @property
+    def _pace(self) -> Pace | None:
+        """How far sampling runs ahead; None: each step's groups are sampled when it begins."""
+        rollout = self.config.rollout
+        over = (rollout.over_sampling_batch_size or 0) - rollout.rollout_batch_size
+        if rollout.max_staleness == 0 and over <= 0:
+            return None
+        return Pace(rollout.max_staleness, max(0, over), rollout.keep_order, self.config.run.num_rollout)
+
+    def _now(self, step: int, groups: GroupSampler, context: CreditContext) -> Batch:
+        rounds = groups.rules.max_rounds
 
         def draw(number: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
-            return self._prompts(step, step * rules.max_rounds + number)
+            batch, size = step * rounds + number, self.config.rollout.rollout_batch_size
+            return [(prompt, self._requests(prompt, step)) for prompt in self._prompts.batch(batch, size)]
 
-        batch = self.sampler.run(sample_batch(self.sampler, draw, rules, operator, context))
-        self._sampled = batch.sampled
-        self._metrics = self.sampler.take_metrics() | (batch.metrics if rules.max_rounds > 1 else {})
-        return batch.groups
+        batch = self.sampler.run(sample_batch(groups, draw, context), self.fleet.admit)
+        return batch if rounds > 1 else replace(batch, metrics={})
+
+    def _next(self, step: int, groups: GroupSampler, context: CreditContext) -> Batch:
+        pace = self._pace
+        assert pace is not None
+        if self._ahead is None:
+            # credit's questions to the policy are for the thread that trains it
+            plain = replace(context, logprobs=None, values=None)
+            self._ahead = Ahead(groups, partial(self._drawn, plain), pace, version=step)
+        batch = self.sampler.wait(self.sampler.start(self._ahead.batch()), self.fleet.admit)
+        if pace.staleness == 0:
+            self.sampler.run(self.sampler.settle())  # nothing is under way now
+        return batch
+
+    def _drawn(
+        self, context: CreditContext, ordinal: int, attempt: int
+    ) -> tuple[Prompt, Sequence[SampleRequest], CreditContext]:
+        """A prompt with its requests, and what its corrections are drawn by: as the step would have it that
+        its place in the order belongs to."""
+        prompt = self._prompts.at(ordinal)
+        step = ordinal // self.config.rollout.rollout_batch_size
+        return prompt, self._requests(prompt, step, attempt), replace(context, step=step)
 
     def sampled(self) -> list[Sample]:
         return self._sampled
@@ -145,7 +202,7 @@ class LiveRollouts:
         first: list[tuple[Prompt, Sample]] = []
 
         def ask(asked: list[tuple[Prompt, SampleRequest]]) -> list[Sample]:
-            samples = self.sampler.run(self.sampler.answers(asked))
+            samples = self._answers(asked)
             if not first:  # the plain samples come before corrections
                 first.extend(zip([prompt for prompt, _ in asked], samples, strict=True))
             return samples
@@ -166,6 +223,12 @@ class LiveRollouts:
         self.sampler.take_metrics()  # those of training are shown
         return evaluation, first
 
+    def _answers(self, asked: list[tuple[Prompt, SampleRequest]]) -> list[Sample]:
+        work = self.sampler.answers(asked)
+        if self._pace is None:
+            return self.sampler.run(work, self.fleet.admit)
+        return self.sampler.wait(self.sampler.start(work), self.fleet.admit)  # training's go on meanwhile
+
     def _rules(self) -> Rules:
         algorithm = self.config.algorithm
         chooses = algorithm.dynamic_sampling or algorithm.group_filter is not None
@@ -176,16 +239,21 @@ class LiveRollouts:
             preferred=is_informative if algorithm.dynamic_sampling else any_group,
         )
 
-    def _prompts(self, step: int, batch: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
-        """One batch of the source, each prompt with its requests."""
+    @property
+    def _prompts(self) -> PromptSource:
         assert self.task.prompts is not None  # only a replay has none
-        rollout = self.config.rollout
-        prompts = self.task.prompts.batch(batch, rollout.rollout_batch_size)
-        requests = group_requests(
-            prompts, rollout, seed=self.config.run.seed, step=step, prompt_ids=self.task.suffixes
+        return self.task.prompts
+
+    def _requests(self, prompt: Prompt, step: int, attempt: int = 0) -> list[SampleRequest]:
+        """The requests of a prompt's responses."""
+        return group_requests(
+            [prompt],
+            self.config.rollout,
+            seed=self.config.run.seed,
+            step=step,
+            attempt=attempt,
+            prompt_ids=self.task.suffixes,
         )
-        size = rollout.n_samples_per_prompt
-        return [(prompt, requests[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
 
     def _corrector(self) -> Corrector:
         vocabulary, limit = self.task.vocabulary, self.config.rollout.rollout_max_context_len

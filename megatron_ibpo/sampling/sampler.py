@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from megatron_ibpo.records import Prompt, Sample, SampleRequest
-from megatron_ibpo.rollout import AsyncEngine, EngineDiedError, EngineError
+from megatron_ibpo.rollout import AsyncEngine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.scoring import Score
 from megatron_ibpo.sampling.tasks import together
 
 TAKE_S = 1.0
-"""Seconds that one look at an engine may take; between looks the Sampler sees whether it still works."""
+"""Seconds that one look at an engine may take."""
+LOOK_S = 0.2
+"""Seconds between two times that who waits for work does something else."""
+CLOSE_TIMEOUT_S = 10.0
 
 Revive = Callable[[int], Awaitable[AsyncEngine]]
 """A new engine in the place of the one with this index, which has died; EngineError where there is none."""
@@ -51,6 +57,7 @@ class _Lane:
     """Tokens that its requests may still take, at most."""
     sending: asyncio.Task[None] | None = None
     collecting: asyncio.Task[None] | None = None
+    mending: asyncio.Task[None] | None = None
 
     def close(self, number: int) -> _Open | None:
         """The request, which its engine no longer owes; None where it did not."""
@@ -70,10 +77,13 @@ class Sampler:
     """Asks engines for samples and verifiers for rewards, for training, evaluation, studies and the audit.
 
     Samples of one prompt go to one engine, where they share the prompt's cache; prompts are spread by load.
-    What an engine leaves unfinished when it dies is asked again elsewhere, or of its successor. Every request
-    has its own seed, so that it does not matter who answers, nor when.
+    What an engine leaves unfinished when it dies is asked again elsewhere at once, or of its successor, which
+    joins when it is ready. Every request has its own seed, so that it does not matter who answers, nor when.
 
-    An engine that finishes none of its requests for `stall_timeout` seconds is ended, as one that died.
+    An engine that does not answer at all for `stall_timeout` seconds is ended, as one that died.
+
+    It works in an event loop. `run` and `start` have one in a thread of the Sampler's own, which goes on
+    whatever the caller does meanwhile; within another event loop the coroutines are used directly.
     """
 
     def __init__(
@@ -87,12 +97,13 @@ class Sampler:
     ) -> None:
         """
         Args:
-            stall_timeout: --rollout-timeout.
+            stall_timeout: --engine-stall-timeout; engines look themselves whether they write anything.
             max_context: tokens that prompt and response may have together.
-            revive: replaces an engine that died; without it, or when it raises, sampling ends with the error.
+            revive: replaces an engine that died; without it, or when it raises, sampling ends with the error,
+                except that after EngineLostError the other engines go on.
         """
         self.version = 0
-        """Of the policy whose weights the engines must have. Whoever changes those says so here."""
+        """Of the policy whose weights, or later ones, the engines must have. Whoever gives them sets it."""
         self._lanes = [_Lane(index, engine) for index, engine in enumerate(engines)]
         self._score = score
         self._stall_timeout = stall_timeout
@@ -101,22 +112,52 @@ class Sampler:
         self._numbers = itertools.count()
         self._homeless: list[_Open] = []
         """Requests that wait until an engine lives again."""
+        self._failure: Exception | None = None
+        """Why sampling has ended for good, though other engines may live: whoever asks next is told."""
         self._meter = Meter(len(engines))
-        self._runner: asyncio.Runner | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------------ for the askers
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do the work, which asks this Sampler, from a plain program: in an event loop of its own."""
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-        return self._runner.run(self._finished(work))
+    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
+        """Do the work, which asks this Sampler, and wait until it is done and no engine owes anything.
+
+        Args:
+            meanwhile: called every so often while it is waited for.
+        """
+        return self.wait(self.start(self._finished(work)), meanwhile)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        """Begin the work and go on."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, started: futures.Future[T], meanwhile: Callable[[], None] | None = None) -> T:
+        """What came of work that `start` began; given up when the wait is interrupted."""
+        try:
+            while not started.done():
+                futures.wait([started], LOOK_S)
+                if meanwhile is not None:
+                    meanwhile()
+            return started.result()
+        except BaseException:
+            started.cancel()
+            raise
 
     def close(self) -> None:
         """End the event loop; what is still asked for is given up."""
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        if self._loop is None or self._thread is None:
+            return
+        futures.wait([asyncio.run_coroutine_threadsafe(_give_up(), self._loop)], CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+        self._loop = self._thread = None
 
     def __enter__(self) -> Sampler:
         return self
@@ -143,12 +184,17 @@ class Sampler:
         return [samples[position] for position in range(len(asked))]
 
     async def answer(
-        self, prompt: Prompt, requests: Sequence[SampleRequest], near: int | None = None
+        self,
+        prompt: Prompt,
+        requests: Sequence[SampleRequest],
+        near: int | None = None,
+        each: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
         """A sample for every request, in order, each scored as soon as it is there.
 
         Args:
             near: the engine that holds what these requests begin with (`place`).
+            each: called with each one's index when it is scored.
 
         Raises:
             ValueError: a prompt is empty or leaves no room for a response.
@@ -156,9 +202,19 @@ class Sampler:
         """
         for request in requests:
             _check_prompt(request, self._max_context)
+        if self._failure is not None:
+            raise self._failure
         engine = self.place(requests, near)
         samples = [self._ask(request, engine) for request in requests]
-        return await together(self._scored(prompt, sample) for sample in samples)
+
+        async def scored(index: int, awaited: asyncio.Future[Sample]) -> Sample:
+            sample = await awaited
+            await self._score(prompt, sample)
+            if each is not None:
+                each(index, sample)
+            return sample
+
+        return await together(scored(index, sample) for index, sample in enumerate(samples))
 
     def place(self, requests: Sequence[SampleRequest], near: int | None = None) -> int:
         """The engine that has the least to do; `near` as long as that saves less than these requests take."""
@@ -170,11 +226,6 @@ class Sampler:
                 return near
         return least.index
 
-    async def _scored(self, prompt: Prompt, awaited: asyncio.Future[Sample]) -> Sample:
-        sample = await awaited
-        await self._score(prompt, sample)
-        return sample
-
     async def _finished(self, work: Coroutine[Any, Any, T]) -> T:
         """The work, and then everything settled, so that nothing is left half done while the loop rests."""
         try:
@@ -183,7 +234,7 @@ class Sampler:
             await self.settle()
 
     async def settle(self) -> None:
-        """Wait until no engine owes anything or is being replaced."""
+        """Wait until no engine owes anything. One that is being replaced joins when it is ready."""
         while tasks := [
             task
             for lane in self._lanes
@@ -203,8 +254,8 @@ class Sampler:
     def _assign(self, opened: _Open, lane: _Lane) -> None:
         if lane.state != "alive":
             self._homeless.append(opened)
-            if all(lane.state == "gone" for lane in self._lanes):
-                self._fail(EngineError("no engine is left"))
+            if self._failure is not None or all(lane.state == "gone" for lane in self._lanes):
+                self._fail(self._failure or EngineError("no engine is left"))
             return
         number = next(self._numbers)
         lane.open[number] = opened
@@ -247,47 +298,59 @@ class Sampler:
     async def _collect(self, lane: _Lane) -> None:
         """Take what this engine finishes as long as it owes anything."""
         clock = asyncio.get_running_loop().time
-        heard = clock()
         while lane.open:
             try:
-                finished = await lane.engine.take(TAKE_S)
-                if finished:
-                    heard = clock()
-                    self._meter.finished(heard)
-                elif clock() - heard >= self._stall_timeout:
-                    heard = clock()
-                    await lane.engine.kill(
-                        f"no sample finished within {self._stall_timeout:g} seconds (--rollout-timeout)"
-                    )
+                finished = await self._taken(lane.engine)
             except EngineDiedError as error:
-                await self._mend(lane, error)
-                heard = clock()
-                continue
+                self._bury(lane, error)
+                return
             except Exception as error:
                 self._fail(error)
                 return
+            if finished:
+                self._meter.finished(clock())
             for number, sample in finished:
                 opened = lane.close(number)
                 if opened is not None and not opened.sample.done():
                     opened.sample.set_result(sample)
 
-    async def _mend(self, lane: _Lane, error: EngineDiedError) -> None:
-        """Ask again what a dead engine owes, at once where another lives, and have it replaced."""
+    async def _taken(self, engine: AsyncEngine) -> list[tuple[int, Sample]]:
+        """What an engine has finished. One whose whole process stands still never says so itself."""
+        limit = self._stall_timeout
+        try:
+            async with asyncio.timeout(limit + TAKE_S):
+                return await engine.take(TAKE_S)
+        except TimeoutError:
+            why = f"no answer within {limit:g} seconds (--engine-stall-timeout)"
+        with suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(TAKE_S):
+                await engine.kill(why)
+        raise EngineDiedError(why)
+
+    def _bury(self, lane: _Lane, error: EngineDiedError) -> None:
+        """Ask again what a dead engine owes, at once where another lives, and have it replaced meanwhile."""
         log.warning("engine %d died: %s", lane.index, error)
         lane.state = "mending"
         orphans = [opened for opened in lane.clear() if not opened.sample.done()]
         self._meter.died(len(orphans))
         self._homeless += orphans
         self._house()
-        if lane.sending is not None:
-            await asyncio.wait([lane.sending])  # it must not meet the successor
+        lane.mending = asyncio.create_task(self._mend(lane, error))
+
+    async def _mend(self, lane: _Lane, error: EngineDiedError) -> None:
+        if lane.sending is not None:  # it must not meet the successor
+            lane.sending.cancel()
+            await asyncio.wait([lane.sending])
         try:
             if self._revive is None:
                 raise EngineError(f"engine {lane.index} died: {error}")
             lane.engine = await self._revive(lane.index)
         except Exception as failure:
             lane.state = "gone"
-            self._fail(failure)
+            if not isinstance(failure, EngineLostError):
+                self._failure = failure
+            if self._failure is not None or all(lane.state == "gone" for lane in self._lanes):
+                self._fail(failure)
             return
         lane.state = "alive"
         self._house()
@@ -313,6 +376,14 @@ class Sampler:
         for opened in waiting:
             if not opened.sample.done():
                 opened.sample.set_exception(error)
+
+
+async def _give_up() -> None:
+    """Cancel everything in this event loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _check_prompt(request: SampleRequest, max_context: int | None) -> None:

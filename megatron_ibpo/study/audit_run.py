@@ -31,7 +31,7 @@ from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
-from megatron_ibpo.sampling.groups import Rules, sample_batch
+from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.study.credit_audit import AuditedResponse
 
@@ -163,7 +163,7 @@ class _Asker:
         operator, context = CompareAndCorrect(), self._context(seed)
         rules = Rules(len(prompts), max_rounds=1, usable=any_group, preferred=any_group)
         with self._sampler(lambda _, sample: self.tokenizer.decode(sample.token_ids)) as sampler:
-            groups = sampler.run(sample_batch(sampler, draw, rules, operator, context)).groups
+            groups = sampler.run(sample_batch(GroupSampler(sampler, operator, rules), draw, context)).groups
         return groups, operator.judge(groups, context).phi
 
     def outcomes(
@@ -210,7 +210,7 @@ class _Asker:
         return Sampler(
             [self.engine],
             scorer(self.verifier, text),
-            stall_timeout=self.config.rollout.rollout_timeout,
+            stall_timeout=self.config.rollout.engine_stall_timeout,
             max_context=self.max_context,
         )
 

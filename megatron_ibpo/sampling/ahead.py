@@ -1,0 +1,311 @@
+"""Sampling ahead of training: groups under way for coming batches, and which of them a batch takes."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from megatron_ibpo.credit import CreditContext
+from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
+from megatron_ibpo.sampling.groups import Batch, Drawn, GroupSampler
+
+DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditContext]]
+"""(ordinal, attempt) → the prompt, the requests of its responses, and what its corrections are drawn by."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far sampling runs ahead, and what a batch takes."""
+
+    staleness: int
+    """S: steps by which the oldest weights behind a batch may be older than those that it trains."""
+    over_sampling: int = 0
+    """Groups under way beyond those that the batches within S steps take."""
+    keep_order: bool = False
+    """Take groups in the order of their prompts."""
+    last_step: int | None = None
+    """Batches after which nothing more is asked; without end when None."""
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A group under way."""
+
+    ordinal: int
+    """Position of its prompt in the source's stream."""
+    attempt: int
+    version: int
+    """Of the oldest weights that may have sampled a part of it."""
+    samples: list[Sample] = field(default_factory=list)
+    """What has been sampled for it so far."""
+    drawn: Drawn | None = None
+    """Once its responses are scored."""
+    state: Literal["flying", "ready", "spare", "refused"] = "flying"
+    """`spare`: not preferred, for a batch that finds nothing better."""
+    too_old: bool = False
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.ordinal, self.attempt
+
+
+@dataclass(eq=False)
+class _Taken:
+    """A batch whose bias is not known yet: some groups that were under way with it have not finished."""
+
+    lengths: list[int]
+    """Of the responses that it took."""
+    later: list[_Flight]
+    """Groups that were under way when it was taken."""
+
+
+class Ahead:
+    """Keeps engines busy with the groups of coming batches, within a bound on how old they may become.
+
+    While the engines have the weights of version v and batch b is the next to be taken (it trains version b),
+    at most (v + S - b + 1) batches of groups are under way: what is asked now will be trained on by step
+    v + S. A batch is taken as soon as enough groups are complete, the oldest first, and waits for those that
+    would else become too old; so without over-sampling nothing is ever given up. With it, the batch takes
+    the first that are complete, and what becomes too old is aborted, counted, and asked again.
+
+    All methods run in one event loop.
+    """
+
+    def __init__(self, groups: GroupSampler, draw: DrawPrompt, pace: Pace, *, version: int) -> None:
+        """
+        Args:
+            version: of the policy that the engines have; as many batches have been taken.
+        """
+        self._groups, self._draw, self._pace = groups, draw, pace
+        self._version = self._next = version
+        self._wanted = groups.rules.wanted
+        self._cursor = version * self._wanted
+        self._again: deque[tuple[int, int]] = deque()
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._news = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._unwanted = 0
+        """Groups since the last batch that were refused, or not preferred."""
+        self._left: list[_Flight] = []
+        """Groups that were sampled since then and will never be trained on."""
+        self._counts = {"groups_expired": 0, "groups_refused": 0, "tokens_discarded": 0}
+        self._untold: list[_Taken] = []
+        self._length_bias: float | None = None
+
+    def resume(self, cursor: int, under_way: Sequence[tuple[int, int, int]]) -> None:
+        """Go on where an earlier process was.
+
+        Args:
+            cursor: position of the first prompt that was never asked.
+            under_way: (ordinal, attempt, version) of the groups that were and are in no batch yet.
+        """
+        self._cursor = cursor
+        for ordinal, attempt, version in under_way:
+            self._ask(ordinal, attempt, version)
+
+    async def advance(self, version: int) -> None:
+        """The engines have the weights of `version` now."""
+        self._version = version
+        self._fill()
+
+    async def batch(self) -> Batch:
+        """The next batch, when it is complete.
+
+        Raises:
+            ValueError: no group is usable, or a prompt leaves no room for a response.
+            EngineError: sampling has ended for good.
+        """
+        self._fill()
+        while True:
+            self._news.clear()
+            if self._failure is not None:
+                raise self._failure
+            await self._fill_up_with_spares()
+            if (chosen := self._choose()) is not None:
+                return self._take(chosen)
+            await self._news.wait()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def gauges(self) -> dict[str, float]:
+        """What is under way now."""
+        states = [flight.state for flight in self._flights.values()]
+        return {
+            "groups_in_flight": float(states.count("flying")),
+            "groups_buffered": float(states.count("ready") + states.count("spare")),
+        }
+
+    # ---------------------------------------------------------------------------------------- what is asked
+
+    @property
+    def _room(self) -> int:
+        """Groups that may be under way."""
+        ahead = self._version + self._pace.staleness + 1
+        if self._pace.last_step is not None:
+            ahead = min(ahead, self._pace.last_step)
+        batches = ahead - self._next
+        return batches * self._wanted + self._pace.over_sampling if batches > 0 else 0
+
+    @property
+    def _exhausted(self) -> bool:
+        """So many groups were unwanted that the batch has to do with what there is."""
+        return self._unwanted >= self._groups.rules.max_rounds * self._wanted
+
+    def _fill(self) -> None:
+        if self._exhausted:
+            return
+        outstanding = sum(flight.state in ("flying", "ready") for flight in self._flights.values())
+        for _ in range(self._room - outstanding):
+            if self._again:
+                ordinal, attempt = self._again.popleft()
+            else:
+                ordinal, attempt = self._cursor, 0
+                self._cursor += 1
+            self._ask(ordinal, attempt, self._version)
+
+    def _ask(self, ordinal: int, attempt: int, version: int) -> None:
+        flight = _Flight(ordinal, attempt, version)
+        self._flights[flight.key] = flight
+        flight.task = asyncio.create_task(self._fly(flight))
+
+    async def _fly(self, flight: _Flight) -> None:
+        try:
+            prompt, requests, context = self._draw(flight.ordinal, flight.attempt)
+            drawn = await self._groups.respond(prompt, requests, flight.attempt, flight.samples.append)
+            flight.drawn = drawn
+            flight.version = drawn.group.policy_version
+            if drawn.is_taken:
+                await self._groups.follow_up(drawn, context, flight.samples.append)
+                flight.state = "ready"
+            else:
+                flight.state = "spare" if drawn.usable else "refused"
+                self._unwanted += 1
+                self._fill()
+        except Exception as error:
+            self._failure = error
+        self._news.set()
+
+    # ---------------------------------------------------------------------------------------- what is taken
+
+    def _choose(self) -> list[_Flight] | None:
+        """The groups of the next batch; None while it has to wait."""
+        ready = [flight for flight in self._flights.values() if flight.state == "ready"]
+        if self._exhausted and not any(flight.state == "flying" for flight in self._flights.values()):
+            return ready[: self._wanted]  # perhaps fewer than a batch has
+        if self._pace.keep_order:
+            ready.sort(key=lambda flight: flight.key)
+            waiting = [flight.key for flight in self._flights.values() if flight.state == "flying"]
+            first_missing = min(waiting, default=None)
+            chosen = [f for f in ready if first_missing is None or f.key < first_missing][: self._wanted]
+            return chosen if len(chosen) == self._wanted else None
+        ready.sort(key=lambda flight: (flight.version, flight.key))
+        chosen = ready[: self._wanted]
+        if len(chosen) < self._wanted or not (self._pace.over_sampling or self._leaves_time(chosen)):
+            return None
+        return chosen
+
+    def _leaves_time(self, chosen: Sequence[_Flight]) -> bool:
+        """The batches to come can take every other group before it is too old."""
+        outstanding = [f for f in self._flights.values() if f.state in ("flying", "ready")]
+        for steps in range(self._pace.staleness + 1):
+            oldest = self._next + steps - self._pace.staleness
+            due = sum(f.version <= oldest for f in outstanding) - sum(f.version <= oldest for f in chosen)
+            if due > steps * self._wanted:
+                return False
+        return True
+
+    async def _fill_up_with_spares(self) -> None:
+        """Where nothing better is to be had, groups that are not preferred serve."""
+        states = [flight.state for flight in self._flights.values()]
+        if not self._exhausted or "flying" in states:
+            return
+        spares = [flight for flight in self._flights.values() if flight.state == "spare"]
+        for flight in spares[: max(0, self._wanted - states.count("ready"))]:
+            assert flight.drawn is not None
+            context = self._draw(flight.ordinal, flight.attempt)[2]
+            await self._groups.follow_up(flight.drawn, context, flight.samples.append)
+            flight.state = "ready"
+        if not any(flight.state == "ready" for flight in self._flights.values()):
+            raise ValueError(
+                f"--group-filter refused all {self._unwanted} groups that were sampled for a batch; let it "
+                "accept more, or raise --dynamic-sampling-rounds"
+            )
+
+    def _take(self, chosen: list[_Flight]) -> Batch:
+        for flight in chosen:
+            del self._flights[flight.key]
+        later = [f for f in self._flights.values() if f.state in ("flying", "ready")]
+        groups = [flight.drawn.group for flight in chosen if flight.drawn is not None]
+        lengths = [len(response.token_ids) for group in groups for response in group.responses]
+        self._untold.append(_Taken(lengths, later))
+        self._next += 1
+        self._expire()
+        dropped = [(*flight.key, "expired" if flight.too_old else "not taken") for flight in self._left]
+        metrics = self._metrics(groups)
+        sampled = [sample for flight in [*chosen, *self._left] for sample in flight.samples]
+        in_order = sorted(zip(chosen, groups, strict=True), key=lambda pair: pair[0].key)
+        self._left = []
+        self._fill()
+        return Batch(
+            [group for _, group in in_order],
+            sampled,
+            metrics,
+            tuple(flight.attempt for flight, _ in in_order),
+            tuple(dropped),
+        )
+
+    def _expire(self) -> None:
+        """Give up what the next batch could not take any more, and what this one did not want."""
+        too_old = self._next - self._pace.staleness
+        for flight in list(self._flights.values()):
+            refused = flight.state in ("refused", "spare")
+            flight.too_old = flight.version < too_old and not refused
+            if not flight.too_old and not refused:
+                continue
+            del self._flights[flight.key]
+            self._left.append(flight)
+            if flight.task is not None:
+                flight.task.cancel()
+            self._counts["groups_refused" if refused else "groups_expired"] += 1
+            self._counts["tokens_discarded"] += sum(len(sample.token_ids) for sample in flight.samples)
+            if not refused:
+                self._again.append((flight.ordinal, flight.attempt + 1))
+        self._unwanted = 0
+
+    def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        step = self._next - 1
+        samples = [sample for group in groups for sample in group.samples]
+        ages = [
+            (step - version, count) for sample in samples for version, count in sample.tokens_by_version()
+        ]
+        metrics = {
+            "staleness_max": float(max(age for age, _ in ages)),
+            "staleness_mean": sum(age * count for age, count in ages) / sum(count for _, count in ages),
+            "partial_rollouts": float(sum(len(sample.versions) > 1 for sample in samples)),
+            "groups_missing": float(self._wanted - len(groups)),
+            **{name: float(count) for name, count in self._counts.items()},
+            **self.gauges(),
+        }
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._tell_bias()
+        if self._length_bias is not None:
+            metrics["length_bias"] = self._length_bias
+        return metrics
+
+    def _tell_bias(self) -> None:
+        """Of the last batch of which it is known: everything that was under way with it has ended."""
+        under_way = {flight for flight in self._flights.values() if flight.state == "flying"}
+        while self._untold and under_way.isdisjoint(self._untold[0].later):
+            taken = self._untold.pop(0)
+            later = [len(r.token_ids) for f in taken.later if f.drawn for r in f.drawn.group.responses]
+            everything = [*taken.lengths, *later]
+            self._length_bias = float(np.mean(taken.lengths) / np.mean(everything))
