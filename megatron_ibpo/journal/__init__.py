@@ -1,12 +1,16 @@
-"""Stub until merged."""
+"""Scored samples and closed batches on disk before they are trained on: no death costs a sample."""
 
-from dataclasses import dataclass
-from typing import Literal
+from megatron_ibpo.journal.entries import ClosedBatch, ClosedGroup, DroppedGroup, JournalError, SampleKey
+from megatron_ibpo.journal.reading import Recovered, read_journal
+from megatron_ibpo.journal.writer import Journal
 
-
-@dataclass(frozen=True, slots=True)
-class SampleKey:
-    prompt_index: int
-    attempt: int
-    kind: Literal["response", "correction"]
-    index: int
+__all__ = [
+    "ClosedBatch",
+    "ClosedGroup",
+    "DroppedGroup",
+    "Journal",
+    "JournalError",
+    "Recovered",
+    "SampleKey",
+    "read_journal",
+]

@@ -1,0 +1,224 @@
+"""What stands in the journal, and its bytes: msgpack, arrays as they lie in memory."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ibpo.records import Sample
+
+FORMAT = 1
+GroupId = tuple[int, int]
+"""(prompt index, attempt)."""
+
+
+class JournalError(ValueError):
+    """A journal that cannot be used; the text says where it is and what to do."""
+
+
+class MalformedEntryError(ValueError):
+    """Bytes that are whole but are no entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Which sample of a run: no two have the same."""
+
+    prompt_index: int
+    """`Prompt.index`."""
+    attempt: int
+    """0, 1, …: how often the prompt had been asked before."""
+    kind: Literal["response", "correction"]
+    index: int
+    """Its index among the responses, or the corrections, of its group (`Sample.index`)."""
+
+    @property
+    def group(self) -> GroupId:
+        return self.prompt_index, self.attempt
+
+
+class ClosedGroup(NamedTuple):
+    """A group that a batch trains on. Its samples have the indices 0, 1, … of either kind."""
+
+    prompt_index: int
+    attempt: int
+    responses: int
+    """How many."""
+    corrections: int
+    """How many."""
+    skipped_pairs: int
+    """`Group.skipped_pairs`."""
+
+    @property
+    def id(self) -> GroupId:
+        return self.prompt_index, self.attempt
+
+    def sample_keys(self) -> list[SampleKey]:
+        """Of all its samples."""
+        of = self.prompt_index, self.attempt
+        return [SampleKey(*of, "response", index) for index in range(self.responses)] + [
+            SampleKey(*of, "correction", index) for index in range(self.corrections)
+        ]
+
+
+class DroppedGroup(NamedTuple):
+    """A group that was sampled, perhaps in part, and that no batch will ever train on."""
+
+    prompt_index: int
+    attempt: int
+    reason: str
+
+    @property
+    def id(self) -> GroupId:
+        return self.prompt_index, self.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedBatch:
+    """What a step trains on, and what was given up since the batch before it was closed."""
+
+    step: int
+    """Steps that the run has completed once it has trained on this batch: the first batch has 1."""
+    groups: tuple[ClosedGroup, ...]
+    """In the order in which they are credited."""
+    dropped: tuple[DroppedGroup, ...] = ()
+
+    @property
+    def settled(self) -> list[GroupId]:
+        """The groups that are open no more."""
+        return [group.id for group in self.groups] + [group.id for group in self.dropped]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first entry of every segment."""
+
+    settings: str
+    """Of the run that writes it."""
+    saved: int
+    """The step of the checkpoint that was whole on disk at this time."""
+    needed_from: int
+    """The first segment that a run needs which goes on from that checkpoint, or from one of a later step."""
+    rewound: int | None = None
+    """Batches of later steps than this, and samples of groups then open, count no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One scored sample."""
+
+    key: SampleKey
+    sample: Sample
+
+
+Entry = Begin | Sampled | ClosedBatch
+
+_TOKENS, _FLOATS, _FLAGS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
+
+
+def encode(entry: Entry) -> bytes:
+    """The bytes of an entry.
+
+    Raises:
+        TypeError: an array of a sample has another dtype than `Sample` says, and would come back changed.
+    """
+    match entry:
+        case Begin():
+            fields = ["begin", FORMAT, entry.settings, entry.saved, entry.needed_from, entry.rewound]
+        case Sampled():
+            fields = ["sample", *_key_fields(entry.key), *_sample_fields(entry.sample)]
+        case ClosedBatch():
+            fields = ["closed", entry.step, entry.groups, entry.dropped]
+    # what a verifier says of an error may hold halves of surrogate pairs, which UTF-8 proper refuses
+    return msgpack.packb(fields, unicode_errors="surrogatepass")
+
+
+def decode(payload: bytes) -> Entry:
+    """The entry that `encode` made these bytes of; the arrays are new and may be written to.
+
+    Raises:
+        MalformedEntryError: they are those of no entry.
+        JournalError: another version of this program wrote them.
+    """
+    try:
+        kind, *fields = msgpack.unpackb(payload, unicode_errors="surrogatepass")
+        match kind:
+            case "begin":
+                return _begin(*fields)
+            case "sample":
+                return Sampled(SampleKey(*fields[:4]), _sample(*fields[4:]))
+            case "closed":
+                return _closed(*fields)
+    except JournalError:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedEntryError(f"no entry of a journal: {error}") from error
+    raise MalformedEntryError(f"no entry of a journal: it is called {kind!r}")
+
+
+def _begin(version: int, *fields: Any) -> Begin:
+    if version != FORMAT:
+        raise JournalError(f"it has format {version}, and this version reads format {FORMAT}")
+    return Begin(*fields)
+
+
+def _closed(step: int, groups: list[list[Any]], dropped: list[list[Any]]) -> ClosedBatch:
+    return ClosedBatch(
+        step, tuple(ClosedGroup(*group) for group in groups), tuple(DroppedGroup(*group) for group in dropped)
+    )
+
+
+def _key_fields(key: SampleKey) -> list[Any]:
+    return [key.prompt_index, key.attempt, key.kind, key.index]
+
+
+def _sample_fields(sample: Sample) -> list[Any]:
+    return [
+        _bytes(sample.prompt_token_ids, _TOKENS),
+        _bytes(sample.token_ids, _TOKENS),
+        _bytes(sample.logprobs, _FLOATS),
+        _bytes(sample.loss_mask, _FLAGS),
+        sample.finish_reason,
+        float(sample.temperature),
+        [(int(first), int(version)) for first, version in sample.versions],
+        sample.index,
+        None if sample.reward is None else float(sample.reward),
+        bool(sample.correct),
+        sample.reward_error,
+    ]
+
+
+def _sample(
+    prompt_token_ids: bytes,
+    token_ids: bytes,
+    logprobs: bytes,
+    loss_mask: bytes,
+    finish_reason: Literal["stop", "length"],
+    temperature: float,
+    versions: list[list[int]],
+    index: int,
+    reward: float | None,
+    correct: bool,
+    reward_error: str | None,
+) -> Sample:
+    return Sample(
+        prompt_token_ids=np.frombuffer(prompt_token_ids, _TOKENS).copy(),
+        token_ids=np.frombuffer(token_ids, _TOKENS).copy(),
+        logprobs=np.frombuffer(logprobs, _FLOATS).copy(),
+        finish_reason=finish_reason,
+        temperature=temperature,
+        versions=tuple((first, version) for first, version in versions),
+        loss_mask=np.frombuffer(loss_mask, _FLAGS).copy(),
+        index=index,
+        reward=reward,
+        correct=correct,
+        reward_error=reward_error,
+    )
+
+
+def _bytes(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    if array.dtype != dtype or array.ndim != 1:
+        raise TypeError(f"a sample's array is {array.dtype} of shape {array.shape}, not {dtype} of one axis")
+    return array.tobytes()

@@ -1,0 +1,84 @@
+"""Which segments of a journal a recovery needs, and what may be written next."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_ibpo.journal.entries import Begin, ClosedBatch, Entry, GroupId, Sampled, SampleKey
+from megatron_ibpo.journal.reading import settle
+
+
+@dataclass
+class Index:
+    """Where everything stands that a run may need which goes on from the checkpoint of step `saved`."""
+
+    saved: int
+    last_step: int
+    """Of the last batch that the journal knows to be closed."""
+    _open: dict[GroupId, dict[SampleKey, int]] = field(default_factory=dict)
+    """The segment of every sample that no batch has taken or dropped."""
+    _batches: dict[int, int] = field(default_factory=dict)
+    """Step → the first segment that its replay needs, of the batches after the saved step."""
+    _settled: dict[GroupId, int] = field(default_factory=dict)
+    """The steps of the groups that these batches took or dropped."""
+
+    def needed_from(self, present: int, rewound: int | None = None) -> int:
+        """The first segment that a recovery needs; `present` where it needs nothing that was written before.
+
+        Args:
+            rewound: as if the journal had been rewound to this step.
+        """
+        if rewound is not None:
+            return min([present, *(segment for step, segment in self._batches.items() if step <= rewound)])
+        samples = (segment for group in self._open.values() for segment in group.values())
+        return min([present, *samples, *self._batches.values()])
+
+    def take(self, segment: int, entry: Entry) -> None:
+        """Note an entry that stands in this segment."""
+        match entry:
+            case Sampled(key):
+                self._open.setdefault(key.group, {})[key] = segment
+            case ClosedBatch(step):
+                samples = settle(self._open, entry)
+                self.last_step = step
+                if step > self.saved:
+                    self._batches[step] = min([segment, *samples.values()])
+                    self._settled |= dict.fromkeys(entry.settled, step)
+            case Begin(saved=saved, rewound=None):
+                self.last_step = max(self.last_step, saved)
+            case Begin(rewound=int(step)):
+                self._open.clear()
+                self._forget(lambda own: own > step)
+                self.last_step = step
+
+    def save(self, step: int) -> None:
+        """The checkpoint of this step is whole: nothing of it or before needs to be replayed."""
+        self.saved = step
+        self._forget(lambda own: own <= step)
+
+    def check_sample(self, key: SampleKey) -> None:
+        """Raises ValueError for a sample that the journal has, or whose group is settled."""
+        if key in self._open.get(key.group, {}):
+            raise ValueError(f"{key} is in the journal already")
+        if (step := self._settled.get(key.group)) is not None:
+            raise ValueError(f"{key}: the batch of step {step} has closed or dropped its group")
+
+    def check_batch(self, batch: ClosedBatch) -> None:
+        """Raises ValueError for a batch out of turn, or one that does not name all samples of its groups."""
+        if batch.step != self.last_step + 1:
+            raise ValueError(
+                f"a batch of step {batch.step} cannot follow step {self.last_step}; a run that does not go "
+                "on from the last batch of its journal has to rewind it"
+            )
+        for group in batch.groups:
+            named, known = set(group.sample_keys()), set(self._open.get(group.id, {}))
+            if named != known:
+                raise ValueError(
+                    f"the batch of step {batch.step} names other samples of prompt {group.prompt_index} "
+                    f"(attempt {group.attempt}) than the journal has: {len(named - known)} are missing, "
+                    f"{len(known - named)} too many"
+                )
+
+    def _forget(self, chosen: Callable[[int], bool]) -> None:
+        """Forget the batches of the chosen steps."""
+        self._batches = {own: segment for own, segment in self._batches.items() if not chosen(own)}
+        self._settled = {group: own for group, own in self._settled.items() if not chosen(own)}

@@ -1,0 +1,554 @@
+"""The journal: what it said is on disk comes back bit for bit, whatever dies and whatever is damaged."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ibpo.journal import (
+    ClosedBatch,
+    ClosedGroup,
+    DroppedGroup,
+    Journal,
+    JournalError,
+    SampleKey,
+    read_journal,
+    writer,
+)
+from megatron_ibpo.journal.entries import Sampled, decode, encode
+from megatron_ibpo.records import Sample
+
+KEEP = 1024**3
+PLENTY = 10**6
+
+
+def make_sample(mark: int, tokens: int = 3) -> Sample:
+    """A sample that no other mark has."""
+    return Sample(
+        prompt_token_ids=np.array([mark, 1], np.int32),
+        token_ids=np.arange(mark, mark + tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.25, np.float32),
+        finish_reason="stop",
+        temperature=1.0,
+        versions=((0, mark),),
+        loss_mask=np.ones(tokens, bool),
+        reward=float(mark),
+    )
+
+
+def bits(sample: Sample) -> list[object]:
+    """What two samples must share to be the same to the last bit."""
+    values = [getattr(sample, one.name) for one in fields(Sample)]
+    return [exactly(value) for value in values]
+
+
+def exactly(value: object) -> object:
+    match value:
+        case np.ndarray():
+            return value.dtype.str, value.shape, value.tobytes()
+        case float():  # NaNs, too
+            return "float", struct.pack("<d", value)
+    return repr(value)
+
+
+def same(found: dict[SampleKey, Sample], wanted: dict[SampleKey, Sample]) -> bool:
+    return {k: bits(v) for k, v in found.items()} == {k: bits(v) for k, v in wanted.items()}
+
+
+def response(prompt: int, index: int = 0, attempt: int = 0) -> SampleKey:
+    return SampleKey(prompt, attempt, "response", index)
+
+
+def group(prompt: int, responses: int = 1, corrections: int = 0, attempt: int = 0) -> ClosedGroup:
+    return ClosedGroup(prompt, attempt, responses, corrections, 0)
+
+
+def append(journal: Journal, *keys: SampleKey) -> dict[SampleKey, Sample]:
+    samples = {key: make_sample(100 * key.prompt_index + key.index) for key in keys}
+    for key, sample in samples.items():
+        journal.sampled(key, sample)
+    return samples
+
+
+def segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.journal"))
+
+
+@pytest.fixture
+def three_steps(tmp_path: Path) -> tuple[Path, dict[SampleKey, Sample]]:
+    """A journal with the batches of steps 1 to 3, one prompt each, and an open group; nothing is saved."""
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        samples = {}
+        for step in (1, 2, 3):
+            samples |= append(journal, response(step, 0), response(step, 1))
+            journal.closed(ClosedBatch(step, (group(step, 2),)))
+        samples |= append(journal, response(4))
+    return tmp_path, samples
+
+
+# ------------------------------------------------------------------------------------------------ round trip
+
+floats32 = st.integers(0, 2**32 - 1)
+"""As bits: every infinity and every NaN is among them."""
+int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def any_sample(draw: st.DrawFn) -> Sample:
+    tokens = draw(st.lists(st.tuples(st.integers(-(2**31), 2**31 - 1), floats32, st.booleans()), max_size=9))
+    return Sample(
+        prompt_token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), np.int32),
+        token_ids=np.array([token for token, _, _ in tokens], np.int32),
+        logprobs=np.array([bits for _, bits, _ in tokens], np.uint32).view(np.float32),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        temperature=draw(st.floats()),
+        versions=tuple(draw(st.lists(st.tuples(int64, int64), max_size=3))),
+        loss_mask=np.array([mask for _, _, mask in tokens], bool),
+        index=draw(int64),
+        reward=draw(st.none() | st.floats()),
+        correct=draw(st.booleans()),
+        reward_error=draw(st.none() | st.text(st.characters() | st.characters(categories=["Cs"]))),
+    )
+
+
+@given(any_sample())
+def test_a_sample_comes_back_bit_for_bit(sample):
+    key = SampleKey(2**40, 3, "correction", 7)
+    back = decode(encode(Sampled(key, sample)))
+    assert back.key == key
+    assert bits(back.sample) == bits(sample)
+
+
+def test_what_comes_back_may_be_written_to(three_steps):
+    directory, _ = three_steps
+    found = read_journal(directory, 0).samples[response(1)]
+    found.token_ids[0] = 5
+    found.logprobs[0] = 0.0
+    found.loss_mask[0] = False
+
+
+def test_an_array_that_would_come_back_changed_is_refused(tmp_path):
+    wide = make_sample(1)
+    wide.logprobs = wide.logprobs.astype(np.float64)
+    with Journal(tmp_path, KEEP, "", 0) as journal, pytest.raises(TypeError, match="float64"):
+        journal.sampled(response(1), wide)
+
+
+def test_batches_come_back_in_order_with_all_that_they_say(tmp_path):
+    first = ClosedBatch(1, (ClosedGroup(5, 1, 2, 1, 3), ClosedGroup(4, 0, 1, 0, 0)))
+    second = ClosedBatch(
+        2, (), (DroppedGroup(6, 0, "all responses agree \udc80"), DroppedGroup(9, 0, "never came"))
+    )
+    keys = [response(5, 0, 1), response(5, 1, 1), SampleKey(5, 1, "correction", 0), response(4)]
+    with Journal(tmp_path, KEEP, "a: 1\nb: \udc80", 0) as journal:
+        samples = append(journal, *keys)
+        journal.closed(first)
+        append(journal, response(6))
+        journal.closed(second)
+    recovered = read_journal(tmp_path, 0)
+    assert recovered.batches == (first, second)
+    assert same(recovered.samples, samples)  # and not the dropped one
+    assert (recovered.settings, recovered.last_step, recovered.is_whole) == ("a: 1\nb: \udc80", 2, True)
+    assert recovered.notes == ()
+
+
+def test_where_nothing_was_written_there_is_nothing_to_recover(tmp_path):
+    recovered = read_journal(tmp_path / "journal", 12)
+    assert (recovered.batches, recovered.samples, recovered.settings) == ((), {}, None)
+    assert (recovered.last_step, recovered.is_whole, recovered.notes) == (12, True, ())
+
+
+# --------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+def test_a_run_replays_the_batches_after_its_checkpoint_and_finds_what_is_open(three_steps, step):
+    directory, samples = three_steps
+    recovered = read_journal(directory, step)
+    assert [batch.step for batch in recovered.batches] == list(range(step + 1, 4))
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index > step})
+    assert recovered.is_whole
+
+
+def test_a_resumed_run_appends_to_what_there_is(three_steps):
+    directory, samples = three_steps
+    with Journal(directory, KEEP, "settings", 1) as journal:
+        samples |= append(journal, response(4, 1))
+        journal.closed(ClosedBatch(4, (group(4, 2),)))
+    recovered = read_journal(directory, 1)
+    assert [batch.step for batch in recovered.batches] == [2, 3, 4]
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index > 1})
+
+
+def test_after_a_rewind_later_batches_and_open_groups_count_no_more(three_steps):
+    directory, samples = three_steps
+    with Journal(directory, KEEP, "other settings", 1) as journal:
+        journal.rewound(1)
+        again = append(journal, response(2))
+        journal.closed(ClosedBatch(2, (group(2),)))
+    recovered = read_journal(directory, 1)
+    assert [batch.groups for batch in recovered.batches] == [(group(2),)]
+    assert same(recovered.samples, again)
+    assert recovered.settings == "other settings"
+    from_the_start = read_journal(directory, 0)
+    assert [batch.groups for batch in from_the_start.batches] == [(group(1, 2),), (group(2),)]
+    assert same(from_the_start.samples, again | {k: s for k, s in samples.items() if k.prompt_index == 1})
+
+
+def test_a_journal_that_ends_before_the_checkpoint_gives_nothing(three_steps):
+    directory, _ = three_steps  # its open group may have been trained on in step 4 or 5
+    recovered = read_journal(directory, 5)
+    assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
+    assert "ends at step 3" in recovered.notes[0]
+    with Journal(directory, KEEP, "settings", 5) as journal:  # even if nobody tells it to rewind
+        new = append(journal, response(4))
+    recovered = read_journal(directory, 5)
+    assert same(recovered.samples, new)
+    assert recovered.is_whole
+
+
+def test_a_checkpoint_older_than_what_is_kept_gives_nothing(tmp_path):
+    with Journal(tmp_path, 0, "settings", 0) as journal:
+        for step in (1, 2, 3):
+            append(journal, response(step))
+            journal.closed(ClosedBatch(step, (group(step),)))
+            journal.saved(step)
+        append(journal, response(4))
+    recovered = read_journal(tmp_path, 1)
+    assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
+    assert "no whole batch of step 2" in recovered.notes[0]
+
+
+# --------------------------------------------------------------------------------------------- wrong use
+
+
+def test_what_does_not_fit_the_journal_is_refused(tmp_path):
+    with Journal(tmp_path, KEEP, "", 0) as journal:
+        append(journal, response(1, 0), response(1, 1), response(2))
+        with pytest.raises(ValueError, match="in the journal already"):
+            append(journal, response(2))
+        with pytest.raises(ValueError, match="1 are missing, 0 too many"):
+            journal.closed(ClosedBatch(1, (group(1, 3),)))
+        with pytest.raises(ValueError, match="0 are missing, 1 too many"):
+            journal.closed(ClosedBatch(1, (group(1, 1),)))
+        with pytest.raises(ValueError, match="cannot follow step 0"):
+            journal.closed(ClosedBatch(2, (group(1, 2),)))
+        journal.closed(ClosedBatch(1, (group(1, 2),), (DroppedGroup(2, 0, "filtered"),)))
+        for late in (response(1, 2), response(2, 1)):
+            with pytest.raises(ValueError, match="step 1 has closed or dropped"):
+                append(journal, late)
+    assert [batch.groups for batch in read_journal(tmp_path, 0).batches] == [(group(1, 2),)]
+    with pytest.raises(ValueError, match="is closed"):
+        append(journal, response(3))
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path):
+    with Journal(tmp_path, KEEP, "", 0), pytest.raises(JournalError, match=f"process {os.getpid()} writes"):
+        Journal(tmp_path, KEEP, "", 0)
+    Journal(tmp_path, KEEP, "", 0).close()
+
+
+# ----------------------------------------------------------------------------------------------- damage
+
+
+def test_a_record_cut_at_any_byte_is_lost_and_nothing_else(three_steps, tmp_path_factory):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    whole = segment.read_bytes()
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        append(journal, response(5))
+    # the last record of the first segment is that of prompt 4's response
+    start = whole.rindex(b"IBPJ")
+    without = {k: s for k, s in samples.items() if k.prompt_index < 4}
+    for size in range(start, len(whole)):
+        torn = tmp_path_factory.mktemp("torn")
+        (torn / segment.name).write_bytes(whole[:size])
+        recovered = read_journal(torn, 0)
+        assert same(recovered.samples, without)
+        assert len(recovered.batches) == 3
+        assert recovered.is_whole
+        assert len(recovered.notes) == (size > start)
+        with Journal(torn, KEEP, "settings", 0) as journal:
+            again = append(journal, response(4))
+        recovered = read_journal(torn, 0)
+        assert same(recovered.samples, without | again)
+        assert recovered.notes == ()
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_from_a_flipped_byte_on_nothing_is_believed(three_steps, tmp_path_factory, caplog, opens):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    whole = segment.read_bytes()
+    starts = [at for at in range(len(whole)) if whole.startswith(b"IBPJ", at)]  # 0, 7 samples, 3 batches
+    steps = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+    """How many batches stand before each record."""
+    assert len(steps) == len(starts)
+    for place in range(0, len(whole), 7):
+        damaged = tmp_path_factory.mktemp("damaged")
+        changed = bytearray(whole)
+        changed[place] ^= 0x10
+        (damaged / segment.name).write_bytes(changed)
+        record = sum(start <= place for start in starts) - 1
+        if opens:
+            caplog.clear()
+            Journal(damaged, KEEP, "settings", 0).close()
+            assert f"byte {starts[record]}" in caplog.text
+            assert [path.stat().st_size for path in segments(damaged)] == [starts[record]] * (record > 0)
+        recovered = read_journal(damaged, 0)
+        assert [batch.step for batch in recovered.batches] == list(range(1, steps[record] + 1))
+        believed = record - 1 - steps[record]
+        assert same(recovered.samples, dict(list(samples.items())[: max(believed, 0)]))
+        if not opens:
+            assert str(damaged / segment.name) in recovered.notes[0]
+            assert f"byte {starts[record]}" in recovered.notes[0]
+
+
+def test_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    for length in (2**32 - 1, 2**30):
+        head = struct.pack("<4sII", b"IBPJ", length, 0)
+        with segment.open("ab") as file:
+            file.write(head + struct.pack("<I", zlib.crc32(head)))
+        recovered = read_journal(directory, 0)
+        assert same(recovered.samples, samples)
+        assert len(recovered.notes) == 1
+
+
+def test_damage_before_what_is_needed_does_no_harm(tmp_path):
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        append(journal, response(1))
+        journal.closed(ClosedBatch(1, (group(1),)))
+        journal.saved(1)
+        samples = append(journal, response(2))
+    first, _ = segments(tmp_path)
+    first.write_bytes(b"x" * 100)
+    for _ in range(2):
+        recovered = read_journal(tmp_path, 1)
+        assert same(recovered.samples, samples)
+        assert (recovered.is_whole, recovered.notes) == (True, ())
+        Journal(tmp_path, KEEP, "settings", 1).close()
+
+
+def test_behind_a_missing_segment_nothing_is_believed(three_steps):
+    directory, samples = three_steps
+    for prompt in (5, 6):
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            samples |= append(journal, response(prompt))
+    segments(directory)[1].unlink()
+    recovered = read_journal(directory, 0)
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index < 5})
+    assert "000002.journal: this segment is missing" in recovered.notes[0]
+    Journal(directory, KEEP, "settings", 0).close()
+    assert [path.name for path in segments(directory)] == ["000001.journal"]
+
+
+def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
+    directory, _ = three_steps
+    before = segments(directory)[0].read_bytes()
+    monkeypatch.setattr("megatron_ibpo.journal.entries.FORMAT", 2)
+    for use in (lambda: read_journal(directory, 0), lambda: Journal(directory, KEEP, "settings", 0)):
+        with pytest.raises(JournalError, match=r"000001.journal: it has format 1.* reads format 2"):
+            use()
+    assert segments(directory)[0].read_bytes() == before
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(three_steps, monkeypatch):
+    directory, samples = three_steps
+    write = os.write
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        for room in (0, 10, 100):  # in a new segment, then in one that holds a record
+            with monkeypatch.context() as full:
+                full.setattr(os, "write", lambda file, data, room=room: write(file, data[:room]))
+                with pytest.raises(OSError, match=r"No space left on device: '.*000002.journal'"):
+                    append(journal, response(10 + room))
+            samples |= append(journal, response(10 + room))
+    recovered = read_journal(directory, 0)
+    assert same(recovered.samples, samples)
+    assert recovered.notes == ()
+
+
+# --------------------------------------------------------------------------- deletion, against a plain model
+
+
+@dataclass
+class Model:
+    """What a run knows of itself."""
+
+    saved: int = 0
+    batches: list[ClosedBatch] = field(default_factory=list)
+    open: dict[int, dict[SampleKey, Sample]] = field(default_factory=dict)
+    trained: dict[SampleKey, Sample] = field(default_factory=dict)
+    """All samples of all batches."""
+    asked: int = 0
+
+    def wanted(self, after: int) -> dict[SampleKey, Sample]:
+        prompts = {group.prompt_index for batch in self.batches[after:] for group in batch.groups}
+        samples = {key: sample for key, sample in self.trained.items() if key.prompt_index in prompts}
+        return samples | {key: sample for own in self.open.values() for key, sample in own.items()}
+
+
+NAMES = ["sample"] * 3 + ["close", "save", "crash", "torn crash", "go back", "rewind"]
+ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2**16)), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTIONS, st.sampled_from([0, 700, KEEP]))
+def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SEGMENT_BYTES", 500)
+        patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
+        directory, model = Path(name), Model()
+        journal = Journal(directory, keep, "settings", 0)
+        for action, number in actions:
+            journal = act(journal, model, directory, keep, action, number)
+            recovered = read_journal(directory, model.saved)
+            assert recovered.batches == tuple(model.batches[model.saved :])
+            assert same(recovered.samples, model.wanted(model.saved))
+            assert recovered.is_whole
+            assert keep < KEEP or {path.name for path in segments(directory)[:1]} <= {"000001.journal"}
+            check_older_checkpoints(directory, model)
+        journal.close()
+
+
+def act(journal: Journal, model: Model, directory: Path, keep: int, action: str, number: int) -> Journal:
+    match action:
+        case "sample":
+            prompt = number % (model.asked + 1)  # of an open group, or of a new one
+            if prompt not in model.open:
+                prompt, model.asked = model.asked, model.asked + 1
+            own = model.open.setdefault(prompt, {})
+            key = response(prompt, len(own))
+            own |= append(journal, key)
+        case "close":
+            taken = [prompt for place, prompt in enumerate(model.open) if number >> place & 1]
+            dropped = taken[: number % 2]
+            groups = tuple(group(prompt, len(model.open[prompt])) for prompt in taken[number % 2 :])
+            drops = tuple(DroppedGroup(prompt, 0, "expired") for prompt in dropped)
+            batch = ClosedBatch(len(model.batches) + 1, groups, drops)
+            journal.closed(batch)
+            model.batches.append(batch)
+            for prompt in taken:
+                own = model.open.pop(prompt)
+                model.trained |= {} if prompt in dropped else own
+        case "save":
+            model.saved += number % (len(model.batches) - model.saved + 1)
+            journal.saved(model.saved)
+        case "crash" | "torn crash":
+            journal.close()
+            if action == "torn crash" and (files := segments(directory)):
+                with files[-1].open("ab") as file:
+                    file.write(files[-1].read_bytes()[: number % 30 + 1])
+            journal = Journal(directory, keep, "settings", model.saved)
+        case "go back":  # to an older checkpoint
+            model.saved = number % (model.saved + 1)
+            recovered = read_journal(directory, model.saved)
+            journal.close()
+            journal = Journal(directory, keep, "settings", model.saved)
+            if not recovered.is_whole:
+                journal.rewound(recovered.last_step)
+                del model.batches[recovered.last_step :]
+                model.open = {}
+        case "rewind":
+            step = model.saved + number % (len(model.batches) - model.saved + 1)
+            journal.rewound(step)
+            del model.batches[step:]
+            model.open = {}
+    return journal
+
+
+def check_older_checkpoints(directory: Path, model: Model) -> None:
+    """From those a run finds all, or is told that it does not, and then nothing that is not its own."""
+    for older in range(model.saved):
+        recovered = read_journal(directory, older)
+        batches = tuple(model.batches[older:])
+        if not segments(directory):  # nothing needed was left, and nothing is known
+            assert (recovered.batches, recovered.samples) == ((), {})
+            continue
+        assert recovered.batches == batches[: len(recovered.batches)]
+        if recovered.is_whole:
+            assert recovered.batches == batches
+            assert same(recovered.samples, model.wanted(older))
+        else:
+            wanted = model.wanted(older)
+            assert all(bits(sample) == bits(wanted[key]) for key, sample in recovered.samples.items())
+
+
+def test_of_what_no_recovery_needs_as_much_is_kept_as_was_asked_for(tmp_path):
+    with Journal(tmp_path, 10_000, "settings", 0) as journal:
+        for step in range(1, 31):
+            append(journal, *(response(step, index) for index in range(4)))
+            journal.closed(ClosedBatch(step, (group(step, 4),)))
+            assert journal.pending_bytes == segments(tmp_path)[-1].stat().st_size
+            journal.saved(step)
+            assert journal.pending_bytes == 0
+            kept = sum(path.stat().st_size for path in segments(tmp_path))
+            assert kept <= 10_000
+        one = segments(tmp_path)[-1].stat().st_size
+        assert kept > 10_000 - one
+        assert len(segments(tmp_path)) < 30
+
+
+# ------------------------------------------------------------------------------------- threads and deaths
+
+
+def test_threads_may_append_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 5_000)
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        found: list[dict[SampleKey, Sample]] = []
+
+        def work(prompt: int) -> None:
+            found.append(append(journal, *(response(prompt, index) for index in range(200))))
+
+        threads = [threading.Thread(target=work, args=(prompt,)) for prompt in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        journal.closed(ClosedBatch(1, tuple(group(prompt, 200) for prompt in range(8))))
+    recovered = read_journal(tmp_path, 0)
+    assert same(recovered.samples, {k: s for one in found for k, s in one.items()})
+    assert len(recovered.samples) == 1600
+    assert len(recovered.batches) == 1
+
+
+WRITES_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_journal import KEEP, Journal, append, response
+journal = Journal(Path(sys.argv[1]), KEEP, "settings", 0)
+for number in itertools.count():
+    append(journal, response(number))
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_process_loses_nothing_that_it_was_told_is_appended(tmp_path):
+    command = [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path), str(Path(__file__).parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    told = [process.stdout.readline() for _ in range(300)]
+    with pytest.raises(JournalError, match=f"process {process.pid} writes"):
+        Journal(tmp_path, KEEP, "settings", 0)
+    process.send_signal(signal.SIGKILL)
+    last = int(([*told, *process.stdout.readlines()])[-1])
+    process.wait()
+    process.stdout.close()
+    recovered = read_journal(tmp_path, 0)
+    assert [key.prompt_index for key in recovered.samples][: last + 1] == list(range(last + 1))
+    assert len(recovered.samples) <= last + 2
+    Journal(tmp_path, KEEP, "settings", 0).close()  # a dead writer's lock is free
