@@ -159,6 +159,7 @@ def test_a_flag_of_the_wrong_type_names_itself_and_its_value(capsys):
         ("lr: 1e-5\nclip-grad: 2\n\nlr: 1e-6\n", r"recipe.yaml: key 'lr' is given twice, on lines 1 and 4"),
         ("loss-param: {tau_pos: 1, tau_pos: 2}\n", r"key 'tau_pos' is given twice, on lines 1 and 1"),
         ("loss-param: 3\n", r"loss-param: 3 is not a list, each item text"),
+        ("icepop: [1.2]\n", r"icepop: \[1.2\] is not a list of 2, each item a number or null"),
         ("qqqqqqqqqq: 3\n", r"unknown key 'qqqqqqqqqq'$"),
         ("advantage-estimator: ibop\n", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
         ("- lr\n", r"must hold `key: value` lines"),

@@ -117,7 +117,8 @@ def _typed(value: Any, hint: Any) -> Any:
         if value in typing.get_args(hint):
             return value
     elif origin is tuple:
-        if isinstance(value, list):
+        count = _fixed_length(hint)
+        if isinstance(value, list) and count in (None, len(value)):
             return tuple(_typed(item, typing.get_args(hint)[0]) for item in value)
     elif hint is float and not isinstance(value, bool):
         try:
@@ -133,13 +134,22 @@ def _typed(value: Any, hint: Any) -> Any:
     raise TypeError(_words(hint))
 
 
+def _fixed_length(hint: Any) -> int | None:
+    """Of a tuple whose items are all of one type; None: any."""
+    items = typing.get_args(hint)
+    return None if items[-1] is ... else len(items)
+
+
 def _words(hint: Any) -> str:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(_words(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
-        return f"a list, each item {_words(typing.get_args(hint)[0])}"
+        count = _fixed_length(hint)
+        return (
+            f"a list{'' if count is None else f' of {count}'}, each item {_words(typing.get_args(hint)[0])}"
+        )
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     return names.get(hint, "null")
 
