@@ -188,8 +188,8 @@ class TrainSequence:
     reward: float | None = None
     """Shaped, at the end of the sequence: what a critic's returns are made of."""
     rollout_logprobs: Floats | None = None
-    """From the engine; needed for truncated importance weighting and the mismatch metrics. This and the
-    arrays below have the length of `response_token_ids`."""
+    """From the engine; needed for importance corrections, --old-logprobs engine and mismatch metrics. This
+    and the arrays below have the length of `response_token_ids`."""
     token_weights: Weights | None = None
     """Scale the gradient of each response token; None means all ones."""
     token_advantages: Weights | None = None

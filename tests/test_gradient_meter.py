@@ -215,21 +215,23 @@ def test_training_does_not_notice_it(checkpoints, family):
     assert first["gspo_gradient_variance"] != first["gradient_variance"]
 
 
-def compared_with_itself(world, hf_dir, rows, use_tis):
-    config = config_for(layout(), use_tis=use_tis, tis_clip=1.5)
-    trainer, _, _ = open_trainer(world, hf_dir, config)
-    found = compare(trainer, rows, rows)
-    close_trainer()
+def compared_with_itself(world, hf_dir, rows, settings):
+    found = []
+    for loss in settings:
+        trainer, _, _ = open_trainer(world, hf_dir, config_for(layout(), **loss))
+        found.append(compare(trainer, rows, rows))
+        close_trainer()
     return found
 
 
-def test_gspo_is_as_noisy_as_itself_and_its_importance_weights_are_counted(checkpoints):
+def test_gspo_is_as_noisy_as_itself_and_importance_weights_and_clips_are_counted(checkpoints):
     rows = [row for row in sequences(8) if row.kind == "response"]
-    found = run_ranks(compared_with_itself, 1, checkpoints["dense"], rows, False)[0]
+    settings = [{}, {"use_tis": True, "tis_clip": 1.5}, {"old_logprobs": "engine"}]
+    found, *others = run_ranks(compared_with_itself, 1, checkpoints["dense"], rows, settings)[0]
     assert found["gspo_gradient_snr"] == found["gradient_snr"]
-    weighted = run_ranks(compared_with_itself, 1, checkpoints["dense"], rows, True)[0]
-    assert weighted["gspo_gradient_snr"] == found["gspo_gradient_snr"]
-    assert weighted["gradient_snr"] != found["gradient_snr"]
+    for weighted in others:
+        assert weighted["gspo_gradient_snr"] == found["gspo_gradient_snr"]
+        assert weighted["gradient_snr"] != found["gradient_snr"]
 
 
 def test_one_prompt_says_nothing():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
     weighted_mean_length,
 )
-from megatron_ibpo.policy.truncated_importance import truncate
 
 CPU = torch.device("cpu")
 
@@ -223,9 +221,10 @@ def test_minibatches_hold_whole_groups_and_average_over_their_own(groups, count)
 
 @settings(deadline=None)
 @given(some_sequences(), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, use_tis):
+def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, corrected):
     rows = [replace(s, rollout_logprobs=np.zeros(len(s.loss_mask), np.float32)) for s in rows]
-    config = config_for(layout(), max_tokens=60, num_steps_per_rollout=steps, use_tis=use_tis)
+    bounds = (0.5, 2.0) if corrected else None
+    config = config_for(layout(), max_tokens=60, num_steps_per_rollout=steps, sequence_rejection=bounds)
     plan = plan_update(rows, config, ranks)
     shares = [plan.shares[rank] for rank in range(ranks)]
     live = [[s for s in p if s.has_advantage and s.loss_mask.any()] for p in split_minibatches(rows, steps)]
@@ -233,16 +232,26 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
         own = [share[number] for share in shares]
         assert len({len(minibatch.micro_batches) for minibatch in own}) == 1
         assert len({minibatch.mean_length for minibatch in own}) == 1
-        assert {m.needs_old_logprobs for m in own} == {use_tis or number > 0}
+        assert {m.needs_old_logprobs for m in own} == {corrected or number > 0}
         assert {m.trained_tokens for m in own} == {sum(s.num_trained_tokens for s in part)}
         sent = [i for m in own for micro_batch in m.micro_batches for i in micro_batch.members]
         assert sorted(sent) == list(range(len(part)))
     trained = [s.num_tokens for part in live for s in part]
     assert plan.passes.updates == trained
-    assert plan.passes.forward == (trained if use_tis else [s.num_tokens for part in live[1:] for s in part])
+    assert plan.passes.forward == (
+        trained if corrected else [s.num_tokens for part in live[1:] for s in part]
+    )
     metrics = update_metrics(rows)
     assert metrics["sequences_trained"] + metrics["sequences_without_advantage"] == len(rows)
     assert metrics["sequences_trained"] == len(trained)
+
+
+def test_the_engines_log_probs_save_the_forward_pass():
+    rows = [made(group=g, rollout_logprobs=[-1.0, -2.0]) for g in range(4)]
+    config = config_for(layout(), num_steps_per_rollout=2, old_logprobs="engine")
+    plan = plan_update(rows, config, 1)
+    assert [part.needs_old_logprobs for part in plan.shares[0]] == [False, False]
+    assert (plan.passes.forward, plan.passes.updates) == ([], [5, 5, 5, 5])
 
 
 @given(some_sequences(max_size=12), st.integers(1, 3), st.randoms())
@@ -340,39 +349,15 @@ def test_arrays_that_do_not_fit_the_response_are_refused(name):
 
 
 def test_no_prompt_no_rollout_logprobs_no_returns():
-    config = config_for(layout(), use_tis=True)
+    config = config_for(layout(), use_tis=True, sequence_rejection=(0.9, 1.1))
     with pytest.raises(ValueError, match="sequence 0 has no prompt"):
         plan_update([made(prompt=[])], config, 1)
-    with pytest.raises(ValueError, match="--use-tis needs the rollout's log-probs"):
+    with pytest.raises(ValueError, match="--use-tis and --sequence-rejection: 1 sequences have no log-probs"):
         plan_update([made()], config, 1)
+    with pytest.raises(ValueError, match="--old-logprobs engine: 1 sequences have no log-probs"):
+        plan_update([made()], config_for(layout(), old_logprobs="engine"), 1)
     with pytest.raises(ValueError, match="the critic needs returns and old values"):
         plan_value_update([made()], config, 1)
-
-
-# ------------------------------------------------------------------------------ truncated importance weights
-
-
-def tis_arrays():
-    """Old over rollout log-probs: gaps .1 (masked: 9) .3, and 2 (capped at 1.5)."""
-    first = made(response=[1, 2, 3], loss_mask=[True, False, True], rollout_logprobs=[-1.1, -9.0, -1.3])
-    second = made(response=[4], weight=0.25, rollout_logprobs=[-3.0])
-    return replace(packed([first, second]), old_logprobs_R=np.array([-1, 0, -1, -1], np.float32))
-
-
-def test_truncated_weights_of_sequences_by_hand():
-    weighted, factors = truncate(tis_arrays(), 1.5, token_level=False)
-    assert [member for member, _ in factors] == [0, 1]
-    assert [factor for _, factor in factors] == pytest.approx([math.exp(0.2), 1.5], rel=1e-6)
-    assert weighted.weights_S.tolist() == pytest.approx([0.5 * math.exp(0.2), 0.25 * 1.5], rel=1e-6)
-    assert weighted.token_weights_R is None
-
-
-def test_truncated_weights_of_tokens_by_hand():
-    weighted, factors = truncate(tis_arrays(), 1.5, token_level=True)
-    own = [math.exp(0.1), math.exp(0.3)]
-    assert [factor for _, factor in factors] == pytest.approx([sum(own) / 2, 1.5], rel=1e-6)
-    assert weighted.token_weights_R[[0, 2, 3]].tolist() == pytest.approx([*own, 1.5], rel=1e-6)
-    assert weighted.weights_S.tolist() == [0.5, 0.25]
 
 
 def test_lengths_and_kinds_are_counted():

@@ -16,6 +16,7 @@ import planned
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
@@ -136,10 +137,11 @@ def close_trainer():
 
 
 def gradients(world, cases, rows, **loss):
-    """For each (checkpoint, layout): gradients by name from rank 0, metrics from every rank."""
+    """For each (checkpoint, layout, loss settings if any): gradients by name from rank 0, metrics from every
+    rank."""
     results = []
-    for hf_dir, parallel in cases:
-        config = config_for(parallel, **loss)
+    for hf_dir, parallel, *settings in cases:
+        config = config_for(parallel, **loss, **dict(*settings))
         before, _ = one_update(world, hf_dir, config, [])
         after, metrics = one_update(world, hf_dir, config, rows)
         moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_rank_0 else None
@@ -166,30 +168,48 @@ MORE_LAYOUTS = {
 }
 
 
+CORRECTED = (
+    {"old_logprobs": "engine", "loss_variant": "grpo"},
+    {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "max_tokens": 60},
+)
+"""What is compared under the layouts that cut a batch, or a model, into most pieces."""
+CORRECTED_LAYOUTS = {1: [layout()], 2: [layout(distributed_optimizer=True)], 4: [layout(tp=2, pp=2)]}
+COMPARED = (
+    *("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"),
+    *(f"importance_{name}" for name in ("weight_mean", "token_cut_fraction", "sequence_cut_fraction")),
+)
+
+
 @pytest.mark.parametrize(
     "layouts",
     [pytest.param(LAYOUTS, id="each kind"), pytest.param(MORE_LAYOUTS, id="more", marks=pytest.mark.slow)],
 )
 def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts):
-    """One process against TP2, EP2, PP2, DP2 and their products, with shares that are uneven at DP2."""
+    """One process against TP2, EP2, PP2, DP2 and their products, with shares that are uneven at DP2; and the
+    off-policy losses."""
     rows = sequences()
     found = {}
     for size in (1, 2, 4):
-        cases = [(checkpoints[model], chosen) for model in layouts for chosen in layouts[model][size]]
+        cases = [(checkpoints[model], chosen, {}) for model in layouts for chosen in layouts[model][size]]
+        cases += [(checkpoints["dense"], chosen, s) for s in CORRECTED for chosen in CORRECTED_LAYOUTS[size]]
         per_rank = run_ranks(gradients, size, cases, rows, timeout=240)
-        for number, (hf_dir, chosen) in enumerate(cases):
+        for number, (hf_dir, chosen, settings) in enumerate(cases):
             metrics = [per_rank[rank][number][1] for rank in range(size)]
             assert all(m == metrics[0] | {"seconds_old_logprobs": m["seconds_old_logprobs"]} for m in metrics)
-            found[(hf_dir.name, size, repr(chosen))] = (per_rank[0][number][0], metrics[0])
-    for (family, size, chosen), (moved, metrics) in found.items():
-        expected, expected_metrics = found[(family, 1, repr(layout()))]
+            found[(hf_dir.name, repr(settings), size, repr(chosen))] = (per_rank[0][number][0], metrics[0])
+    for (family, settings, size, chosen), (moved, metrics) in found.items():
+        expected, expected_metrics = found[(family, settings, 1, repr(layout()))]
         scale = max(g.abs().max().item() for g in expected.values())
         assert moved.keys() == expected.keys()
         worst = max((moved[n] - expected[n]).abs().max().item() for n in expected)
-        assert worst <= 2e-4 * scale, (family, size, chosen, worst, scale)
-        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"):
+        assert worst <= 2e-4 * scale, (family, settings, size, chosen, worst, scale)
+        for name in {*COMPARED} & expected_metrics.keys():
             assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
         assert metrics["sequences_without_advantage"] == sum(s.advantage == 0 for s in rows)
+    for settings in CORRECTED[1:]:
+        _, metrics = found[("dense", repr(settings), 1, repr(layout()))]
+        assert 0 < metrics["importance_token_cut_fraction"] < 1
+        assert 0 < metrics["importance_sequence_cut_fraction"] < 1
 
 
 def gradients_with_the_fused_head(world, cases, rows):
@@ -389,25 +409,76 @@ def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(checkpoints)
     assert changed
 
 
-def truncated_weights(world, hf_dir, rows):
-    plain = open_trainer(world, hf_dir, config_for(layout()))[0]
-    old = planned.logprobs(plain, rows)
+def with_corrections(world, hf_dir, rows, cases):
+    """Old log-probs; for each (loss settings, rows) the weights after an update and its metrics."""
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    old = planned.logprobs(trainer, rows)
     close_trainer()
-    config = config_for(layout(), use_tis=True, tis_clip=1.5)
-    metrics = one_update(world, hf_dir, config, rows)[1][0]
-    return old, metrics
+    found = []
+    for settings, weighted in cases:
+        after, metrics = one_update(world, hf_dir, config_for(layout(), **settings), weighted(rows, old))
+        found.append((after, metrics[0]))
+    return old, found
 
 
-def test_truncated_importance_weights_by_hand(checkpoints):
-    rows = [row for row in sequences(6) if row.advantage != 0]
-    old, metrics = run_ranks(truncated_weights, 1, checkpoints["dense"], rows)[0]
-    weights = [
-        min(math.exp(sum(o - r for o, r in zip(lp, row.rollout_logprobs, strict=True)) / len(lp)), 1.5)
-        for lp, row in zip(old, rows, strict=True)
+def as_they_are(rows, _):
+    return rows
+
+
+def weighted_by_hand(rows, old):
+    """Tokens weigh their ratio between .9 and 1.6, sequences nothing outside .5 to 1.3."""
+    made = []
+    for row, own in zip(rows, old, strict=True):
+        ratios = np.exp(np.subtract(own, row.rollout_logprobs, dtype=np.float64))
+        tokens = np.where((ratios < 0.9) | (ratios > 1.6), 0, ratios)
+        before = 1.0 if row.token_weights is None else row.token_weights
+        kept = 0.5 <= np.exp(np.log(ratios).mean()) <= 1.3
+        made.append(replace(row, token_weights=tokens * before, weight=row.weight * kept))
+    return made
+
+
+@pytest.mark.parametrize("variant", ["gspo", "grpo"])
+def test_corrections_weight_gradients_of_tokens_and_losses_of_sequences(checkpoints, variant):
+    """As rows that bring these weights along, in a sequence-level loss as in a token-level one."""
+    rows = [row for row in sequences(9) if row.advantage]
+    corrected = {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "loss_variant": variant}
+    cases = [(corrected, as_they_are), ({"loss_variant": variant}, weighted_by_hand)]
+    old, found = run_ranks(with_corrections, 1, checkpoints["dense"], rows, cases)[0]
+    (weights, metrics), (wanted, wanted_metrics) = found
+    assert metrics["loss"] == pytest.approx(wanted_metrics["loss"], rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(wanted_metrics["grad_norm"], rel=1e-5)
+    before = load_file(checkpoints["dense"] / "model.safetensors")
+    scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
+    for name in wanted:
+        assert (weights[name] - wanted[name]).abs().max() <= 2e-4 * scale, name
+    by_hand = weighted_by_hand([replace(row, token_weights=None) for row in rows], old)
+    kept = [row.token_weights * (row.weight > 0) for row in by_hand]
+    ratios = np.concatenate(kept)
+    assert metrics["importance_weight_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
+    assert metrics["importance_sequence_cut_fraction"] == sum(not own.any() for own in kept) / len(rows)
+    cut = np.concatenate([row.token_weights == 0 for row in by_hand])
+    assert metrics["importance_token_cut_fraction"] == pytest.approx(cut.mean())
+
+
+def test_ratios_to_the_engines_log_probs_reach_the_clip_in_the_first_mini_batch(checkpoints):
+    rows = [row for row in sequences(9) if row.advantage]
+    cases = [({"old_logprobs": "engine"}, as_they_are), ({}, as_they_are)]
+    new, ((_, metrics), (_, recomputed)) = run_ranks(with_corrections, 1, checkpoints["dense"], rows, cases)[
+        0
     ]
-    assert metrics["tis_weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
-    expected = sum(-w * row.weight * row.advantage for w, row in zip(weights, rows, strict=True))
-    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    ratios = [
+        math.exp(np.subtract(own, row.rollout_logprobs).mean()) for own, row in zip(new, rows, strict=True)
+    ]
+    losses = [
+        -row.weight * min(ratio * row.advantage, min(max(ratio, 0.8), 1.2) * row.advantage)
+        for ratio, row in zip(ratios, rows, strict=True)
+    ]
+    assert metrics["loss"] == pytest.approx(sum(losses), rel=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+    assert 0 < metrics["clip_fraction"] < 1
+    assert recomputed["ratio_mean"] == 1
+    for name in ("logprob_diff_mean", "logprob_diff_abs_mean", "logprob_diff_k3"):
+        assert metrics[name] == pytest.approx(recomputed[name], rel=1e-6)  # of the trainer, not of themselves
 
 
 def held_to_another(world, hf_dir, reference_dir, rows):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from megatron_ibpo.config.entries import ENTRIES, flag
 from megatron_ibpo.config.errors import ConfigError
-from megatron_ibpo.config.fields import AlgorithmConfig, Config
+from megatron_ibpo.config.fields import AlgorithmConfig, Config, LossConfig
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import searched
 from megatron_ibpo.config.presets import PRESETS, unknown_preset
@@ -107,6 +107,7 @@ def _contradictions(config: Config) -> list[str]:
     problems += _staleness_problems(config)
     if config.model.ref_load is not None and loss.kl_coef == 0:
         problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
+    problems += _contradictory_corrections(loss)
     schedule = config.optimizer
     if run.budget is not None and (schedule.lr_decay_style != "constant" or schedule.lr_warmup_fraction > 0):
         problems.append(
@@ -133,6 +134,19 @@ def _staleness_problems(config: Config) -> list[str]:
         )
     if ahead and config.run.load_debug_rollout_data is not None:
         problems.append("--load-debug-rollout-data: recorded rollouts cannot run ahead; drop --max-staleness")
+    return problems
+
+
+def _contradictory_corrections(loss: LossConfig) -> list[str]:
+    """Importance corrections that cannot act together, or not at all."""
+    problems = []
+    if loss.use_tis and loss.icepop is not None:
+        problems.append("--use-tis and --icepop both weight tokens by the same ratio: take one of them")
+    if loss.corrections and loss.old_logprobs == "engine":
+        problems.append(
+            f"--old-logprobs engine: {' and '.join(loss.corrections)} would correct what recomputed "
+            "log-probs and the engine's differ by, and nothing is recomputed; drop one or the other"
+        )
     return problems
 
 

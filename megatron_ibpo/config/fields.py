@@ -13,6 +13,7 @@ from tyro.conf import UseAppendAction
 
 from megatron_ibpo.config.paths import Kind
 from megatron_ibpo.config.ranges import (
+    AROUND_1,
     BELOW_1,
     NAMED_VALUES,
     NOT_NEGATIVE,
@@ -140,12 +141,36 @@ class LossConfig:
     d = log π_ref - log π. "k3" has no bias and is never negative."""
     value_clip: Annotated[float, POSITIVE] = 0.2
     """How far the critic's new value may move from its old one before its loss stops following (PPO)."""
+    old_logprobs: Literal["recompute", "engine"] = "recompute"
+    """Whose log-probs of the sampled tokens the loss's ratios are to. "recompute": the trainer's own, of its
+    weights at the first of a rollout's optimizer steps, in a forward pass where one is needed; what the
+    engine did differently is left to the importance corrections. "engine": those that the engine sampled by,
+    which saves the pass, and ratios and clips then act on that difference too."""
     use_tis: bool = False
-    """Truncated importance weighting of the trainer/rollout mismatch (ibpo step 14)."""
+    """Importance correction: the gradient of each token is weighted by its ratio of trainer to engine, at
+    most --tis-clip (ibpo step 14, token by token). Off, as in the paper."""
     tis_clip: Annotated[float, POSITIVE] = 2.0
-    """Largest such weight."""
+    """Largest such weight. 2 as published."""
+    icepop: Annotated[tuple[float, float] | None, AROUND_1] = None
+    """Importance correction instead of --use-tis, LOW HIGH: tokens are weighted by that ratio, and by 0 where
+    it lies outside. Published: 0.5 5."""
+    sequence_rejection: Annotated[tuple[float, float] | None, AROUND_1] = None
+    """Importance correction, alone or with one of the above, LOW HIGH: a sequence weighs 0 where the
+    geometric mean of its tokens' ratios lies outside. The mean is near 1, so bounds are tight, such as
+    0.99 1.01."""
     num_steps_per_rollout: Annotated[int, at_least(1)] = 1
-    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1 nothing is off-policy."""
+    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1 all ratios to recomputed log-probs
+    are 1."""
+
+    @property
+    def corrections(self) -> list[str]:
+        """Flags of the importance corrections that are on."""
+        on = {
+            "--use-tis": self.use_tis,
+            "--icepop": self.icepop is not None,
+            "--sequence-rejection": self.sequence_rejection is not None,
+        }
+        return [name for name, chosen in on.items() if chosen]
 
 
 @dataclass

@@ -46,6 +46,10 @@ NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "finite and at least 0
 BELOW_1 = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 SHARE = Range(lambda value: 0 < value <= 1, "above 0 and at most 1")
 UNIT = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
+AROUND_1 = Range(
+    lambda bounds: len(bounds) == 2 and 0 <= bounds[0] < 1 < bounds[1] < math.inf,
+    "two bounds LOW HIGH with 0 <= LOW < 1 < HIGH",
+)
 NAMED_VALUES = Range(
     lambda settings: all("" not in text.partition("=")[:2] for text in settings), "name=value each"
 )

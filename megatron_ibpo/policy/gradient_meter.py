@@ -53,10 +53,11 @@ def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
     own = trainer.objective(aggregation(config, share.mean_length))
     gspo = gspo_objective(config, trainer.world.device)
     noise = measure_gradient(
-        trainer, ((size, trainer.weighted(live)) for size, live in packed(share.own)), own
+        trainer, ((size, trainer.as_trained(live)) for size, live in packed(share.own)), own
     )
     # of the same sequences and loss it is the same, and on-policy ratios of 1 reach no clip
-    same_loss = replace(own, params=gspo.params) == gspo and not config.loss.use_tis
+    ratios_are_1 = config.loss.old_logprobs == "recompute"
+    same_loss = replace(own, params=gspo.params) == gspo and not config.loss.corrections and ratios_are_1
     plain = share.own if share.plain is None else share.plain
     reference = noise if same_loss and share.plain is None else measure_gradient(trainer, packed(plain), gspo)
     return (noise.metrics() if noise else {}) | (reference.metrics("gspo_") if reference else {})
@@ -79,8 +80,8 @@ def measure_gradient(
 
     Args:
         blocks: this rank's part of a whole step's, two blocks or more; weights as they are trained with.
-            Ratios are 1: old log-probs are the forward pass's own. A prompt whose advantages are all 0
-            counts, with a gradient of 0. As many blocks as prompts: each is one, exact. Two halves are the
+            Without old log-probs ratios are 1: the forward pass gives them. A prompt whose advantages are all
+            0 counts, with a gradient of 0. As many blocks as prompts: each is one, exact. Two halves are the
             cheapest unbiased estimate, for models where a backward pass costs much.
 
     Returns:

@@ -35,7 +35,7 @@ class PackedArrays:
     rollout_logprobs_R: Floats | None
     """None where a sequence has none; so with returns and values."""
     token_weights_R: Weights | None
-    """None where no sequence has any. Not rounded yet: truncated importance weights are multiplied in."""
+    """None where no sequence has any. Not rounded yet: importance weights are multiplied in."""
     token_advantages_R: Floats | None
     """Instead of `advantages_S`; None where no sequence has any."""
     returns_R: Floats | None
@@ -43,7 +43,8 @@ class PackedArrays:
     members_S: Lengths
     """Index of each sequence in the list that was planned."""
     old_logprobs_R: Floats | None = None
-    """Filled in by the rank itself, before its first step; None: the forward pass itself gives them."""
+    """Of the proximal policy; filled in by the rank itself, before its first step. None: the forward pass
+    itself gives them."""
     ref_logprobs_R: Floats | None = None
     """Of the reference policy; filled in by the rank itself where there is one."""
 

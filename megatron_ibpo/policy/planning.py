@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.config import Config, LossConfig, ParallelConfig
 from megatron_ibpo.records import TrainSequence
 
 Share = TypeVar("Share")
@@ -36,7 +36,8 @@ class MiniBatch:
     micro_batches: list[MicroBatch]
     """As many on every rank; none where no rank has a sequence."""
     needs_old_logprobs: bool
-    """Else its own forward pass gives them."""
+    """From a forward pass ahead of the first step; else the engine gave them, or the mini-batch's own forward
+    pass does."""
     mean_length: float
     """`weighted_mean_length` of the whole mini-batch, sequences without advantage included."""
     trained_tokens: int
@@ -99,17 +100,19 @@ def plan_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: i
         num_ranks: data-parallel ranks.
 
     Raises:
-        ValueError: a sequence whose arrays do not fit its response, or with --use-tis one without the
-            rollout's log-probs.
+        ValueError: a sequence whose arrays do not fit its response, or one without the rollout's log-probs
+            where the loss needs them.
     """
     loss = config.loss
     _check(sequences)
     parts = split_minibatches(sequences, loss.num_steps_per_rollout)
     live = [[_without(s, "returns", "values") for s in part if _is_trained_on(s)] for part in parts]
-    if loss.use_tis:
-        _check_rollout_logprobs(s for part in live for s in part)
+    _check_rollout_logprobs((s for part in live for s in part), loss)
     # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
-    needs_old = [loss.use_tis or number > 0 for number in range(len(live))]
+    needs_old = [
+        loss.old_logprobs == "recompute" and (bool(loss.corrections) or number > 0)
+        for number in range(len(live))
+    ]
     passes = Passes(
         [s.num_tokens for part, needed in zip(live, needs_old, strict=True) if needed for s in part],
         [s.num_tokens for part in live for s in part],
@@ -160,8 +163,7 @@ def plan_measure(
         plain: the same responses with plain advantages and no corrections.
     """
     _check([*sequences, *plain])
-    if config.loss.use_tis:
-        _check_rollout_logprobs(s for s in sequences if _is_trained_on(s))
+    _check_rollout_logprobs((s for s in sequences if _is_trained_on(s)), config.loss)
     length = weighted_mean_length(sequences)
     own = _blocks(sequences, config, num_ranks)
     if _train_alike(sequences, plain):
@@ -356,6 +358,10 @@ def _check(sequences: Iterable[TrainSequence]) -> None:
                 )
 
 
-def _check_rollout_logprobs(sequences: Iterable[TrainSequence]) -> None:
-    if any(s.rollout_logprobs is None for s in sequences):
-        raise ValueError("--use-tis needs the rollout's log-probs with every sequence")
+def _check_rollout_logprobs(sequences: Iterable[TrainSequence], loss: LossConfig) -> None:
+    needing = [*loss.corrections, *(["--old-logprobs engine"] if loss.old_logprobs == "engine" else [])]
+    if needing and (without := sum(s.rollout_logprobs is None for s in sequences)):
+        raise ValueError(
+            f"{' and '.join(needing)}: {without} sequences have no log-probs of the engine that sampled "
+            "them; sample again, or drop the flag"
+        )

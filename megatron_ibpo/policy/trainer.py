@@ -25,7 +25,6 @@ from megatron_ibpo.loss import (
     linear_packed_sequence_loss,
     packed_logprobs,
     packed_sequence_loss,
-    resolve_variant,
 )
 from megatron_ibpo.policy.forward_backward import (
     accumulate_gradients,
@@ -34,11 +33,11 @@ from megatron_ibpo.policy.forward_backward import (
     is_reporting_rank,
     make_trainable,
 )
+from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, response_values
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
-from megatron_ibpo.policy.truncated_importance import Factor, truncate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
@@ -84,19 +83,17 @@ class Trainer:
         # all before the first step, when the weights are still those that the ratios are to
         prepared = [self._prepared(part) for part in share]
         seconds_logprobs = time.perf_counter() - started
-        factors: list[float] = []
+        corrected: list[Corrected] = []
         totals = _Totals()
         for part, packs in zip(share, prepared, strict=True):
-            if self.config.loss.use_tis:
-                packs, own = self._truncated(packs)
-                factors += self._in_order(own)
+            if self.config.loss.corrections:
+                packs, own = self._corrected(packs)
+                corrected += self._in_order(own)
             totals.merge(self._optimizer_step(packs, part.mean_length))
         metrics = totals.metrics()
         metrics["loss"] /= len(share)
         metrics["seconds_old_logprobs"] = seconds_logprobs
-        if factors:
-            metrics["tis_weight_mean"] = sum(factors) / len(factors)
-        return metrics
+        return metrics | correction_metrics(corrected)
 
     def logprobs(self, share: RankForward) -> list[tuple[int, Floats]]:
         """Log-probs of the response tokens under the present weights. Collective.
@@ -108,15 +105,21 @@ class Trainer:
         packs = [pack(micro_batch) for micro_batch in share]
         return by_sequence(packs, self._logprobs(packs))
 
-    def weighted(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
-        """With the weights that an update gives them: truncated importance weights included."""
-        if not self.config.loss.use_tis:
+    def as_trained(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
+        """As the first optimizer step of an update trains on them: with the engine's log-probs as old ones,
+        or without old log-probs, at ratio 1, and with importance corrections."""
+        loss = self.config.loss
+        if loss.old_logprobs == "engine":
+            return _with_engine_logprobs(packs)
+        if not loss.corrections:
             return list(packs)
-        weighted, _ = self._truncated(self._with_old_logprobs(packs))
-        return [replace(arrays, old_logprobs_R=None) for arrays in weighted]
+        corrected, _ = self._corrected(self._with_old_logprobs(packs))
+        return [replace(arrays, old_logprobs_R=None) for arrays in corrected]
 
     def _prepared(self, part: MiniBatch) -> list[PackedArrays]:
         packs = [pack(micro_batch) for micro_batch in part.micro_batches]
+        if self.config.loss.old_logprobs == "engine":
+            return _with_engine_logprobs(packs)
         return self._with_old_logprobs(packs) if part.needs_old_logprobs else packs
 
     def _logprobs(self, packs: Sequence[PackedArrays]) -> list[Any]:
@@ -134,21 +137,18 @@ class Trainer:
             found = self._logprobs(packs)
         return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
-    def _truncated(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Factor]]:
-        """Weighted by truncated importance, and the factors; unchanged but on the last stage, which alone
-        has log-probs and computes a loss."""
+    def _corrected(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Corrected]]:
+        """With importance corrections, and what became of each sequence; unchanged but on the last stage,
+        which alone has log-probs and computes a loss."""
         if not parallel_state.is_pipeline_last_stage():
             return list(packs), []
-        loss = self.config.loss
-        variant, _ = resolve_variant(loss.loss_variant)
-        token_level = variant.sequence_term is None and not variant.sequence_ratio
-        pairs = [truncate(arrays, loss.tis_clip, token_level=token_level) for arrays in packs]
-        return [arrays for arrays, _ in pairs], [factor for _, own in pairs for factor in own]
+        pairs = [correct(arrays, self.config.loss) for arrays in packs]
+        return [arrays for arrays, _ in pairs], [sequence for _, own in pairs for sequence in own]
 
-    def _in_order(self, factors: list[Factor]) -> list[float]:
+    def _in_order(self, corrected: list[Corrected]) -> list[Corrected]:
         """Those of all ranks, in the order of the sequences."""
-        parts = self.world.all_gather(factors if is_reporting_rank() else [])
-        return [factor for _, factor in sorted(pair for part in parts for pair in part)]
+        parts = self.world.all_gather(corrected if is_reporting_rank() else [])
+        return sorted(sequence for part in parts for sequence in part)
 
     def _optimizer_step(self, packs: Sequence[PackedArrays], mean_length: float) -> _Totals:
         totals = _Totals()
@@ -209,7 +209,10 @@ class Trainer:
         else:
             vocabulary = self._vocabulary(output.shape[-1])
             loss, stats = packed_sequence_loss(output[0], batch.rows, objective, inplace=True, **vocabulary)
-        return loss * scale, _observed(batch, loss, stats)
+        # the engine's own would differ from the engine's by nothing
+        recomputed = self.config.loss.old_logprobs == "recompute"
+        trainer_N = batch.rows.old_logprobs_N if recomputed else None
+        return loss * scale, _observed(batch, loss, stats, trainer_N)
 
     def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Floats]:
         rows: dict[str, Any] = {
@@ -233,6 +236,10 @@ class Trainer:
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_range": (start, min(start + width, self.vocab_size)),
         }
+
+
+def _with_engine_logprobs(packs: Sequence[PackedArrays]) -> list[PackedArrays]:
+    return [replace(arrays, old_logprobs_R=arrays.rollout_logprobs_R) for arrays in packs]
 
 
 def _whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
@@ -289,8 +296,12 @@ class _Totals:
         return out | self.maxima
 
 
-def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
-    """Plain numbers of one micro-batch; the padding sequence is left out."""
+def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> _Totals:
+    """Plain numbers of one micro-batch; the padding sequence is left out.
+
+    Args:
+        trainer_N: log-probs to compare the engine's with; None: those of the present weights.
+    """
     count = batch.num_sequences
     totals = _Totals({"loss": loss.item()})
     if count == 0:
@@ -310,7 +321,7 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats) -> _Totals:
     if stats.kl_N is not None:
         totals.sums["kl"] = stats.kl_N.sum().item()
     if batch.rollout_logprobs_N is not None:
-        trainer_N = stats.logprobs_N if batch.rows.old_logprobs_N is None else batch.rows.old_logprobs_N
+        trainer_N = stats.logprobs_N if trainer_N is None else trainer_N
         gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]
         totals.sums |= {
             "compared_tokens": len(gap),

@@ -1,0 +1,129 @@
+"""Importance corrections: weights for tokens and sequences that were not drawn from the policy in training.
+
+The engine that sampled a response (π_behave) computes differently from the trainer, and may have had older
+weights. Training starts from the proximal policy π_prox, the trainer's own at its first optimizer step. The
+ratio r = π_prox / π_behave of a token makes up for both differences:
+
+    truncation (TIS, ibpo step 14)      min(r, clip)                        of each token
+    masking (IcePop)                    r inside [low, high], else 0        of each token
+    rejection by the geometric mean     1 where exp(mean log r) lies inside [low, high], else 0
+                                                                            of each sequence
+
+Token weights scale the gradient of the token, whatever the loss variant, and divisors stay: what is cut still
+counts. Sources stand in docs/loss_variants.md.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ibpo.config import LossConfig
+from megatron_ibpo.policy.packing import PackedArrays
+
+MAX_GAP = 50.0
+"""exp of more is beyond any bound, and might be infinite; exp of less than its negative might be 0."""
+
+Ratios = npt.NDArray[np.float64]
+
+
+class Corrected(NamedTuple):
+    """What became of one sequence."""
+
+    member: int
+    """Its index in the list that was planned."""
+    tokens: int
+    """Its tokens in the loss."""
+    tokens_cut: int
+    """Those whose own ratio was truncated or masked."""
+    weight: float
+    """Sum over its tokens; 0 where it was rejected."""
+
+
+def truncated(ratios: Ratios, clip: float) -> Ratios:
+    """At most `clip`."""
+    return np.minimum(ratios, clip)
+
+
+def masked(ratios: Ratios, low: float, high: float) -> Ratios:
+    """0 outside [low, high]."""
+    return np.where((ratios >= low) & (ratios <= high), ratios, 0.0)
+
+
+def is_rejected(log_ratios: Ratios, low: float, high: float) -> bool:
+    """Whether the geometric mean of the ratios of a sequence's tokens, one at least, lies outside
+    [low, high]."""
+    mean = _sum(log_ratios) / len(log_ratios)
+    return not low <= math.exp(min(mean, MAX_GAP)) <= high
+
+
+def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[Corrected]]:
+    """`arrays` with the run's corrections multiplied into the weights of tokens and sequences, and what
+    became of each sequence.
+
+    Args:
+        arrays: old log-probs are those of π_prox; neither they nor the rollout's may be missing where there
+            are sequences. Every sequence has a token in the loss.
+    """
+    if not len(arrays.members_S):
+        return arrays, []
+    assert arrays.old_logprobs_R is not None
+    assert arrays.rollout_logprobs_R is not None  # `plan_update` checked
+    gaps_R = arrays.old_logprobs_R.astype(np.float64) - arrays.rollout_logprobs_R
+    gaps_R[~arrays.loss_mask_R] = 0.0  # context has no log-prob of the policy
+    bounds = loss.sequence_rejection
+    kept_S = [bounds is None or not is_rejected(own, *bounds) for own in _in_loss(arrays, gaps_R)]
+    weights_R, cut_R = _token_weights(gaps_R, loss)
+    parts = zip(
+        arrays.members_S.tolist(), _in_loss(arrays, weights_R), _in_loss(arrays, cut_R), kept_S, strict=True
+    )
+    found = [
+        Corrected(member, len(own), int(np.count_nonzero(cut)), _sum(own) if kept else 0.0)
+        for member, own, cut, kept in parts
+    ]
+    if arrays.token_weights_R is not None:
+        weights_R = weights_R * arrays.token_weights_R
+    return replace(arrays, token_weights_R=weights_R, weights_S=arrays.weights_S * kept_S), found
+
+
+def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArray[np.bool_]]:
+    """Each token's, and whether it is not the token's ratio; all 1 without a correction of tokens."""
+    ratios_R = np.exp(np.clip(gaps_R, -MAX_GAP, MAX_GAP))
+    if loss.use_tis:
+        weights_R = truncated(ratios_R, loss.tis_clip)
+    elif loss.icepop is not None:
+        weights_R = masked(ratios_R, *loss.icepop)
+    else:
+        return np.ones_like(ratios_R), np.zeros(len(ratios_R), np.bool_)
+    return weights_R, weights_R != ratios_R
+
+
+def correction_metrics(found: Sequence[Corrected]) -> dict[str, float]:
+    """Shares and the mean weight over all sequences that were corrected; nothing where there are none.
+
+    Args:
+        found: in an order that does not depend on the layout, so that the sums do not either.
+    """
+    if not found:
+        return {}
+    tokens = sum(own.tokens for own in found)
+    return {
+        "importance_weight_mean": sum(own.weight for own in found) / tokens,
+        "importance_token_cut_fraction": sum(own.tokens_cut for own in found) / tokens,
+        "importance_sequence_cut_fraction": sum(own.weight == 0 for own in found) / len(found),
+    }
+
+
+def _in_loss(arrays: PackedArrays, values_R: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Those of each sequence's tokens that are in the loss."""
+    bounds = arrays.response_lengths_S.cumsum()[:-1]
+    pairs = zip(np.split(values_R, bounds), np.split(arrays.loss_mask_R, bounds), strict=True)
+    return [own[mask] for own, mask in pairs]
+
+
+def _sum(values: Ratios) -> float:
+    # in order, so that it does not depend on how numpy sums in blocks
+    return sum(values.tolist())
