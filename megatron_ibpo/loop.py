@@ -1,8 +1,10 @@
 """The loop's verbs: what one step does, each in a method that `train.py` calls by name. On the driver."""
 
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,9 +30,13 @@ from megatron_ibpo.report import (
     save_outcomes,
     step_alarms,
 )
+from megatron_ibpo.report.disk import is_full, waiting_for_room
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.sampling.rollouts import Rollouts
 from megatron_ibpo.task import Task
+from megatron_ibpo.weights.formats.retention import Keep
+
+T = TypeVar("T")
 
 GSPO = AlgorithmConfig(
     **{name: value for name, value in PRESETS["gspo"].items() if name in AlgorithmConfig.__dataclass_fields__}
@@ -48,6 +54,9 @@ class Progress:
 
     step: int = 0
     """Steps that are behind it."""
+    saved: int = 0
+    """Steps that were behind it when it was saved last, or began to."""
+    saved_at: float = field(default_factory=time.monotonic)
     start_seconds: dict[str, float] = field(default_factory=dict)
     skipped_in_a_row: int = 0
     """Steps whose update was not taken."""
@@ -165,14 +174,16 @@ class Run:
         with self.stages("report"):
             if run.save_debug_rollout_data:
                 path = rollout_path(run.run_dir / "rollouts", step)
-                save_groups(
-                    path,
-                    step,
-                    groups,
-                    self.task.tokenizer.decode,
-                    credit.sequences,
-                    old_logprobs=self.progress.old_logprobs,
-                    new_logprobs=self.progress.new_logprobs,
+                self._with_room(
+                    lambda: save_groups(
+                        path,
+                        step,
+                        groups,
+                        self.task.tokenizer.decode,
+                        credit.sequences,
+                        old_logprobs=self.progress.old_logprobs,
+                        new_logprobs=self.progress.new_logprobs,
+                    )
                 )
             counts = {
                 "engine_restarts": 0 if self.engines is None else self.engines.restarts,
@@ -184,7 +195,7 @@ class Run:
             first = errors[0] if errors else None
             for alarm in step_alarms(metrics, responses=len(responses), first_reward_error=first):
                 self.reporter.note(alarm)
-            self.reporter.step(step, metrics, seconds)
+            self._with_room(lambda: self.reporter.step(step, metrics, seconds))
         check_reward_errors(len(errors), len(responses), run.max_reward_error_rate, first_reward_error=first)
 
     def evaluate_if_due(self) -> None:
@@ -198,26 +209,76 @@ class Run:
         self.engines.wake()
         with self.stages("evaluate"):
             evaluation, sampled = self.rollouts.evaluation(self.task)
-        save_outcomes(outcomes_path(run.run_dir, step), step, sampled)
-        self.reporter.evaluation(step, evaluation, self.stages.take(), self.cost.spent.metrics())
+        seconds = self.stages.take()
+        self._with_room(lambda: save_outcomes(outcomes_path(run.run_dir, step), step, sampled))
+        self._with_room(
+            lambda: self.reporter.evaluation(step, evaluation, seconds, self.cost.spent.metrics())
+        )
 
-    def save_if_due(self, *, stopping: bool) -> None:
-        """A Megatron checkpoint at the end, every --save-interval steps, and before stopping early."""
+    def save_if_due(self) -> None:
+        """Begin a Megatron checkpoint after the last step and every --save-interval steps or
+        --save-interval-minutes; bring one that is under way on. An export every --export-interval steps.
+
+        Raises:
+            OSError, CheckpointError: a save failed.
+            DiskFullError: for want of room, for longer than --disk-wait.
+        """
         run, step = self.config.run, self.progress.step
-        at_interval = run.save_interval is not None and step % run.save_interval == 0
-        if run.save and (at_interval or stopping or self.done()):
-            state = {"seed": run.seed, "spent": asdict(self.cost.spent)}
-            with self.stages("save"):
-                self.policy.save(run.run_dir / "checkpoints", step, state)
+        if not run.save:
+            return
+        with self.stages("save"):
+            due = self.done() or self._save_is_due()
+            self._settle_save(wait=due)
+            if due:
+                self._with_room(self._begin_save)
+            if run.export_interval is not None and step % run.export_interval == 0:
+                self._with_room(lambda: self.policy.save_hf(run.run_dir / f"hf_step_{step:06d}"))
 
     def finish(self, status: str) -> None:
-        """Export the policy in Hugging Face format, draw the curves, write the summary."""
+        """Save what is not saved, wait for it, export the policy in Hugging Face format, draw the curves, write
+        the summary. Raises as `save_if_due`."""
         run = self.config.run
         if run.save:
             with self.stages("save"):
-                self.policy.save_hf(run.run_dir / "hf")
+                self._settle_save(wait=True)
+                if self.progress.step > self.progress.saved:
+                    self._with_room(self._begin_save)
+                    self._settle_save(wait=True)
+                self._with_room(lambda: self.policy.save_hf(run.run_dir / "hf"))
         seconds = self.progress.start_seconds | self.stages.take()
         self.reporter.finish(status=status, seconds=seconds)
+
+    def _save_is_due(self) -> bool:
+        run, minutes = self.config.run, self.config.run.save_interval_minutes
+        at_interval = run.save_interval is not None and self.progress.step % run.save_interval == 0
+        return at_interval or (
+            minutes is not None and time.monotonic() - self.progress.saved_at >= 60 * minutes
+        )
+
+    def _begin_save(self) -> None:
+        run = self.config.run
+        state = {"seed": run.seed, "spent": asdict(self.cost.spent)}
+        keep = Keep(run.keep_checkpoints, run.keep_checkpoint_every)
+        self.policy.save(run.run_dir / "checkpoints", self.progress.step, state, keep)
+        self.progress.saved, self.progress.saved_at = self.progress.step, time.monotonic()
+
+    def _settle_save(self, *, wait: bool) -> None:
+        """Bring the save under way on. One that found the disk full is made again, of the present step, once
+        there is room."""
+        try:
+            self.policy.saved(wait=wait)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._with_room(self._save_now)
+
+    def _save_now(self) -> None:
+        self._begin_save()
+        self.policy.saved(wait=True)
+
+    def _with_room(self, write: Callable[[], T]) -> T:
+        """What `write` gives. While the disk is full the run stands still here."""
+        return waiting_for_room(write, self.config.run.disk_wait, self.reporter.note)
 
     def _context(self, algorithm: AlgorithmConfig) -> CreditContext:
         limit = self.config.rollout.rollout_max_context_len

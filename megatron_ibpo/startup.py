@@ -25,7 +25,16 @@ from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.policy.group import Policy
-from megatron_ibpo.report import Report, Stages, checkpoint_bytes, prepare_run_dir, run_sizes
+from megatron_ibpo.report import (
+    Report,
+    Stages,
+    checkpoint_bytes,
+    export_bytes,
+    kept_at_once,
+    prepare_run_dir,
+    run_sizes,
+)
+from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Verifier, open_pool
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.settings import engine_settings
@@ -60,6 +69,7 @@ def open_run(config: Config) -> Iterator[Run]:
             wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
             check_loss_of_run(config)
             task = open_task(config)
+            stack.enter_context(locked(config.run.run_dir))
             prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config))
             own_pool = stack.enter_context(open_pool(config.data))
             wait_for_ray()
@@ -109,7 +119,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 recomputes=config.model.recompute_granularity == "full",
                 before=Spent(**state.get("spent", {})),
             ),
-            progress=Progress(state["step"]),
+            progress=Progress(state["step"], saved=state["step"]),
         )
         if engines is not None and run.progress.step > 0:
             with stages("sync"):
@@ -145,6 +155,7 @@ def open_evaluation(config: Config) -> Iterator[OpenEvaluation]:
         config = _with_context(config, read_hf_config(hf_dir))
         wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
         task = open_task(config, trains=False)
+        stack.enter_context(locked(config.run.run_dir))
         prepare_run_dir(config)
         own_pool = stack.enter_context(open_pool(config.data))
         wait_for_ray()
@@ -283,13 +294,15 @@ def _with_context(config: Config, shape: ModelShape) -> Config:
 
 
 def _checkpoint_bytes(config: Config) -> int:
-    """Bytes of all checkpoints that the run will keep; an upper bound, as if the shards held bf16."""
+    """Bytes of what the run will keep at one time; an upper bound, as if the shards held bf16."""
     assert config.model.hf_checkpoint is not None
     size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
-    interval = config.run.save_interval or config.run.num_rollout
-    kept = -(-config.run.num_rollout // interval)
     models = 2 if config.algorithm.advantages == "critic" else 1
-    return models * kept * checkpoint_bytes(size // 2, bf16=config.model.bf16)
+    parameters, bf16 = size // 2, config.model.bf16
+    checkpoints, exports = kept_at_once(config)
+    return models * checkpoints * checkpoint_bytes(parameters, bf16=bf16) + exports * export_bytes(
+        parameters, bf16=bf16
+    )
 
 
 def _accelerators(config: Config, placement: Placement) -> int:
@@ -311,6 +324,9 @@ def _failure_in_summary(reporter: Report) -> Iterator[None]:
     """A run that fails has a summary that says so."""
     try:
         yield
+    except KeyboardInterrupt:
+        reporter.finish(status="stopped at once")
+        raise
     except BaseException as error:
         reporter.finish(status=f"failed: {type(error).__name__}: {error}")
         raise

@@ -10,14 +10,15 @@ from contextlib import ExitStack
 
 from megatron_ibpo.checks import check_run, check_settings
 from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.interrupts import StopRequest
 from megatron_ibpo.versions import missing
 
-DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say. Returns the exit status: 0 done, 2 bad input, 130 interrupted; raises when
-    training fails."""
+    """Train as the flags say. Returns the exit status: 0 done, 1 stopped for want of disk space, 2 bad input,
+    130 interrupted; raises when training fails."""
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         check_settings(config)
@@ -30,32 +31,41 @@ def train(config: Config) -> int:
     """The whole run."""
     if lacks := lacking():
         return refuse(lacks)
+    stop = StopRequest(config.run.run_dir / "hangup.log")
     # imported late, so that wrong flags are answered at once
-    from megatron_ibpo.interrupts import StopRequest
+    from megatron_ibpo.report.disk import DiskFullError
+
+    try:
+        return _train(config, stop)
+    except DiskFullError as error:
+        return refuse(error, FAILED)
+    except KeyboardInterrupt:
+        print("stopped at once", file=sys.stderr, flush=True)
+        return INTERRUPTED
+
+
+def _train(config: Config, stop: StopRequest) -> int:
     from megatron_ibpo.startup import START_ERRORS, open_run
 
-    stop = StopRequest()
     with ExitStack() as stack:
         try:
-            run = stack.enter_context(open_run(config))
+            run = stop.cuts_short(lambda: stack.enter_context(open_run(config)))
         except START_ERRORS as error:
             return refuse(error)
-        run.evaluate_if_due()
-        while not run.done():
+        if run is None:
+            return INTERRUPTED
+        stop.cuts_short(run.evaluate_if_due)
+        while not (run.done() or stop.requested):
             groups = run.sample()
             credit = run.credit(groups)
             metrics = run.measure_gradient_if_due(groups, credit.sequences)
             metrics |= run.update(credit.sequences)
             metrics |= run.sync()
             run.report(groups, credit, metrics)
-            stopping = stop.requested
-            run.save_if_due(stopping=stopping)
-            if stopping:
-                run.finish("interrupted")
-                return INTERRUPTED
-            run.evaluate_if_due()
-        run.finish("finished")
-    return DONE
+            run.save_if_due()
+            stop.cuts_short(run.evaluate_if_due)
+        run.finish("interrupted" if stop.requested else "finished")
+        return INTERRUPTED if stop.requested else DONE
 
 
 def _plan(config: Config) -> int:
@@ -78,10 +88,10 @@ def lacking() -> ImportError | None:
     )
 
 
-def refuse(error: BaseException) -> int:
-    """Say what is wrong with the input; returns the exit status."""
+def refuse(error: BaseException, status: int = BAD_INPUT) -> int:
+    """Say what is wrong, with the input if nothing else; returns the exit status."""
     print(f"error: {error}", file=sys.stderr, flush=True)
-    return BAD_INPUT
+    return status
 
 
 if __name__ == "__main__":

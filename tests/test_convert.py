@@ -371,7 +371,7 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tm
 def saved_by_training(world, hf_dir, directory, parallel_config):
     from test_trainer import close_trainer, config_for, open_trainer, sequences
 
-    from megatron_ibpo.policy.checkpoint import save_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
 
     config = config_for(parallel_config, lr=1e-3)
     config.model.hf_checkpoint = hf_dir

@@ -50,7 +50,8 @@ def go_on(world, cases, saving):
 
 
 def updates(world, hf_dir, directory, parallel, saving):
-    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.run_state import find_checkpoint
 
     # a large epsilon: what rounding makes of a gradient near zero does not decide about the step
@@ -114,7 +115,8 @@ def test_another_layout_goes_on_from_the_same_state(request, computed, name):
 
 
 def load_with_other_optimizer(world, hf_dir, directory):
-    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
 
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
     saved = save_checkpoint(trainer, directory, 1, {})

@@ -512,7 +512,8 @@ def test_the_loss_keeps_the_policy_close_to_its_reference(checkpoints, tmp_path,
 
 
 def save_and_resume(world, hf_dir, rows, directory, parallel, mode):
-    from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 
     config = config_for(parallel, lr=1e-3, eps_adam=1e-8)

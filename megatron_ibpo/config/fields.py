@@ -369,7 +369,20 @@ class RunConfig:
     save: bool = True
     """Write a Megatron checkpoint and a Hugging Face export at the end."""
     save_interval: Annotated[int | None, at_least(1)] = None
-    """Steps between Megatron checkpoints; only at the end when None."""
+    """Steps between Megatron checkpoints; None leaves it to --save-interval-minutes."""
+    save_interval_minutes: Annotated[float | None, POSITIVE] = 10.0
+    """Minutes after which a Megatron checkpoint is due, at the end of the step that is under way; None leaves
+    it to --save-interval. 10: what a closed terminal or a lost machine may cost."""
+    keep_checkpoints: Annotated[int, at_least(1)] = 2
+    """Megatron checkpoints that stay: the newest. An older one is removed once a newer one is whole. 2: one to
+    go on from, and one in case that it is damaged."""
+    keep_checkpoint_every: Annotated[int | None, at_least(1)] = None
+    """Checkpoints of steps that are multiples of this are never removed; None: no such steps."""
+    export_interval: Annotated[int | None, at_least(1)] = None
+    """Steps between Hugging Face exports, weights alone, into run_dir/hf_step_N; only at the end, into
+    run_dir/hf, when None. All of them stay."""
+    disk_wait: Annotated[float, NOT_NEGATIVE] = 600.0
+    """Seconds that a run waits for room when its disk is full before it stops. 600: time to free some."""
     load: Path | None = None
     """Run directory or its checkpoints directory to resume from."""
     eval_interval: Annotated[int | None, at_least(1)] = None

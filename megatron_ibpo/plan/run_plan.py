@@ -20,7 +20,7 @@ from megatron_ibpo.plan.memory import (
     sync_bytes,
 )
 from megatron_ibpo.report.display import open_console, sizes_table
-from megatron_ibpo.report.run_dir import checkpoint_bytes
+from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.words import counted
 
@@ -174,7 +174,8 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
     assert plan.engine is not None
     config, rollout = plan.config, plan.config.rollout
     sent, _ = sync_bytes(census, config)
-    saved = checkpoint_bytes(census.total, bf16=config.model.bf16)
+    bf16 = config.model.bf16
+    saved = checkpoint_bytes(census.total, bf16=bf16) + export_bytes(census.total, bf16=bf16)
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
     where = ""

@@ -1,68 +1,30 @@
-"""Megatron distributed checkpoints of policy and critic, optimizers and schedules: atomic, of any layout."""
+"""What a Megatron distributed checkpoint of policy and critic holds, and how it is loaded under any layout."""
 
 import json
-import queue
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError
-from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
-from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.run_state import LAYOUT
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 
-_CRITIC = "critic"
+CRITIC = "critic"
 """Directory in a checkpoint: tensors of both models have the same names."""
 
 
-def save_checkpoint(
-    trainer: Trainer,
-    directory: Path,
-    step: int,
-    run_state: dict[str, Any],
-    critic: Critic | None = None,
-) -> Path:
-    """Write `directory`/step_N and return it. It appears under that name only when it is whole.
-
-    Args:
-        run_state: JSON of the loop's own; comes back from `load_checkpoint`.
-    """
-    final = directory / f"step_{step:06d}"
-    partial = directory / f".{final.name}.partial"
-
-    def prepare() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / _CRITIC if critic is not None else partial).mkdir(parents=True)
-
-    trainer.world.on_rank_0(prepare)
-    _save(trainer, partial)
-    if critic is not None:
-        _save(critic, partial / _CRITIC)
-    trainer.world.barrier()
-
-    def publish() -> None:
-        if (origin := trainer.config.model.hf_checkpoint) is not None:
-            (partial / HF_FILES).mkdir()
-            copy_all_but_weights(origin, partial / HF_FILES, next(trainer.chunks[0].parameters()).dtype)
-        layout = {"optimizer": True, "parallel": asdict(trainer.config.parallel)}
-        (partial / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
-        (partial / RUN_STATE).write_text(json.dumps({"step": step, **run_state}), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-
-    trainer.world.on_rank_0(publish)
-    return final
+def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
+    """All that a checkpoint keeps of a model: weights, optimizer, schedule, as Megatron names their shards."""
+    models = _models(trained.chunks, is_loading=False)
+    return {**models, **_progress(trained, models, is_loading=False)}
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> None:
@@ -85,19 +47,11 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
             f"--load {checkpoint}: was saved with use_distributed_optimizer={not sharded}; "
             "resume with the same"
         )
-    if critic is not None and not (checkpoint / _CRITIC).is_dir():
+    if critic is not None and not (checkpoint / CRITIC).is_dir():
         raise CheckpointError(f"--load {checkpoint}: holds no critic, so it is no run of --advantages critic")
     _restore(trainer, checkpoint)
     if critic is not None:
-        _restore(critic, checkpoint / _CRITIC)
-
-
-def _save(trained: Trainer | Critic, directory: Path) -> None:
-    models = _models(trained.chunks, is_loading=False)
-    # The writer works in this process and needs no more than this queue. Megatron's is for writers elsewhere:
-    # it lives in a process of its own for each rank, which takes seconds to import everything again.
-    with mock.patch.object(filesystem_async, "_results_queue", queue.SimpleQueue()):
-        dist_checkpointing.save({**models, **_progress(trained, models, is_loading=False)}, str(directory))
+        _restore(critic, checkpoint / CRITIC)
 
 
 def _restore(trained: Trainer | Critic, directory: Path) -> None:

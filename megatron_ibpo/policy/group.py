@@ -20,6 +20,7 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
 )
 from megatron_ibpo.records import Floats, TrainSequence
+from megatron_ibpo.weights.formats.retention import Keep
 
 
 class RankCalls(Protocol):
@@ -45,6 +46,8 @@ class Policy:
         self._ranks, self._config = ranks, config
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
+        self._saves: list[str] = []
+        """What all ranks still have to be asked for the save under way, each once they rest."""
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One rollout's optimizer steps, of the policy and then of the critic; returns the metrics."""
@@ -71,9 +74,30 @@ class Policy:
             0
         ]
 
-    def save(self, directory: Path, step: int, run_state: dict[str, Any]) -> None:
-        """A Megatron checkpoint under `directory`, which all ranks reach."""
-        self._ranks.all("save", directory, step, run_state)
+    def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
+        """Begin a Megatron checkpoint under `directory`, which all ranks reach; training may go on. It has
+        its name when `saved` says so. Waits for the one before.
+
+        Raises:
+            OSError, CheckpointError: nothing was begun, or that one failed.
+        """
+        self.saved(wait=True)
+        self._ranks.all("save", directory, step, run_state, keep)
+        self._saves = ["seal_save", "end_save"]
+
+    def saved(self, *, wait: bool) -> bool:
+        """Whether no save is under way any more; brings it on, and only with `wait` waits for it.
+
+        Raises:
+            OSError, CheckpointError: it failed, is over, and has left nothing.
+        """
+        while self._saves:
+            if not all(self._ranks.all("save_rests", wait)):
+                return False
+            (stage, *later), self._saves = self._saves, []
+            self._ranks.all(stage)
+            self._saves = later
+        return True
 
     def save_hf(self, directory: Path) -> None:
         """The policy in Hugging Face format."""

@@ -13,16 +13,19 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.answers import About, Sent
-from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
+from megatron_ibpo.policy.saving import Order as SaveOrder
+from megatron_ibpo.policy.saving import Saver
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
 from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
@@ -58,6 +61,7 @@ class TrainerRank:
             reference = load_reference(chunks, shape, config.model.ref_load)
         self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference)
         self.critic = self._build_critic(updates)
+        self.saver = Saver(self.world)
         if checkpoint is not None:
             load_checkpoint(self.trainer, checkpoint, self.critic)
         self.transport: Transport | None = None
@@ -88,9 +92,21 @@ class TrainerRank:
         """How noisy the gradient is over prompts, and GSPO's on the same responses."""
         return compare_with_gspo(self.trainer, work)
 
-    def save(self, directory: Path, step: int, run_state: dict[str, Any]) -> None:
-        """A Megatron checkpoint under `directory`."""
-        save_checkpoint(self.trainer, directory, step, run_state, self.critic)
+    def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
+        """Begin a Megatron checkpoint under `directory`, as `policy.group` leads it on; see `Saver`."""
+        self.saver.begin(self.trainer, SaveOrder(directory, step, run_state, keep), self.critic)
+
+    def save_rests(self, wait: bool) -> bool:
+        """Whether this rank writes nothing any more; with `wait` once it does not. Not collective."""
+        return self.saver.rests(wait=wait)
+
+    def seal_save(self) -> None:
+        """Make one checkpoint of what all ranks have written, and begin to give it its name."""
+        self.saver.seal()
+
+    def end_save(self) -> None:
+        """Raises what went wrong with that."""
+        self.saver.end()
 
     def save_hf(self, directory: Path) -> None:
         """The policy in Hugging Face format."""

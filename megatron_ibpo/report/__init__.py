@@ -5,7 +5,13 @@ from megatron_ibpo.report.display import Size
 from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
-from megatron_ibpo.report.run_dir import checkpoint_bytes, jsonable, prepare_run_dir
+from megatron_ibpo.report.run_dir import (
+    checkpoint_bytes,
+    export_bytes,
+    jsonable,
+    kept_at_once,
+    prepare_run_dir,
+)
 from megatron_ibpo.report.run_report import Report
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.report.stages import Stages
@@ -17,7 +23,9 @@ __all__ = [
     "Stages",
     "check_reward_errors",
     "checkpoint_bytes",
+    "export_bytes",
     "jsonable",
+    "kept_at_once",
     "load_groups",
     "load_outcomes",
     "outcomes_path",

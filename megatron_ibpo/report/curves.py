@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_ibpo.report.run_dir import whole
+
 _LINES = {
     "Reward in training": ["reward", "shaped_reward"],
     "Corrections": ["correction_success", "rewrite_rate"],
@@ -58,7 +60,8 @@ def plot_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> bo
             axes.set_xlabel("steps")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
             draw(axes)
-        figure.savefig(path)
+        with whole(path) as unfinished:
+            figure.savefig(unfinished, format="png")
     return True
 
 

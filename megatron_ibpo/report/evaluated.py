@@ -11,7 +11,7 @@ from megatron_ibpo.evaluate import Evaluation
 from megatron_ibpo.records import Prompt, Sample
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.report.outcomes import outcomes_path, save_outcomes
-from megatron_ibpo.report.run_dir import SUMMARY_FILE
+from megatron_ibpo.report.run_dir import SUMMARY_FILE, write_whole
 from megatron_ibpo.report.run_report import measure_name
 from megatron_ibpo.report.summary import measures
 
@@ -40,7 +40,7 @@ def report_evaluation(
     rounded = {name: round(value, 2) for name, value in seconds.items()}
     summary = {"policy": str(policy), **metrics, "seconds_by_stage": rounded, "counts": dict(counts)}
     path = run_dir / SUMMARY_FILE
-    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     console.print(f"evaluation: {evaluation}", highlight=False, markup=False, soft_wrap=True)
     console.print(_table(metrics))
     for file in (path, kept):

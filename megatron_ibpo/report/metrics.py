@@ -1,12 +1,16 @@
 """What a run measures, kept: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_ibpo.report.disk import append_whole
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
 
 Kind = Literal["step", "evaluation"]
+
+log = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -39,29 +43,38 @@ class MetricsLog:
                 dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=wandb_config
             )
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
+        self._file = path.open("ab", buffering=0)
+        self._tensorboard: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
 
     def append(self, kind: Kind, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
-        """Write a row everywhere."""
+        """Write a row everywhere. Where OSError is raised the row is nowhere, and may be appended again."""
         rounded = {name: round(value, 4) for name, value in seconds.items()}
         row = {"kind": kind, "step": step, **jsonable(metrics), "seconds": rounded}
+        append_whole(self._file, (json.dumps(row, allow_nan=False) + "\n").encode())
         self.rows.append(row)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-
         prefix = "evaluation/" if kind == "evaluation" else ""
         scalars = {f"{prefix}{name}": value for name, value in metrics.items()}
         scalars |= {f"seconds/{name}": value for name, value in seconds.items()}
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+        if self._tensorboard is not None:
+            self._draw(scalars, step)
         if self._wandb is not None:
             self._wandb.log(scalars | {"step": step})
 
+    def _draw(self, scalars: dict[str, float], step: int) -> None:
+        """For TensorBoard, whose writer cannot go on after an error: what it has is kept, and the whole of it
+        is in the rows."""
+        try:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        except OSError as error:
+            log.warning("nothing more is written for TensorBoard: %s", error)
+            self._tensorboard = None
+
     def close(self) -> None:
         self._file.close()
-        self._tensorboard.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 

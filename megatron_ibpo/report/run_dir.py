@@ -6,7 +6,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,28 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
 
 
 def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:
-    """Bytes of one Megatron checkpoint with optimizer state and one Hugging Face export.
-
-    Megatron: the weights, fp32 master weights where the weights are bf16, and Adam's two fp32 moments.
-    """
+    """Bytes of one Megatron checkpoint: the weights, fp32 master weights where the weights are bf16, and
+    Adam's two fp32 moments."""
     weight = 2 if bf16 else 4
     master = 4 if bf16 else 0
-    return num_parameters * (weight + master + 8 + weight)
+    return num_parameters * (weight + master + 8)
+
+
+def export_bytes(num_parameters: int, *, bf16: bool) -> int:
+    """Bytes of one Hugging Face export."""
+    return num_parameters * (2 if bf16 else 4)
+
+
+def kept_at_once(config: Config) -> tuple[int, int]:
+    """(Megatron checkpoints, Hugging Face exports) that a run holds at one time, at most: what it keeps, and
+    one more that is being written before an older one goes."""
+    run = config.run
+    # how many steps fall into minutes is not known
+    interval = 1 if run.save_interval_minutes is not None else run.save_interval or run.num_rollout
+    saves = -(-run.num_rollout // interval)
+    forever = run.num_rollout // run.keep_checkpoint_every if run.keep_checkpoint_every else 0
+    exports = run.num_rollout // run.export_interval if run.export_interval else 0
+    return min(saves, run.keep_checkpoints + 1 + forever), exports + 1
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
@@ -99,9 +115,20 @@ def run_tokenizer(run_dir: Path) -> Tokenizer:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all, whenever the run ends."""
+    with whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write `path` until it is whole; it gets its name at the end of the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text, encoding="utf-8")
+    try:
+        yield unfinished
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     unfinished.replace(path)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import Evaluation
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
-from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on, jsonable
+from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on, jsonable, write_whole
 from megatron_ibpo.report.summary import summarise
 from megatron_ibpo.words import counted
 
@@ -99,16 +100,22 @@ class Report:
         summary = {"status": status} | summarise(
             self._log.rows, seconds_total=time.time() - self._started, seconds_by_stage=self._seconds
         )
-        curves = self._run_dir / "curves.png"
-        drawn = plot_curves(self._log.rows, curves, title=self._title)
-        path = self._run_dir / SUMMARY_FILE
-        path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        kept = [self._run_dir / METRICS_FILE]
+        for name, write in (
+            (SUMMARY_FILE, lambda path: _write_summary(summary, path)),
+            ("curves.png", lambda path: plot_curves(self._log.rows, path, title=self._title)),
+        ):
+            try:
+                if write(self._run_dir / name):
+                    kept.append(self._run_dir / name)
+            except OSError as error:  # what is known is shown all the same
+                self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
         self.note(f"{status}: {counted(summary['steps'], 'step')}")
         self._display.print(_results_table(summary))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
             self.note(f"in the whole run: {counts}")
-        for file in [self._run_dir / METRICS_FILE, path, *([curves] if drawn else [])]:
+        for file in kept:
             self.note(str(file))
         if status != "finished":
             self.note(how_to_go_on(self._run_dir))
@@ -129,12 +136,17 @@ class Report:
     def _record(
         self, kind: Any, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]
     ) -> None:
-        self._count(seconds)
         self._log.append(kind, step, dict(metrics), dict(seconds))
+        self._count(seconds)  # last: a row that found no room is recorded again
 
     def _count(self, seconds: Mapping[str, float]) -> None:
         for name, value in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+
+def _write_summary(summary: dict[str, Any], path: Path) -> bool:
+    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return True
 
 
 def _results_table(summary: dict[str, Any]) -> Table:

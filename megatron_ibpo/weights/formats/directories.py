@@ -28,6 +28,8 @@ BUFFER_BYTES = 8 * 1024**2
 class DiskSpaceError(OSError):
     """Not enough room for a checkpoint."""
 
+    errno = errno.ENOSPC
+
 
 class HashedFile:
     """A new file, written front to back, hashed on the way and on the disk when it is closed.

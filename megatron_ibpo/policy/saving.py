@@ -1,0 +1,273 @@
+"""Checkpoints written beside training: whole before they have their name, one at a time.
+
+The stages are those of Megatron's asynchronous save (`dist_checkpointing.save(async_sharded_save=True)`): all
+ranks plan, each writes its part, all ranks finalize. Megatron's callers of the middle one are left out. One
+forks the trainer, which is not safe beside the threads of Ray, gloo and CUDA: a lock that one of them holds
+stays locked in the child. The other keeps a process for each rank that imports everything again. Here a
+thread of the rank writes copies that were taken before training went on.
+"""
+
+import errno
+import json
+import queue
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
+from megatron_ibpo.policy.critic import Critic
+from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
+from megatron_ibpo.weights.formats.retention import (
+    Keep,
+    partial_of,
+    remove_leftovers,
+    remove_superseded,
+    step_name,
+)
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.world import World
+
+SMALL_FILES_BYTES = 4 * 1024**2
+"""Of a checkpoint: metadata, configuration, tokenizer."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is saved, and where."""
+
+    directory: Path
+    """Of all checkpoints; this one is `directory`/step_N."""
+    step: int
+    run_state: dict[str, Any]
+    """JSON of the loop's own; comes back from `load_run_state`."""
+    keep: Keep
+    """What stays of the checkpoints before, once this one has its name."""
+
+    @property
+    def final(self) -> Path:
+        return self.directory / step_name(self.step)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank has to do for one model and its optimizer."""
+
+    request: Any
+    """Megatron's `AsyncRequest`."""
+    files: list[Any]
+    """Megatron's write buckets, their tensors copied into main memory; empty where it writes nothing."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for _, _, (_, tensors) in self.files for _, tensor in tensors)
+
+
+@dataclass
+class Saver:
+    """One rank's part in saving. `begin` and `seal` are collective, the rest is the rank's own.
+
+    begin → the thread writes → `rests` → seal → the thread of rank 0 publishes → `rests` → end
+    """
+
+    world: World
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+    _job: "Future[None] | None" = None
+    _order: Order | None = None
+    _parts: list[_Part] = field(default_factory=list)
+    _others: dict[str, Any] = field(default_factory=dict)
+
+    def begin(self, trainer: Trainer, order: Order, critic: Critic | None = None) -> None:
+        """Copy what is to be saved and begin to write it. Training may go on when this returns.
+
+        Raises:
+            OSError: ENOSPC, the disk has no room for it; nothing is left of it then.
+        """
+        assert self._order is None, "one save at a time"
+        partial = partial_of(order.final)
+        directories = [partial] if critic is None else [partial, partial / CRITIC]
+
+        def prepare() -> None:
+            order.directory.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(order.directory)
+            for directory in directories:
+                directory.mkdir()
+
+        self._on_rank_0(prepare)
+        models = [trainer] if critic is None else [trainer, critic]
+        self._parts = [
+            _staged(saved_state(model), directory)
+            for model, directory in zip(models, directories, strict=True)
+        ]
+        needed = sum(self.world.all_gather(sum(part.num_bytes for part in self._parts)))
+        self._on_rank_0(lambda: _check_room(partial, needed))
+        self._order = order
+        self._others = {
+            "layout": {"optimizer": True, "parallel": asdict(trainer.config.parallel)},
+            "hf": trainer.config.model.hf_checkpoint,
+            "dtype": next(trainer.chunks[0].parameters()).dtype,
+        }
+        self._job = self._thread.submit(_write, self._parts)
+
+    def rests(self, *, wait: bool) -> bool:
+        """Whether this rank has nothing to do in the background; raises nothing."""
+        if wait and self._job is not None:
+            self._job.exception()
+        return self._job is None or self._job.done()
+
+    def seal(self) -> None:
+        """Once every rank rests: write what makes the parts a checkpoint, and begin to publish it.
+
+        Raises:
+            OSError, CheckpointError: some rank could not write its part, on all ranks; nothing is left of it.
+        """
+        order, parts, job = self._order, self._parts, self._job
+        assert order is not None
+        assert job is not None
+        self._order, self._parts, self._job = None, [], None
+        partial = partial_of(order.final)
+        try:
+            self._raise_everywhere(job.exception())
+            # rank 0 writes the metadata while the others wait for it in a collective
+            self._on_rank_0(lambda: _check_room(partial, SMALL_FILES_BYTES))
+            for part in parts:
+                for finalize in part.request.finalize_fns:
+                    finalize()
+        except BaseException as error:
+            if self.world.is_rank_0:
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, Exception):
+                raise
+            raise CheckpointError(f"{order.final}: {error}") from None  # torch's is no Exception
+        if self.world.is_rank_0:
+            self._job = self._thread.submit(_publish, order, self._others)
+
+    def end(self) -> None:
+        """Raises OSError where the checkpoint could not be given its name."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def _on_rank_0(self, work: Callable[[], None]) -> None:
+        """`World.on_rank_0`, but every rank raises the very error: the driver is to know a full disk."""
+        error: Exception | None = None
+        if self.world.is_rank_0:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        self._raise_everywhere(error)
+
+    def _raise_everywhere(self, error: BaseException | None) -> None:
+        """The first rank's error, where there is one."""
+        for told in self.world.all_gather(_told(error, self.world.rank)):
+            if told is not None:
+                raise told
+
+
+def save_checkpoint(
+    trainer: Trainer, directory: Path, step: int, run_state: dict[str, Any], critic: Critic | None = None
+) -> Path:
+    """A checkpoint at once, for who has nothing else to do meanwhile; returns where it is. Collective."""
+    saver, order = Saver(trainer.world), Order(directory, step, run_state, Keep(step + 1))
+    saver.begin(trainer, order, critic)
+    saver.rests(wait=True)
+    saver.seal()
+    trainer.world.on_all_ranks(saver.end)
+    return order.final
+
+
+def _staged(state: dict[str, Any], directory: Path) -> _Part:
+    """Megatron's plan for this rank, with copies of what it names."""
+    # Each writer gives its results to the thread that asked for them and needs no more than this queue.
+    # Megatron's is for writers elsewhere: it lives in a process of its own for each rank, which takes seconds
+    # to import everything again.
+    with mock.patch.object(filesystem_async, "_results_queue", queue.SimpleQueue()):
+        request = dist_checkpointing.save(
+            state, str(directory), async_sharded_save=True, async_strategy="mcore"
+        )
+    if request.async_fn is None:
+        return _Part(request, [])
+    asked = request.async_fn_args[1]
+    on_cpu = {
+        id(tensor) for _, _, (_, tensors) in asked for _, tensor in tensors if tensor.device.type == "cpu"
+    }
+    files = [
+        # what came from a GPU is a copy already
+        (path, name, (texts, [(item, t.clone() if id(t) in on_cpu else t) for item, t in tensors]))
+        for path, name, (texts, tensors) in request.preload_fn()
+    ]
+    for _, _, (_, tensors) in asked:
+        tensors.clear()  # Megatron's writer would hold them until the save is over
+    return _Part(request, files)
+
+
+def _write(parts: Sequence[_Part]) -> None:
+    """In the thread: this rank's files, on the disk when this returns.
+
+    Megatron's function for all files of a rank turns every error into text, and a full disk into no more than
+    the word OSError; that for one of them keeps it.
+    """
+    for part in parts:
+        if not part.files:
+            continue
+        transforms, *_ = part.request.async_fn.args
+        results = {}
+        for index, file in enumerate(part.files):
+            _, written = FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, file, None, None, use_fsync=True
+            )
+            if isinstance(written, Exception):
+                raise written
+            results[index] = written
+        part.request.async_fn_args[2].put(results)
+        part.files.clear()
+
+
+def _told(error: BaseException | None, rank: int) -> Exception | None:
+    """As it goes to the other ranks: what a full disk says as it is, the rest as text."""
+    if error is None or isinstance(error, OSError):
+        return error
+    return CheckpointError(f"trainer {rank} could not write its part: {type(error).__name__}: {error}")
+
+
+def _check_room(partial: Path, needed: int) -> None:
+    """Before anything large is written: a disk that is filled up is in everybody's way."""
+    free = shutil.disk_usage(partial).free
+    if free < needed:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(
+            errno.ENOSPC, f"no room for {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free", str(partial)
+        )
+
+
+def _publish(order: Order, others: dict[str, Any]) -> None:
+    """In the thread of rank 0: the small files, the name, and the end of what is older."""
+    partial = partial_of(order.final)
+    try:
+        if others["hf"] is not None:
+            (partial / HF_FILES).mkdir()
+            copy_all_but_weights(others["hf"], partial / HF_FILES, others["dtype"])
+        (partial / LAYOUT).write_text(json.dumps(others["layout"]), encoding="utf-8")
+        run_state = {"step": order.step, **order.run_state}
+        (partial / RUN_STATE).write_text(json.dumps(run_state), encoding="utf-8")
+        _name(partial, order.final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    remove_superseded(order.directory, order.step, order.keep)
+
+
+def _name(partial: Path, final: Path) -> None:
+    # the lead merges here: write_integrity(partial); publish(partial, final)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
