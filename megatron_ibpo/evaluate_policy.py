@@ -42,7 +42,8 @@ def evaluate_policy(config: Config) -> int:
     from megatron_ibpo.report.evaluated import report_evaluation
     from megatron_ibpo.startup import START_ERRORS, open_evaluation
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does
     stages = Stages()
     with ExitStack() as stack:
         try:

@@ -235,8 +235,8 @@ class Run:
                 self._with_room(lambda: self.policy.save_hf(run.run_dir / f"hf_step_{step:06d}"))
 
     def finish(self, status: str) -> None:
-        """Save what is not saved, wait for it, export the policy in Hugging Face format, draw the curves, write
-        the summary. Raises as `save_if_due`."""
+        """Save what is not saved, wait for it, export the policy in Hugging Face format, draw the curves,
+        write the summary. Raises as `save_if_due`."""
         run = self.config.run
         if run.save:
             with self.stages("save"):

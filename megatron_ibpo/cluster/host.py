@@ -7,12 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
 
 GRACE_S = 5.0
 """After the first failure of several processes: what the others have to fail too, for the better message."""
@@ -39,6 +42,8 @@ class _Process:
         sys.path += [path for path in paths if path not in sys.path]
         self._name = name
         self._built: Any = None
+        if (logs := _ray_logs()) is not None:
+            note_peak(logs, os.getpid())
 
     def where(self) -> Where:
         address = ray.util.get_node_ip_address()
@@ -149,17 +154,19 @@ async def awaited(answer: Any, who: str) -> Any:
 
 
 def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
-    """The exception that the process raised, or that says that it ended, without Ray's wrapping."""
+    """The exception that the process raised, or that says how it ended, without Ray's wrapping."""
     if isinstance(error, RayActorError):
-        return ProcessDiedError(f"{who} has ended: {_first_line(error)}")
+        message = str(error)
+        here = f"ip: {ray.util.get_node_ip_address()}\n" in message
+        return ProcessDiedError(f"{who} {how_it_ended(message, _ray_logs() if here else None)}")
     return error.cause if isinstance(error.cause, Exception) else error
 
 
 def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:
     """What calls gave that work together, in order.
 
-    When one fails the others may be waiting for it for good: the first failure is raised, after a moment in
-    which a better one may show itself (an exception says more than a process that ended over it).
+    When one fails the others may be waiting for it for good: what failed is raised after a moment in which
+    more may show itself. A process that died is named first, with what another one found over it.
     """
     waiting = list(answers)
     while waiting:
@@ -169,7 +176,8 @@ def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = N
             raise ProcessDiedError(f"{late} did not answer within {timeout:g} seconds")
         if _failed(done[0]):
             more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
-            _raise_first([answer for answer in [*done, *more] if _failed(answer)], answers, who)
+            failed = [answer for answer in [*done, *more] if _failed(answer)]
+            _raise_first(sorted(failed, key=answers.index), answers, who)  # rank 0 knows of the disk
     return ray.get(list(answers))
 
 
@@ -190,8 +198,15 @@ def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[st
             result(answer, who[answers.index(answer)])
         except Exception as error:
             errors.append(error)
-    raise next((error for error in errors if not isinstance(error, ProcessDiedError)), errors[0])
+    deaths = [error for error in errors if isinstance(error, ProcessDiedError)]
+    others = [error for error in errors if error not in deaths]
+    if deaths and others:
+        said = [*deaths, f"what others found: {type(others[0]).__name__}: {others[0]}"]
+        raise ProcessDiedError("\n".join(map(str, said)))
+    raise errors[0]
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _ray_logs() -> Path | None:
+    """Where Ray keeps the logs of this node's processes; None where that is not known."""
+    node = ray._private.worker._global_node
+    return None if node is None else Path(node.get_logs_dir_path())

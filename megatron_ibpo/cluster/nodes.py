@@ -34,6 +34,7 @@ GCS_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 """What is left after that is swept up with its directory."""
 BAD_INPUT = 2
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,13 +76,25 @@ def _lead(host: str, port: int, num_nodes: int, timeout: float, command: Sequenc
         )
         missing = _Missing(f"{host}:{port}", num_nodes)
         _wait(lambda: missing.count() == 0, missing, ray, timeout)
-        child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": f"{host}:{port}"})
-        try:
+        with _handed_on() as hand_on:
+            child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": f"{host}:{port}"})
+            hand_on.append(child)
             return _status(child.wait())
-        except KeyboardInterrupt:
-            return _status(child.wait())  # it has had the Ctrl-C too, and ends in its own way
-        finally:
-            child.kill()
+
+
+@contextmanager
+def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Signals go on to the command that is put into the list, which ends in its own way and time. A terminal
+    sends some to both; the command takes two in quick succession for one."""
+    commands: list[subprocess.Popen[bytes]] = []
+    before = {number: signal.getsignal(number) for number in HANDED_ON}
+    for number in HANDED_ON:
+        signal.signal(number, lambda number, _: [command.send_signal(number) for command in commands])
+    try:
+        yield commands
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _follow(host: str, port: int, timeout: float) -> int:

@@ -14,7 +14,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 SWEEP_TIMEOUT_S = 15.0
 """For the process that clears up, once Ray itself has been told to stop."""
@@ -89,18 +91,30 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
             f"{object_store_bytes / 1024**2:.0f} MiB of it; enlarge it (docker: --shm-size), or ask for less"
         )
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            object_store_memory=object_store_bytes,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(directory),
-        )
+        with _apart():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(directory),
+            )
     except Exception as error:
         raise ClusterError(f"Ray does not start on this machine: {error}") from error
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """What Ray starts gets a process group of its own. A Ctrl-C, a closed terminal, `kill %1` and `timeout`
+    reach the whole group of the driver, which is to finish its step with the processes that it has. Ray keeps
+    nothing but SIGINT from them."""
+    import ray._private.services as services
+
+    with mock.patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)):
+        yield
 
 
 def _connect(address: str) -> None:

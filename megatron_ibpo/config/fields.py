@@ -374,8 +374,8 @@ class RunConfig:
     """Minutes after which a Megatron checkpoint is due, at the end of the step that is under way; None leaves
     it to --save-interval. 10: what a closed terminal or a lost machine may cost."""
     keep_checkpoints: Annotated[int, at_least(1)] = 2
-    """Megatron checkpoints that stay: the newest. An older one is removed once a newer one is whole. 2: one to
-    go on from, and one in case that it is damaged."""
+    """Megatron checkpoints that stay: the newest. An older one is removed once a newer one is whole. 2: one
+    to go on from, and one in case that it is damaged."""
     keep_checkpoint_every: Annotated[int | None, at_least(1)] = None
     """Checkpoints of steps that are multiples of this are never removed; None: no such steps."""
     export_interval: Annotated[int | None, at_least(1)] = None

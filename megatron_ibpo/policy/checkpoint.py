@@ -1,4 +1,4 @@
-"""What a Megatron distributed checkpoint of policy and critic holds, and how it is loaded under any layout."""
+"""What a Megatron distributed checkpoint of policy and critic holds, and how any layout loads it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ CRITIC = "critic"
 
 
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
-    """All that a checkpoint keeps of a model: weights, optimizer, schedule, as Megatron names their shards."""
+    """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards."""
     models = _models(trained.chunks, is_loading=False)
     return {**models, **_progress(trained, models, is_loading=False)}
 

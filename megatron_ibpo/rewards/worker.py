@@ -28,7 +28,6 @@ def main() -> None:
     """Serve until the connection closes."""
     fd, owner, target = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     _die_with(owner)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it may finish its step
     connection = Connection(fd)
     try:
         function = load_hook("--rm-type", target)

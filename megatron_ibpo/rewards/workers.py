@@ -198,6 +198,7 @@ class _Worker:
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # signals to the owner's group are for the owner, which may finish its step
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
                 # what the owner can import, the worker can
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},

@@ -1,0 +1,88 @@
+"""How a process of the run ended, as far as that can be known when it is gone."""
+
+import re
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+NOTE_PEAK_EVERY_S = 2.0
+_NO_WORD = "connection error code 2"
+"""What Ray says of a process whose socket closed: SIGKILL and crashes alike."""
+
+
+def how_it_ended(message: str, logs: Path | None) -> str:
+    """What to say after the name of a process that has ended.
+
+    Args:
+        message: of Ray's RayActorError.
+        logs: Ray's on this node; None where the process ran on another one.
+    """
+    pid, address = _named(message, "pid"), _named(message, "ip")
+    who = f" (process {pid} on {address})" if pid and address else ""
+    if "receives a SIGTERM" in message:
+        return f"was ended by SIGTERM{who}"
+    if _NO_WORD not in message:
+        return f"has ended{who}: {_last_line(message)}"
+    if logs is not None and pid and (crash := _crash(logs, pid)):
+        return f"crashed with {crash}{who}"
+    how = "was killed by SIGKILL" if logs is not None else "was killed by SIGKILL, or crashed in native code"
+    return f"{how}{who}. {_about_memory(logs, pid)}"
+
+
+def note_peak(logs: Path, pid: int) -> None:
+    """Keep on the disk, for who looks when this process is gone, how much memory it has had at most."""
+
+    def forever() -> None:
+        with suppress(OSError):  # no /proc, or Ray has ended
+            while found := re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
+                (logs / _peak_name(pid)).write_text(found[1])
+                time.sleep(NOTE_PEAK_EVERY_S)
+
+    threading.Thread(target=forever, name="peak", daemon=True).start()
+
+
+def _about_memory(logs: Path | None, pid: str | None) -> str:
+    about = "Most often that is the kernel's out-of-memory killer"
+    if logs is None or pid is None:
+        return f"{about}: see dmesg on that node"
+    if (kills := _kills_for_memory()) is not None:
+        about += f", which has killed {kills or 'nothing'} on this machine since it was started"
+    try:
+        peak = int((logs / _peak_name(int(pid))).read_text()) * 1024
+    except (OSError, ValueError):
+        return about
+    total = psutil.virtual_memory().total
+    return f"{about}; its memory had reached {peak / 1024**3:.1f} of {total / 1024**3:.1f} GiB"
+
+
+def _kills_for_memory() -> int | None:
+    """Since the machine was started; None where the kernel does not count."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def _crash(logs: Path, pid: str) -> str | None:
+    """The signal that Ray's handler in the process wrote down: it sees every one but SIGKILL."""
+    for log in logs.glob(f"worker-*-{pid}.err"):
+        if found := re.search(r"\*\*\* (SIG[A-Z]+) received", log.read_text(errors="replace")):
+            return found[1]
+    return None
+
+
+def _peak_name(pid: int) -> str:
+    return f"peak-{pid}"
+
+
+def _named(message: str, name: str) -> str | None:
+    found = re.search(rf"^\s*{name}: (\S+)$", message, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _last_line(message: str) -> str:
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "nobody knows why")
