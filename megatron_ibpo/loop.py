@@ -18,6 +18,7 @@ from megatron_ibpo.credit import (
     LogProbQuery,
     assign_credit,
 )
+from megatron_ibpo.journal import Journal
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.records import Floats, Group, TrainSequence
 from megatron_ibpo.report import (
@@ -56,6 +57,8 @@ class Progress:
     """Steps that are behind it."""
     saved: int = 0
     """Steps that were behind it when it was saved last, or began to."""
+    whole: int = 0
+    """Steps that were behind it when the last checkpoint got its name."""
     saved_at: float = field(default_factory=time.monotonic)
     start_seconds: dict[str, float] = field(default_factory=dict)
     skipped_in_a_row: int = 0
@@ -75,6 +78,7 @@ class Run:
     task: Task
     rollouts: Rollouts
     """Where samples and rewards come from: engines and verifiers, or a recording."""
+    journal: Journal
     policy: Policy
     engines: Engines | None
     """None when recorded rollouts are replayed."""
@@ -225,6 +229,8 @@ class Run:
         """
         run, step = self.config.run, self.progress.step
         if not run.save:
+            if self.journal.pending_bytes > run.journal_keep * 1024**3:
+                self.journal.saved(step)  # nothing can go on from before it, and it must not fill the disk
             return
         with self.stages("save"):
             due = self.done() or self._save_is_due()
@@ -251,13 +257,16 @@ class Run:
     def _save_is_due(self) -> bool:
         run, minutes = self.config.run, self.config.run.save_interval_minutes
         at_interval = run.save_interval is not None and self.progress.step % run.save_interval == 0
-        return at_interval or (
-            minutes is not None and time.monotonic() - self.progress.saved_at >= 60 * minutes
+        too_much = self.journal.pending_bytes > run.journal_keep * 1024**3
+        return (
+            at_interval
+            or too_much
+            or (minutes is not None and time.monotonic() - self.progress.saved_at >= 60 * minutes)
         )
 
     def _begin_save(self) -> None:
         run = self.config.run
-        state = {"seed": run.seed, "spent": asdict(self.cost.spent)}
+        state = {"seed": run.seed, "spent": asdict(self.cost.spent), **self.rollouts.state()}
         keep = Keep(run.keep_checkpoints, run.keep_checkpoint_every)
         self.policy.save(run.run_dir / "checkpoints", self.progress.step, state, keep)
         self.progress.saved, self.progress.saved_at = self.progress.step, time.monotonic()
@@ -266,15 +275,18 @@ class Run:
         """Bring the save under way on. One that found the disk full is made again, of the present step, once
         there is room."""
         try:
-            self.policy.saved(wait=wait)
+            whole = self.policy.saved(wait=wait)
         except OSError as error:
             if not is_full(error):
                 raise
-            self._with_room(self._save_now)
+            whole = self._with_room(self._save_now)
+        if whole and self.progress.saved > self.progress.whole:
+            self.progress.whole = self.progress.saved
+            self._with_room(lambda: self.journal.saved(self.progress.whole))
 
-    def _save_now(self) -> None:
+    def _save_now(self) -> bool:
         self._begin_save()
-        self.policy.saved(wait=True)
+        return self.policy.saved(wait=True)
 
     def _with_room(self, write: Callable[[], T]) -> T:
         """What `write` gives. While the disk is full the run stands still here."""

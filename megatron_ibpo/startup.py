@@ -3,11 +3,12 @@
 Ray comes up while tokenizer and data are read, engines while the trainers build their model.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.cost import CostMeter, Spent
+from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.policy.group import Policy
@@ -34,15 +36,20 @@ from megatron_ibpo.report import (
     prepare_run_dir,
     run_sizes,
 )
+from megatron_ibpo.report.disk import waiting_for_room
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Verifier, open_pool
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.sampling.memory import JournalMemory
 from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task
+from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
 
+JOURNAL = "journal"
+"""Folder of a run's directory."""
 START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
 """What `open_run` raises for input that cannot work."""
 
@@ -63,7 +70,7 @@ def open_run(config: Config) -> Iterator[Run]:
             config = _with_context(config, shape)
             if config.cluster.num_trainers is not None:
                 _check_layout(shape, config, config.cluster.num_trainers)
-            checkpoint = None if config.run.load is None else find_checkpoint(config.run.load)
+            checkpoint = _checkpoint(config)
             state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
             # what takes no time is checked before Ray starts, and the rest while it does
             wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
@@ -71,6 +78,7 @@ def open_run(config: Config) -> Iterator[Run]:
             task = open_task(config)
             stack.enter_context(locked(config.run.run_dir))
             prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config))
+            journal, recovered = _open_journal(config, state["step"], stack)
             own_pool = stack.enter_context(open_pool(config.data))
             wait_for_ray()
             placement = _placed(config)
@@ -103,11 +111,17 @@ def open_run(config: Config) -> Iterator[Run]:
             if engines is not None:
                 engines.wait_ready()
             verifier = Verifier(verifiers, config.data)
-            rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
+            memory = JournalMemory(
+                journal, recovered, lambda write: waiting_for_room(write, config.run.disk_wait, reporter.note)
+            )
+            for note in recovered.notes:
+                reporter.note(note)
+            rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier, memory, state))
         run = Run(
             config=config,
             task=task,
             rollouts=rollouts,
+            journal=journal,
             policy=Policy(trainers, config, world_size),
             engines=engines,
             verifiers=verifiers,
@@ -119,7 +133,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 recomputes=config.model.recompute_granularity == "full",
                 before=Spent(**state.get("spent", {})),
             ),
-            progress=Progress(state["step"], saved=state["step"]),
+            progress=Progress(state["step"], saved=state["step"], whole=state["step"]),
         )
         if engines is not None and run.progress.step > 0:
             with stages("sync"):
@@ -271,6 +285,49 @@ def _launch_engines(
     stack.callback(engines.close)
     engines.launch()
     return engines
+
+
+def _checkpoint(config: Config) -> Path | None:
+    """What --load means; None where a run begins anew, or died before its first checkpoint."""
+    load = config.run.load
+    if load is None:
+        return None
+    try:
+        return find_checkpoint(load)
+    except CheckpointError:
+        if (load / JOURNAL).is_dir():
+            return None
+        raise
+
+
+def _open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
+    """The run's journal, and what it has of steps after `step`.
+
+    Raises:
+        JournalError: another version of the program wrote it.
+    """
+    directory, settings = config.run.run_dir / JOURNAL, sampling_settings(config)
+    recovered = read_journal(directory, step)
+    journal = stack.enter_context(
+        Journal(directory, round(config.run.journal_keep * 1024**3), settings, step)
+    )
+    if recovered.settings is not None and recovered.settings != settings:
+        note = f"{directory}: what was sampled after step {step} is not used, since the settings have changed"
+        recovered = Recovered(settings, (), {}, step, is_whole=False, notes=(note,))
+    if not recovered.is_whole:
+        journal.rewound(recovered.last_step)
+    return journal, recovered
+
+
+def sampling_settings(config: Config) -> str:
+    """Everything that a sample and its credit depend on, as text: a journal serves runs of the same alone."""
+    rollout = {
+        name: value
+        for name, value in asdict(config.rollout).items()
+        if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
+    }
+    sections = [asdict(config.algorithm), asdict(config.data), rollout, {"seed": config.run.seed}]
+    return json.dumps(sections, default=str, sort_keys=True)
 
 
 def _check_layout(shape: ModelShape, config: Config, world_size: int) -> None:

@@ -138,7 +138,9 @@ def test_in_order_the_prompts_and_seeds_are_those_of_sampling_step_by_step() -> 
     ahead = Loop(Pace(2, keep_order=True)).run()
     assert [g.prompt.index for g in ahead.groups] == list(range(WANTED * STEPS))
     for one, other in zip(steps.groups, ahead.groups, strict=True):
-        assert [s.token_ids.tolist() for s in one.responses] == [s.token_ids.tolist() for s in other.responses]
+        assert [s.token_ids.tolist() for s in one.responses] == [
+            s.token_ids.tolist() for s in other.responses
+        ]
 
 
 def test_running_ahead_hides_sampling_behind_training() -> None:

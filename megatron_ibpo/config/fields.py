@@ -385,6 +385,10 @@ class RunConfig:
     """Seconds that a run waits for room when its disk is full before it stops. 600: time to free some."""
     load: Path | None = None
     """Run directory or its checkpoints directory to resume from."""
+    journal_keep: Annotated[float, POSITIVE] = 1.0
+    """GiB of scored samples that are kept on disk. When those that no checkpoint covers reach it, a
+    checkpoint is saved; older ones are kept up to it, to be looked at. 1.0: over a million responses of 60
+    tokens, or about 7,000 of 16k."""
     eval_interval: Annotated[int | None, at_least(1)] = None
     """Steps between evaluations; only at start and end when None."""
     eval_num_prompts: Annotated[int, at_least(0)] = 2048

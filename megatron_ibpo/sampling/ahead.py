@@ -11,6 +11,7 @@ import numpy as np
 from megatron_ibpo.credit import CreditContext
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.sampling.groups import Batch, Drawn, GroupSampler
+from megatron_ibpo.sampling.memory import EXPIRED
 
 DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditContext]]
 """(ordinal, attempt) → the prompt, the requests of its responses, and what its corrections are drawn by."""
@@ -96,7 +97,7 @@ class Ahead:
         self._untold: list[_Taken] = []
         self._length_bias: float | None = None
 
-    def resume(self, cursor: int, under_way: Sequence[tuple[int, int, int]]) -> None:
+    async def resume(self, cursor: int, under_way: Sequence[tuple[int, int, int]]) -> None:
         """Go on where an earlier process was.
 
         Args:
@@ -249,7 +250,7 @@ class Ahead:
         self._untold.append(_Taken(lengths, later))
         self._next += 1
         self._expire()
-        dropped = [(*flight.key, "expired" if flight.too_old else "not taken") for flight in self._left]
+        dropped = [(*flight.key, EXPIRED if flight.too_old else "not taken") for flight in self._left]
         metrics = self._metrics(groups)
         sampled = [sample for flight in [*chosen, *self._left] for sample in flight.samples]
         in_order = sorted(zip(chosen, groups, strict=True), key=lambda pair: pair[0].key)

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import (
     CreditContext,
+    Operator,
     any_group,
     find_group_filter,
     find_operator,
@@ -18,6 +19,7 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.evaluate import Corrector, Evaluation, evaluate
+from megatron_ibpo.journal import ClosedBatch
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
@@ -25,6 +27,7 @@ from megatron_ibpo.rollout import AsyncEngine
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
+from megatron_ibpo.sampling.memory import JournalMemory, UnderWay
 from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer
@@ -64,6 +67,10 @@ class Rollouts(Protocol):
         """The engines have the weights of policy `version` now."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """JSON for a checkpoint of this moment; comes back to `open_rollouts`."""
+        ...
+
     def sampled(self) -> list[Sample]:
         """All that engines wrote for the last groups, in an order that does not depend on who was first."""
         ...
@@ -79,9 +86,19 @@ class Rollouts(Protocol):
 
 @contextmanager
 def open_rollouts(
-    config: Config, task: Task, engines: Fleet | None, verifier: Verifier
+    config: Config,
+    task: Task,
+    engines: Fleet | None,
+    verifier: Verifier,
+    memory: JournalMemory | None = None,
+    state: dict[str, Any] | None = None,
 ) -> Iterator[Rollouts]:
-    """Rollouts by the engines; without engines, those that --load-debug-rollout-data names."""
+    """Rollouts by the engines; without engines, those that --load-debug-rollout-data names.
+
+    Args:
+        memory: keeps what is sampled, and has what an earlier process sampled; None where nothing is trained.
+        state: of the checkpoint that the run goes on from (`Rollouts.state`).
+    """
     if engines is None:
         recorded = config.run.load_debug_rollout_data
         assert recorded is not None  # else there are engines
@@ -95,7 +112,7 @@ def open_rollouts(
         revive=engines.revive,
     )
     with sampler:
-        yield LiveRollouts(config, task, engines, sampler)
+        yield LiveRollouts(config, task, engines, sampler, memory, state or {})
 
 
 @dataclass
@@ -111,6 +128,9 @@ class RecordedRollouts:
 
     def advance(self, version: int) -> None:
         """A recording is what it is."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
 
     def sampled(self) -> list[Sample]:
         """None: a replay costs no sampling."""
@@ -131,23 +151,64 @@ class LiveRollouts:
     task: Task
     fleet: Fleet
     sampler: Sampler
+    memory: JournalMemory | None = None
+    loaded: dict[str, Any] = field(default_factory=dict)
+    """What `state` gave for the checkpoint that the run goes on from."""
     _ahead: Ahead | None = None
+    _under_way: UnderWay | None = None
     _sampled: list[Sample] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
 
     def groups(self, step: int, context: CreditContext) -> list[Group]:
         """See `Rollouts`. Raises what `sample_batch` and `Ahead.batch` raise."""
         self.sampler.version = self.fleet.version
-        groups = GroupSampler(self.sampler, find_operator(context.algorithm), self._rules())
+        operator, memory = find_operator(context.algorithm), self.memory
+        if self._under_way is None:
+            found = self.loaded.get("sampling", {"cursor": step * self._batch_size, "open": []})
+            self._under_way = UnderWay(
+                found["cursor"], {(index, attempt) for index, attempt in found["open"]}
+            )
+        if memory is not None and (closed := memory.batch(step + 1)) is not None:
+            return self._again(closed, memory, operator, context)
+        groups = GroupSampler(self.sampler, operator, self._rules(), memory)
         batch = self._now(step, groups, context) if self._pace is None else self._next(step, groups, context)
         self._sampled = batch.sampled
         self._metrics = self.sampler.take_metrics() | batch.metrics
+        if memory is not None:
+            self._under_way.close(memory.close(step + 1, batch))
         return batch.groups
+
+    def _again(
+        self, closed: ClosedBatch, memory: JournalMemory, operator: Operator, context: CreditContext
+    ) -> list[Group]:
+        """The groups that an earlier process sampled and had not saved the training on."""
+
+        def draw(position: int) -> tuple[Prompt, CreditContext]:
+            if self._pace is None:
+                return self._prompts.at(position), context
+            prompt, _, own = self._drawn(context, position, 0)
+            return prompt, own
+
+        assert self._under_way is not None
+        groups = memory.groups(closed, draw, operator)
+        self._under_way.close(closed)
+        self._sampled = [sample for group in groups for sample in group.samples]
+        self._metrics = {"groups_replayed": float(len(groups))}
+        return groups
 
     def advance(self, version: int) -> None:
         self.sampler.version = version
         if self._ahead is not None:
             self.sampler.wait(self.sampler.start(self._ahead.advance(version)))
+
+    def state(self) -> dict[str, Any]:
+        if self._pace is None or self._under_way is None:
+            return {}
+        return {"sampling": self._under_way.as_json()}
+
+    @property
+    def _batch_size(self) -> int:
+        return self.config.rollout.rollout_batch_size
 
     @property
     def _pace(self) -> Pace | None:
@@ -162,7 +223,7 @@ class LiveRollouts:
         rounds = groups.rules.max_rounds
 
         def draw(number: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
-            batch, size = step * rounds + number, self.config.rollout.rollout_batch_size
+            batch, size = step * rounds + number, self._batch_size
             return [(prompt, self._requests(prompt, step)) for prompt in self._prompts.batch(batch, size)]
 
         batch = self.sampler.run(sample_batch(groups, draw, context), self.fleet.admit)
@@ -175,10 +236,25 @@ class LiveRollouts:
             # credit's questions to the policy are for the thread that trains it
             plain = replace(context, logprobs=None, values=None)
             self._ahead = Ahead(groups, partial(self._drawn, plain), pace, version=step)
+            self.sampler.wait(self.sampler.start(self._ahead.resume(*self._left_under_way(step))))
         batch = self.sampler.wait(self.sampler.start(self._ahead.batch()), self.fleet.admit)
         if pace.staleness == 0:
             self.sampler.run(self.sampler.settle())  # nothing is under way now
         return batch
+
+    def _left_under_way(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """(position of the first prompt that was never asked; position, attempt, and oldest weights of each
+        group that an earlier process began and no batch has taken)."""
+        under_way, memory = self._under_way, self.memory
+        assert under_way is not None
+        versions: dict[tuple[int, int], int] = {}
+        if memory is not None:
+            settled = {group for batch in memory.recovered.batches for group in batch.settled}
+            for key, sample in memory.recovered.samples.items():
+                if key.group not in settled:
+                    versions[key.group] = min(sample.policy_version, versions.get(key.group, step))
+        under_way.ask(index for index, _ in versions)
+        return under_way.cursor, [(*group, versions.get(group, step)) for group in sorted(under_way.open)]
 
     def _drawn(
         self, context: CreditContext, ordinal: int, attempt: int
@@ -186,7 +262,7 @@ class LiveRollouts:
         """A prompt with its requests, and what its corrections are drawn by: as the step would have it that
         its place in the order belongs to."""
         prompt = self._prompts.at(ordinal)
-        step = ordinal // self.config.rollout.rollout_batch_size
+        step = ordinal // self._batch_size
         return prompt, self._requests(prompt, step, attempt), replace(context, step=step)
 
     def sampled(self) -> list[Sample]:
