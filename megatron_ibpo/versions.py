@@ -33,6 +33,7 @@ TESTED = {
     "PyYAML": "6.0.3",
     "rich": "15.0.0",
     "matplotlib": "3.11.2",
+    "msgpack": "1.2.4",
     "tensorboard": "2.21.0",
     "psutil": "7.2.2",
 }

@@ -12,7 +12,7 @@ PACKAGE = Path(megatron_ibpo.__file__).parent
 ROOMS = [
     "main", "evaluate_policy", "train", "startup", "loop", "choice", "study", "plan", "cluster", "sampling",
     "report", "checks", "rollout", "task", "evaluate", "rewards", "credit", "data", "policy", "loss",
-    "kernels", "edit_distance", "weights", "cost", "models", "world", "config", "records", "seeds",
+    "kernels", "edit_distance", "weights", "cost", "models", "world", "journal", "config", "records", "seeds",
     "versions", "quiet", "interrupts", "words",
 ]  # fmt: skip
 """From the loop down: a room may import only from rooms after it."""
@@ -23,6 +23,7 @@ LIBRARIES = {
     "transformers": {"data"},
     "triton": {"kernels"},
     "scipy": {"study"},
+    "msgpack": {"journal"},
 }
 """Who may import what, anywhere in its code."""
 

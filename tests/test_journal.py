@@ -232,6 +232,33 @@ def test_a_checkpoint_older_than_what_is_kept_gives_nothing(tmp_path):
     assert "no whole batch of step 2" in recovered.notes[0]
 
 
+def test_a_batch_of_which_a_part_is_deleted_is_not_replayed(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)  # every record in a segment of its own
+    with Journal(tmp_path, 300, "settings", 0) as journal:
+        append(journal, response(1, 0), response(1, 1))
+        journal.closed(ClosedBatch(1, (group(1, 2),)))
+        journal.saved(1)
+        append(journal, response(2))
+    assert [path.name for path in segments(tmp_path)] == [f"00000{n}.journal" for n in (2, 3, 4)]
+    recovered = read_journal(tmp_path, 0)
+    assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
+
+
+def test_what_was_sampled_long_before_its_batch_closed_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
+    with Journal(tmp_path, 0, "settings", 0) as journal:
+        early = append(journal, response(2))
+        append(journal, response(1))
+        journal.closed(ClosedBatch(1, (group(1),)))
+        journal.closed(ClosedBatch(2, (group(2),)))
+        journal.saved(1)
+        recovered = read_journal(tmp_path, 1)
+        assert [batch.step for batch in recovered.batches] == [2]
+        assert same(recovered.samples, early)
+        journal.saved(2)
+    assert segments(tmp_path) == []
+
+
 # --------------------------------------------------------------------------------------------- wrong use
 
 
@@ -406,11 +433,11 @@ NAMES = ["sample"] * 3 + ["close", "save", "crash", "torn crash", "go back", "re
 ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2**16)), max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
-@given(ACTIONS, st.sampled_from([0, 700, KEEP]))
-def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep):
+@settings(max_examples=80, deadline=None)
+@given(ACTIONS, st.sampled_from([0, 700, KEEP]), st.sampled_from([1, 500]))
+def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep, segment_bytes):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "SEGMENT_BYTES", 500)
+        patch.setattr(writer, "SEGMENT_BYTES", segment_bytes)
         patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
         directory, model = Path(name), Model()
         journal = Journal(directory, keep, "settings", 0)
@@ -504,6 +531,38 @@ def test_of_what_no_recovery_needs_as_much_is_kept_as_was_asked_for(tmp_path):
 
 
 # ------------------------------------------------------------------------------------- threads and deaths
+
+
+def test_a_closed_batch_and_its_samples_have_reached_the_disk_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
+    reached, fsync = [], os.fsync
+
+    def record(file: int) -> None:
+        fsync(file)
+        reached.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        append(journal, response(1, 0), response(1, 1))
+        assert reached == []
+        journal.closed(ClosedBatch(1, (group(1, 2),)))
+        assert reached == ["000001.journal", "000002.journal", "000003.journal", tmp_path.name]
+        reached.clear()
+        journal.closed(ClosedBatch(2, ()))
+        assert reached == ["000003.journal", "000004.journal", tmp_path.name]
+
+
+def test_a_batch_that_did_not_reach_the_disk_may_be_closed_again(tmp_path, monkeypatch):
+    batch = ClosedBatch(1, (group(1),))
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        append(journal, response(1))
+        with monkeypatch.context() as full:
+            full.setattr(os, "fsync", lambda file: os.write(-1, b""))
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                journal.closed(batch)
+        journal.closed(batch)
+        journal.closed(ClosedBatch(2, ()))
+    assert [batch.step for batch in read_journal(tmp_path, 0).batches] == [1, 2]
 
 
 def test_threads_may_append_at_once(tmp_path, monkeypatch):

@@ -383,12 +383,12 @@ class RunConfig:
     run_dir/hf, when None. All of them stay."""
     disk_wait: Annotated[float, NOT_NEGATIVE] = 600.0
     """Seconds that a run waits for room when its disk is full before it stops. 600: time to free some."""
+    journal_keep: Annotated[float, POSITIVE] = 1.0
+    """GiB of the journal (run_dir/journal: every scored response) that stay although the newest checkpoint
+    makes them dispensable; after as many new ones a checkpoint is forced. 1: thousands of steps of the tiny
+    models, and little beside a large model's checkpoints."""
     load: Path | None = None
     """Run directory or its checkpoints directory to resume from."""
-    journal_keep: Annotated[float, POSITIVE] = 1.0
-    """GiB of scored samples that are kept on disk. When those that no checkpoint covers reach it, a
-    checkpoint is saved; older ones are kept up to it, to be looked at. 1.0: over a million responses of 60
-    tokens, or about 7,000 of 16k."""
     eval_interval: Annotated[int | None, at_least(1)] = None
     """Steps between evaluations; only at start and end when None."""
     eval_num_prompts: Annotated[int, at_least(0)] = 2048
