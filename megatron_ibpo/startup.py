@@ -18,7 +18,7 @@ from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import cluster_nodes, reserved
-from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.session import open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
@@ -189,11 +189,16 @@ def open_evaluation(config: Config) -> Iterator[OpenEvaluation]:
 
 @contextmanager
 def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any]]:
-    """Enters `context` in a thread, and gives what waits for that; leaves it on the way out."""
+    """Enters `context`, a Ray, in a thread, and gives what waits for that; leaves it on the way out."""
     with ThreadPoolExecutor(1) as thread:
         entered = thread.submit(context.__enter__)
+
+        def wait() -> None:
+            entered.result()
+            take_back_signals()
+
         try:
-            yield entered.result
+            yield wait
         finally:
             if entered.exception() is None:
                 context.__exit__(None, None, None)

@@ -5,6 +5,7 @@ on (errors, sums, plans), always over gloo, so that it works the same alongside 
 """
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,10 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+NODE_ADDRESS = "IBPO_NODE_ADDRESS"
+"""Environment variable: the address of this node as the other processes of the run reach it."""
 
 
 class RemoteError(RuntimeError):
@@ -93,14 +98,50 @@ def start_world(timeout_minutes: float = 30.0) -> World:
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.set_device(local_rank)
-    store = None
-    if "MASTER_ADDR" not in os.environ:
-        if size != 1:
-            raise RuntimeError(f"WORLD_SIZE={size} but no MASTER_ADDR: start the ranks with torchrun")
-        store = dist.HashStore()
+    store = _store(rank, size, timeout)
     dist.init_process_group(
         "nccl" if has_cuda else "gloo", rank=rank, world_size=size, timeout=timeout, store=store
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
     return World(rank, size, device, control)
+
+
+def own_address() -> str:
+    """Of this machine, as the other processes of the run reach it; where nobody has said they are here too."""
+    return os.environ.get(NODE_ADDRESS) or LOOPBACK
+
+
+def open_store(address: str, port: int, timeout: timedelta, size: int | None = None) -> dist.TCPStore:
+    """A store that others find at `address`, and nobody elsewhere: torch's own socket listens on every
+    interface, and whoever reaches it can read and write what the ranks tell each other.
+
+    Args:
+        port: 0 for any that is free.
+        size: processes to wait for, this one included; None: none.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family) as listener:
+        return dist.TCPStore(
+            address,
+            listener.getsockname()[1],
+            size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=size is not None,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> Any:
+    """Where the ranks meet; None where the launcher has one, as torchrun does."""
+    if "MASTER_ADDR" not in os.environ:
+        if size != 1:
+            raise RuntimeError(f"WORLD_SIZE={size} but no MASTER_ADDR: start the ranks with torchrun")
+        return dist.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return open_store(address, port, timeout, size)
+    return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)

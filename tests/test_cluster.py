@@ -71,14 +71,14 @@ def test_a_ray_of_the_runs_own_listens_on_loopback_and_leaves_nothing(scratch):
     process = python("-c", OWN_RAY, "0", env={"TMPDIR": str(scratch)})
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
-    assert output.split() == ["127.0.0.2"]
+    assert output.split() == ["127.0.0.1"]
     assert rays(scratch) == []
     assert list(scratch.iterdir()) == []
 
 
 def test_a_killed_driver_leaves_nothing_of_its_ray(scratch):
     process = python("-c", OWN_RAY, "60", env={"TMPDIR": str(scratch)})
-    assert process.stdout.readline().split() == ["127.0.0.2"]
+    assert process.stdout.readline().split() == ["127.0.0.1"]
     assert len(rays(scratch)) > 3
     process.kill()
     process.wait(10)

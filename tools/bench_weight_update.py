@@ -551,12 +551,13 @@ def _open_broadcast(peer: _Peer, total: int, bucket: int) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    from megatron_ibpo.weights.transfer.gloo import LOOPBACK, open_group
+    from megatron_ibpo.weights.transfer.gloo import open_group
+    from megatron_ibpo.world import LOOPBACK
 
     sizes = [bucket] * (total // bucket) + [total % bucket] * bool(total % bucket)
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     peer.begin("join", store.port, sizes)
-    group = open_group(store, LOOPBACK, 0, 2)
+    group = open_group(store, 0, 2)
     peer.result(60)
     buffer = torch.zeros(bucket, dtype=torch.uint8)
 

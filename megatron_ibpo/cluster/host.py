@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
@@ -17,6 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
 
+NODE_ADDRESS = "IBPO_NODE_ADDRESS"
+"""As `world` reads it, which is not imported here: it takes torch."""
 GRACE_S = 5.0
 """After the first failure of several processes: what the others have to fail too, for the better message."""
 
@@ -38,7 +41,7 @@ class _Process:
     """Runs inside the actor."""
 
     def __init__(self, name: str, environment: Mapping[str, str], paths: Sequence[str]) -> None:
-        os.environ.update(environment)
+        os.environ.update(_of_this_node(ray.util.get_node_ip_address()) | dict(environment))
         sys.path += [path for path in paths if path not in sys.path]
         self._name = name
         self._built: Any = None
@@ -204,6 +207,20 @@ def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[st
         said = [*deaths, f"what others found: {type(others[0]).__name__}: {others[0]}"]
         raise ProcessDiedError("\n".join(map(str, said)))
     raise errors[0]
+
+
+def _of_this_node(address: str) -> dict[str, str]:
+    """What has gloo, NCCL and vLLM listen on the interface with this address and on no other. What the user
+    has set stays."""
+    wanted = {NODE_ADDRESS: address, "VLLM_HOST_IP": address}
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(own.address == address for own in addresses)
+    ]
+    if names:
+        wanted |= {"GLOO_SOCKET_IFNAME": names[0], "NCCL_SOCKET_IFNAME": names[0]}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
 def _ray_logs() -> Path | None:

@@ -8,6 +8,7 @@ left of that Ray and removes its directory.
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -30,9 +31,11 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without GPUs of Ray's may be given some by us
     "RAY_SCHEDULER_EVENTS": "0",
 }
-LOOPBACK = "127.0.0.2"
-"""Ray replaces 127.0.0.1 by an address that others reach; this one is as local and is left alone."""
-
+LOOPBACK = "127.0.0.1"
+"""The one address for which Ray's servers listen on nothing else; for another of 127.0.0.0/8 they would listen
+on all interfaces."""
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
 
 CONNECT_TIMEOUT_S = 10.0
 NO_CLUSTER = (
@@ -108,12 +111,16 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """What Ray starts gets a process group of its own. A Ctrl-C, a closed terminal, `kill %1` and `timeout`
-    reach the whole group of the driver, which is to finish its step with the processes that it has. Ray keeps
-    nothing but SIGINT from them."""
-    import ray._private.services as services
+    """What Ray starts keeps to this machine, and gets a process group of its own. A Ctrl-C, a closed terminal,
+    `kill %1` and `timeout` reach the whole group of the driver, which is to finish its step with the processes
+    that it has. Ray keeps nothing but SIGINT from them."""
+    from ray._private import ray_constants, services
 
-    with mock.patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)):
+    with (
+        mock.patch.dict(os.environ, {ONE_MACHINE: "0"}),
+        mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        mock.patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
+    ):
         yield
 
 
@@ -143,6 +150,12 @@ def answers(host: str, port: int, timeout: float) -> bool:
             return True
     except OSError:
         return False
+
+
+def take_back_signals() -> None:
+    """In the main thread, once Ray is up: it takes SIGTERM for a crash, whoever listens for it, and ends the
+    process three seconds later."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _disconnect() -> None:

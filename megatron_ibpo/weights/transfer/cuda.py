@@ -23,7 +23,7 @@ from megatron_ibpo.weights.layout.gather import Gather
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
-from megatron_ibpo.world import World
+from megatron_ibpo.world import World, own_address
 
 
 class NcclTransport:
@@ -52,7 +52,7 @@ class NcclTransport:
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
         """Meet all engines; with a group in common they can only be met together."""
-        host, port = self._world.on_rank_0(lambda: (socket.gethostname(), _free_port()))
+        host, port = self._world.on_rank_0(lambda: (own_address(), _free_port()))
 
         def place(engine: int) -> tuple[dict[str, Any]]:
             info = NCCLWeightTransferInitInfo(

@@ -5,7 +5,6 @@ engine that dies takes no other with it.
 """
 
 import pickle
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +33,8 @@ from megatron_ibpo.weights.transfer.checksum import part_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
 from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.wire import WirePlan, read_answers
-from megatron_ibpo.world import World
+from megatron_ibpo.world import World, open_store, own_address
 
-LOOPBACK = "127.0.0.1"
 BUCKETS_UNDERWAY = 2
 """Messages of so many buckets travel while one more is packed or loaded."""
 BLOCKS_IN_A_BUCKET = 8
@@ -145,8 +143,7 @@ class GlooTransport:
         """Form the groups of those of `engines` that have not failed on any rank."""
         missing = {engine for part in self._world.all_gather(list(absent)) for engine in part}
         present = [engine for engine in engines if engine not in missing]
-        hosts = self._world.all_gather(socket.gethostname())
-        host = LOOPBACK if len(set(hosts)) == 1 else hosts[0]
+        host = self._world.on_rank_0(own_address)
         stores = {engine: _listen(host) for engine in present} if self._world.is_rank_0 else {}
         ports = self._world.on_rank_0(lambda: {engine: store.port for engine, store in stores.items()})
         ranks = self._ranks
@@ -174,7 +171,7 @@ class GlooTransport:
             for engine in present:
                 try:
                     store = stores.get(engine) or _find(host, ports[engine])
-                    self._groups[engine] = open_group(store, host, place[self._world.rank], size)
+                    self._groups[engine] = open_group(store, place[self._world.rank], size)
                 except RuntimeError as error:
                     unmet[engine] = error
         collect(met, failures, self._timeout)
@@ -235,22 +232,21 @@ class _Outbox:
                         self.failures[engine] = error
 
 
-def open_group(store: Any, host: str, rank: int, size: int) -> Any:
-    """A gloo group beside any other that the process has, whose members meet in `store` on `host`.
+def open_group(store: Any, rank: int, size: int) -> Any:
+    """A gloo group beside any other that the process has, whose members meet in `store`.
 
     Raises:
         RuntimeError: the others did not come in time.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    own = LOOPBACK if host == LOOPBACK else socket.gethostname()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
     options._timeout = MEET_TIMEOUT
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def join_group(host: str, port: int, rank: int, size: int) -> Any:
     """`open_group` for those who come to the trainer's rank 0."""
-    return open_group(_find(host, port), host, rank, size)
+    return open_group(_find(host, port), rank, size)
 
 
 class GlooReceiver:
@@ -317,7 +313,7 @@ class GlooReceiver:
 
 
 def _listen(host: str) -> Any:
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=MEET_TIMEOUT)
+    return open_store(host, 0, MEET_TIMEOUT)
 
 
 def _find(host: str, port: int) -> Any:

@@ -1,0 +1,220 @@
+"""A full disk, and two runs that want one directory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from waiting import eventually
+
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.report.disk import DiskFullError, append_whole, waiting_for_room
+from megatron_ibpo.report.metrics import MetricsLog, read_rows
+from megatron_ibpo.report.run_dir import write_whole
+from megatron_ibpo.report.run_lock import locked
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Disk:
+    """One that has no room for the first `times` writes."""
+
+    def __init__(self, times, code=errno.ENOSPC):
+        self.left, self.code, self.said = times, code, []
+
+    def write(self):
+        if self.left:
+            self.left -= 1
+            raise OSError(self.code, os.strerror(self.code))
+        return "written"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_write_is_made_again_until_there_is_room(code):
+    disk = Disk(3, code)
+    assert waiting_for_room(disk.write, 60, disk.said.append, look_every=0.001) == "written"
+    assert len(disk.said) == 2, "when it began, and when it was over"
+    assert "the run waits 60 s for room, --disk-wait" in disk.said[0]
+    assert "room again" in disk.said[1]
+
+
+def test_there_is_an_end_to_waiting_for_room():
+    disk = Disk(10**9)
+    began = time.monotonic()
+    with pytest.raises(DiskFullError, match=r"no room on the disk for 0\.05 s, --disk-wait.*No space left"):
+        waiting_for_room(disk.write, 0.05, disk.said.append, look_every=0.001)
+    assert 0.05 <= time.monotonic() - began < 5
+    assert len(disk.said) == 1
+
+
+def test_what_else_fails_is_not_waited_for():
+    disk = Disk(1, errno.EACCES)
+    with pytest.raises(PermissionError):
+        waiting_for_room(disk.write, 60, disk.said.append)
+    assert disk.said == []
+
+
+@pytest.fixture
+def small_files():
+    """Files may have 4,096 bytes, as on a disk with no more: what goes beyond fails after a part of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path, small_files):
+    path = tmp_path / "lines"
+    with path.open("ab", buffering=0) as file:
+        append_whole(file, b"a" * 3000 + b"\n")
+        with pytest.raises(OSError, match="too large"):
+            append_whole(file, b"b" * 3000 + b"\n")
+        append_whole(file, b"c\n")
+    assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
+
+
+def test_a_file_that_finds_no_room_leaves_the_one_before(tmp_path, small_files):
+    write_whole(tmp_path / "kept.json", "old")
+    with pytest.raises(OSError, match="too large"):
+        write_whole(tmp_path / "kept.json", "new" * 10000)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+    assert (tmp_path / "kept.json").read_text() == "old"
+
+
+def test_a_row_that_found_no_room_is_nowhere_and_may_be_appended_again(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path)
+    disk = Disk(1)
+    whole = append_whole
+
+    def on_a_full_disk(file, data):
+        disk.write()
+        whole(file, data)
+
+    monkeypatch.setattr("megatron_ibpo.report.metrics.append_whole", on_a_full_disk)
+    with pytest.raises(OSError, match="No space"):
+        log.append("step", 1, {"reward": 0.5}, {})
+    assert log.rows == []
+    log.append("step", 1, {"reward": 0.5}, {})
+    log.close()
+    assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_ibpo.report.run_lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
+    run_dir = tmp_path / "new" / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run_dir)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"{run_dir} is in use by process {holder.pid} on .*, since 2"):
+            with locked(run_dir):
+                pass
+        assert f"process {holder.pid} on " in (run_dir / "run.lock").read_text(), "still that of the holder"
+    finally:
+        holder.kill()
+        holder.wait(10)
+    with locked(run_dir):
+        assert f"process {os.getpid()} on " in (run_dir / "run.lock").read_text()
+        with pytest.raises(ConfigError, match="in use"), locked(run_dir):
+            pass
+    with locked(run_dir):
+        pass
+
+
+def test_a_directory_that_cannot_be_written_is_said_before_it_is_locked(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        with locked(tmp_path / "file" / "run"):
+            pass
+
+
+STOPPING = """
+import json, os, sys, time
+from pathlib import Path
+from megatron_ibpo.interrupts import StopRequest
+stop = StopRequest(Path(sys.argv[1]))
+print("ready", flush=True)
+if sys.argv[2] == "evaluates":
+    ended = stop.cuts_short(lambda: time.sleep(20))
+else:
+    deadline = time.monotonic() + 20
+    while not stop.requested and time.monotonic() < deadline:
+        time.sleep(0.02)
+print("asked", stop.requested, flush=True)
+if sys.argv[2] == "goes on":
+    time.sleep(20)
+"""
+
+
+@pytest.fixture
+def stopping(tmp_path):
+    """Starts a program that listens for signals, and ends it."""
+    started = []
+
+    def start(what, **options):
+        command = [sys.executable, "-c", STOPPING, str(tmp_path / "hangup.log"), what]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_a_second_one_stops_at_once(stopping, number):
+    process = stopping("goes on")
+    process.send_signal(number)
+    process.send_signal(number)  # as launchers hand it on: it is the same one
+    assert process.stdout.readline() == "stopping after this step; once more to stop at once\n"
+    assert process.stdout.readline() == "asked True\n"
+    assert process.poll() is None
+    time.sleep(2.1)
+    process.send_signal(number)
+    assert process.wait(5) != 0
+
+
+def test_a_signal_cuts_an_evaluation_short(stopping):
+    process = stopping("evaluates")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=5)
+    assert process.returncode == 0
+    assert output == "asked True\n"
+
+
+def test_after_the_terminal_has_gone_a_run_speaks_to_a_file(stopping, tmp_path):
+    process = stopping("steps")
+    process.stdout.close()  # whoever reads goes with the terminal
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(5) == 0
+    said = (tmp_path / "hangup.log").read_text()
+    assert said == "stopping after this step; once more to stop at once\nasked True\n"
+
+
+def test_nohup_is_respected(stopping):
+    process = stopping("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    assert not eventually(lambda: process.poll() is not None, seconds=0.5)
