@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ibpo.config import Config, RunConfig
+from megatron_ibpo.config import Config
 from megatron_ibpo.report import kept_at_once
 from megatron_ibpo.weights.formats.retention import Keep, remove_leftovers, remove_superseded, superseded
 
@@ -58,5 +58,5 @@ def test_removing_leaves_what_is_no_checkpoint_and_what_is_hidden(tmp_path):
 )
 def test_the_disk_holds_what_is_kept_and_one_that_is_being_written(changes, kept):
     """Of 100 steps, with the newest two kept where nothing else is said."""
-    run = replace(RunConfig(num_rollout=100, keep_checkpoints=2), **changes)
+    run = replace(Config().run, **{"num_rollout": 100, "keep_checkpoints": 2, **changes})
     assert kept_at_once(Config(run=run)) == kept

@@ -1,0 +1,115 @@
+"""A checkpoint that is written while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from unittest import mock
+
+import planned
+import pytest
+from ranks import run_ranks
+from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
+from tiny_models import make_qwen3
+
+from megatron_ibpo.weights.formats.retention import Keep
+
+
+def while_training(world, hf_dir, rows, directory):
+    """Three saves of one trainer of two ranks: one that training overtakes, one for which the disk of rank 1
+    has no room, one that is not disturbed. What was found, by rank."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import Order, Saver, save_checkpoint
+
+    directory, write, may_write = Path(directory), FileSystemWriterAsync.write_preloaded_data, threading.Event()
+    trainer, export, _ = open_trainer(world, hf_dir, config_for(layout(tp=2), lr=1e-3, eps_adam=1e-8))
+    saver, found = Saver(world), {}
+
+    def held_back(*arguments, **named):
+        assert may_write.wait(60)
+        return write(*arguments, **named)
+
+    def full_on_rank_1(*arguments, **named):
+        if world.rank == 1:
+            return 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments, **named)
+
+    def there():
+        world.barrier()
+        names = sorted(path.name for path in directory.iterdir())
+        world.barrier()
+        return names
+
+    def finish():
+        saver.rests(wait=True)
+        saver.seal()
+        saver.rests(wait=True)
+        saver.end()
+
+    planned.update(trainer, rows)
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", held_back):
+        saver.begin(trainer, Order(directory, 1, {"note": "kept"}, Keep(1)))
+        found["under way"] = saver.rests(wait=False), there()
+        metrics = planned.update(trainer, rows)
+        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        may_write.set()
+        finish()
+    found["whole"] = there()
+
+    load_checkpoint(trainer, directory / "step_000001")
+    again = planned.update(trainer, rows)
+    found["same"] = again["grad_norm"] == metrics["grad_norm"] and all(
+        (tensor == weights[name]).all() for name, tensor in export if tensor is not None
+    )
+
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", full_on_rank_1):
+        saver.begin(trainer, Order(directory, 2, {}, Keep(1)))
+        try:
+            finish()
+        except OSError as error:
+            found["full"] = error.errno
+    found["after full"] = there()
+    found["last"] = save_checkpoint(trainer, directory, 3, {}).name
+    saver.begin(trainer, Order(directory, 4, {}, Keep(1)))
+    finish()
+    found["kept"] = there()
+    close_trainer()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    place = tmp_path_factory.mktemp("saving")
+    model = make_qwen3(place / "model", 3, std=0.1)
+    by_rank = run_ranks(while_training, 2, model, sequences(6), str(place / "checkpoints"))
+    return place / "checkpoints", by_rank
+
+
+def test_a_checkpoint_has_its_name_when_it_is_whole(found):
+    for seen in found[1]:
+        assert seen["under way"] == (False, [".step_000001.partial"])
+        assert seen["whole"] == ["step_000001"]
+
+
+def test_what_is_saved_is_what_was_there_when_saving_began(found):
+    """Training goes on before a byte is written; from the checkpoint it goes the same way again, bit for bit."""
+    assert all(seen["same"] for seen in found[1])
+
+
+def test_a_full_disk_of_one_rank_is_known_to_all_and_leaves_nothing(found):
+    for seen in found[1]:
+        assert seen["full"] == errno.ENOSPC
+        assert seen["after full"] == ["step_000001"]
+
+
+def test_older_checkpoints_go_when_a_newer_one_has_its_name(found):
+    directory, by_rank = found
+    for seen in by_rank:
+        assert seen["last"] == "step_000003"
+        assert seen["kept"] == ["step_000004"]
+    assert json.loads((directory / "step_000004/run_state.json").read_text()) == {"step": 4}
