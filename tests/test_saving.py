@@ -26,7 +26,11 @@ def while_training(world, hf_dir, rows, directory):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import Order, Saver, save_checkpoint
 
-    directory, write, may_write = Path(directory), FileSystemWriterAsync.write_preloaded_data, threading.Event()
+    directory, write, may_write = (
+        Path(directory),
+        FileSystemWriterAsync.write_preloaded_data,
+        threading.Event(),
+    )
     trainer, export, _ = open_trainer(world, hf_dir, config_for(layout(tp=2), lr=1e-3, eps_adam=1e-8))
     saver, found = Saver(world), {}
 
