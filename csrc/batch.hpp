@@ -89,6 +89,7 @@ private:
         Tools tools;
         Numbered jobs[2];
         PackedPairs packed;
+        OwnIds<Id> own;
         GridIds ids;
     };
     static constexpr Position kOneWord = 64;           // rows in a group so fast that nothing else need be tried
@@ -179,7 +180,7 @@ private:
             }
             scratch.packed.start(kernels_, most_rows, most_columns);
             for (std::size_t i = first; i < last; ++i)
-                scratch.packed.add(scratch.ids.read(cores_[short_[i]], scratch.tools.local_ids));
+                scratch.packed.add(scratch.ids.read(scratch.own.take(cores_[short_[i]]), scratch.tools.local_ids));
             const std::int64_t* distances = scratch.packed.distances();
             for (std::size_t i = first; i < last; ++i) report(short_[i], distances[i - first]);
         }

@@ -45,6 +45,26 @@ Core<Id> strip(const Id* a, std::size_t size_a, const Id* b, std::size_t size_b)
             swapped};
 }
 
+// A core's ids in memory of our own. Another thread of the caller's may write to its arrays meanwhile: what is read twice
+// must be the same twice, or tables made from the first reading are too small for the second.
+template <typename Id>
+class OwnIds {
+public:
+    Core<Id> take(Core<Id> core) {
+        core.rows = copy(core.rows, core.num_rows, rows_);
+        core.columns = copy(core.columns, core.num_columns, columns_);
+        return core;
+    }
+
+private:
+    static const Id* copy(const Id* ids, Position size, Buffer<Id>& own) {
+        Id* out = own.reserve(static_cast<std::size_t>(size));
+        std::copy(ids, ids + size, out);
+        return out;
+    }
+    Buffer<Id> rows_, columns_;
+};
+
 // The ids of one core in 32 bits.
 class GridIds {
 public:
@@ -127,7 +147,7 @@ public:
     void begin(const Kernels& kernels, Engine engine, const Core<Id>& core, Position limit, BandUse use, Tools& tools) {
         use_ = use;
         kernels_ = &kernels;
-        core_ = core;
+        core_ = own_.take(core);
         tools_ = &tools;
         limit_ = std::min(limit, core.num_columns);
         done_ = guessed_again_ = false;
@@ -136,7 +156,7 @@ public:
         Position found = Wavefront::kGaveUp;
         if (engine != Engine::stripes) {
             const Position most = engine == Engine::wavefront ? core.num_columns : wavefront_edits(core.num_rows);
-            found = tools.wavefront.distance(core.rows, core.num_rows, core.columns, core.num_columns, limit_, most);
+            found = tools.wavefront.distance(core_.rows, core_.num_rows, core_.columns, core_.num_columns, limit_, most);
             if (found != Wavefront::kGaveUp && !use.traced) return finish(found);
         }
         begin_band(found);
@@ -211,6 +231,7 @@ private:
     const Kernels* kernels_ = nullptr;
     Tools* tools_ = nullptr;
     Core<Id> core_{};
+    OwnIds<Id> own_;
     Position limit_ = 0, band_limit_ = 0, distance_ = 0;
     bool done_ = true, use_seeds_ = false, guessed_again_ = false;
     BandUse use_;

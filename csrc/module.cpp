@@ -22,25 +22,33 @@ template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 using Offsets = Array<std::int64_t>;
 
-std::size_t count_sequences(const Offsets& offsets, py::ssize_t num_values) {
-    const py::ssize_t size = offsets.size();
-    if (size < 1 || offsets.data()[0] != 0 || offsets.data()[size - 1] != num_values)
+// Offsets in memory of our own, checked there: other threads may write to the caller's while the GIL is released, and
+// numpy may while it is not.
+std::vector<std::int64_t> own_offsets(const Offsets& offsets, py::ssize_t num_values) {
+    std::vector<std::int64_t> own(offsets.data(), offsets.data() + offsets.size());
+    if (own.empty() || own.front() != 0 || own.back() != num_values)
         throw std::invalid_argument("offsets must run from 0 to the number of values");
-    for (py::ssize_t i = 1; i < size; ++i) {
-        const std::int64_t length = offsets.data()[i] - offsets.data()[i - 1];
+    for (std::size_t i = 1; i < own.size(); ++i) {
+        const std::int64_t length = own[i] - own[i - 1];
         if (length < 0) throw std::invalid_argument("offsets must not fall");
         if (length >= std::int64_t{1} << 30) throw std::invalid_argument("a sequence has 2^30 ids or more");
     }
-    return static_cast<std::size_t>(size - 1);
+    return own;
 }
 
+// The arguments of a call, which outlive it.
 template <typename Id>
-ibpo::Pairs<Id> make_pairs(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b, const Offsets& b_offsets) {
-    const std::size_t count = count_sequences(a_offsets, a.size());
-    if (count != count_sequences(b_offsets, b.size()))
-        throw std::invalid_argument("a and b must hold the same number of sequences");
-    return {a.data(), a_offsets.data(), b.data(), b_offsets.data(), count};
-}
+struct OwnPairs {
+    OwnPairs(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b, const Offsets& b_offsets)
+        : a_offsets(own_offsets(a_offsets, a.size())), b_offsets(own_offsets(b_offsets, b.size())),
+          pairs{a.data(), this->a_offsets.data(), b.data(), this->b_offsets.data(), this->a_offsets.size() - 1} {
+        if (this->a_offsets.size() != this->b_offsets.size())
+            throw std::invalid_argument("a and b must hold the same number of sequences");
+    }
+
+    const std::vector<std::int64_t> a_offsets, b_offsets;
+    const ibpo::Pairs<Id> pairs;
+};
 
 ibpo::Engine engine_named(const std::string& name) {
     if (name.empty()) return ibpo::Engine::automatic;
@@ -54,7 +62,8 @@ template <typename Id>
 Array<std::int64_t> batch_distance(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b,
                                    const Offsets& b_offsets, const std::optional<Array<std::int64_t>>& cutoffs,
                                    std::size_t num_threads, const std::string& isa, const std::string& engine) {
-    const ibpo::Pairs<Id> pairs = make_pairs(a, a_offsets, b, b_offsets);
+    const OwnPairs<Id> own(a, a_offsets, b, b_offsets);
+    const ibpo::Pairs<Id>& pairs = own.pairs;
     if (cutoffs && static_cast<std::size_t>(cutoffs->size()) != pairs.count)
         throw std::invalid_argument("there must be a cutoff for each pair");
     const ibpo::Kernels& kernels = ibpo::choose_kernels(isa);
@@ -72,7 +81,8 @@ Array<std::int64_t> batch_distance(const Array<Id>& a, const Offsets& a_offsets,
 template <typename Id>
 py::tuple batch_align(const Array<Id>& a, const Offsets& a_offsets, const Array<Id>& b, const Offsets& b_offsets,
                       std::size_t num_threads, const std::string& isa, const std::string& engine) {
-    const ibpo::Pairs<Id> pairs = make_pairs(a, a_offsets, b, b_offsets);
+    const OwnPairs<Id> own(a, a_offsets, b, b_offsets);
+    const ibpo::Pairs<Id>& pairs = own.pairs;
     const ibpo::Kernels& kernels = ibpo::choose_kernels(isa);
     const ibpo::Engine chosen = engine_named(engine);
     Array<std::uint8_t> matched_a(a.size()), matched_b(b.size());

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from fractions import Fraction
@@ -398,6 +400,60 @@ def test_batches_of_more_than_two_billion_ids():
     assert got.tolist() == [longest] * 3
     with pytest.raises(ValueError, match="a: sequence 0 has 1073741824 ids; the most are 1073741823"):
         batch_distance(many, [0, 2**30, many.size], nothing, [0, 0, 0])
+
+
+def test_a_sequence_too_long_is_refused_before_it_is_copied():
+    """Four bytes with a stride of 0 pass for 2^40 ids."""
+    endless, none = np.broadcast_to(np.int32(7), 2**40), np.zeros(0, np.int32)
+    words = "sequence 0 has 1099511627776 ids; the most are 1073741823"
+    with pytest.raises(ValueError, match=words):
+        distance(endless, none)
+    with pytest.raises(ValueError, match=words):
+        batch_distance(endless, [0, 2**40], none, [0, 0])
+    with pytest.raises(ValueError, match=words):
+        batch_distance([endless], None, [none], None)
+    with pytest.raises(ValueError, match=words):
+        opcodes(endless, none)
+
+
+@pytest.mark.parametrize("written", ["offsets", "ids"])
+def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_no_fault(written):
+    """In a process of its own: it ended in a segmentation fault within the first calls."""
+    done = subprocess.run([sys.executable, "-c", WRITTEN_TO, written], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+WRITTEN_TO = """
+import sys, threading, time
+import numpy as np
+from megatron_ibpo import _edit_distance
+ids = np.random.default_rng(0).integers(0, 500, 64 * 600)
+other = np.where(np.arange(ids.size) % 7, ids, 1)
+offsets = np.arange(65) * 600
+target, wrong = {"offsets": (offsets[1:-1], (2**40, -(2**40))), "ids": (ids, (2**50, 3))}[sys.argv[1]]
+right, steady, stopping = target.copy(), offsets.copy(), threading.Event()
+
+def write():
+    while not stopping.is_set():
+        for value in wrong:
+            target[:] = value
+            target[:] = right
+
+writer = threading.Thread(target=write)
+writer.start()
+calls, end = 0, time.monotonic() + 0.7
+while time.monotonic() < end:
+    calls += 1
+    try:
+        _edit_distance.batch_distance(ids, offsets, other, steady, None, 2)
+        _edit_distance.batch_align(ids, offsets, other, steady, 2)
+    except ValueError:
+        pass  # caught in the middle of a write
+stopping.set()
+writer.join()
+print(calls)
+"""
 
 
 def test_more_threads_may_be_allowed_than_could_ever_be():

@@ -41,11 +41,24 @@ class Ragged:
 
 
 def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
-    """`values` as a contiguous, aligned array of int32 or int64, a view wherever one is possible.
+    """One sequence as a contiguous, aligned array of int32 or int64, a view wherever one is possible.
 
     Raises:
-        TypeError: it holds something other than such ids; ValueError: it is not 1-D.
+        TypeError: it holds something other than such ids; ValueError: it is not 1-D, or has more than LONGEST
+            of them.
     """
+    array = _read_array(name, values)
+    _check_lengths(name, np.array([array.size]))
+    return _in_order(array)
+
+
+def _in_order(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Contiguous and aligned. Lengths are checked before: a few bytes with a stride of 0 pass for 2^60 ids."""
+    return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
+
+
+def _read_array(name: str, values: Any) -> npt.NDArray[Any]:
+    """As `read_ids`, in whatever order the ids lie."""
     if type(values) in (list, tuple) and (ints := _edit_distance.read_ints(values)) is not None:
         return ints
     if isinstance(values, np.ma.MaskedArray):
@@ -63,7 +76,7 @@ def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
         array = array.astype(np.int64)
     if array.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name}: must hold int32 or int64 ids, not {array.dtype}")
-    return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
+    return array
 
 
 def _kind(value: Any) -> type:
@@ -97,15 +110,18 @@ def read_ragged(name: str, values: Any, offsets: Any = None) -> Ragged:
             LONGEST ids.
     """
     if offsets is None:
-        ragged = _joined(name, values)
-    else:
-        ids = read_ids(f"{name}_values", values)
-        ragged = Ragged(ids, _read_offsets(f"{name}_offsets", offsets, ids.size))
-    too_long = np.flatnonzero(ragged.lengths > LONGEST)
+        return _joined(name, values)
+    ids = _read_array(f"{name}_values", values)
+    bounds = _read_offsets(f"{name}_offsets", offsets, ids.size)
+    _check_lengths(name, np.diff(bounds))
+    return Ragged(_in_order(ids), bounds)
+
+
+def _check_lengths(name: str, lengths: npt.NDArray[np.int64]) -> None:
+    too_long = np.flatnonzero(lengths > LONGEST)
     if too_long.size:
         at = int(too_long[0])
-        raise ValueError(f"{name}: sequence {at} has {ragged.lengths[at]} ids; the most are {LONGEST}")
-    return ragged
+        raise ValueError(f"{name}: sequence {at} has {lengths[at]} ids; the most are {LONGEST}")
 
 
 def _joined(name: str, sequences: Any) -> Ragged:
@@ -113,8 +129,10 @@ def _joined(name: str, sequences: Any) -> Ragged:
         raise TypeError(
             f"{name}: values without offsets must be a list of sequences, not {type(sequences).__name__}"
         )
-    arrays = [read_ids(f"{name}[{i}]", sequence) for i, sequence in enumerate(sequences)]
-    offsets = np.concatenate([[0], np.cumsum([array.size for array in arrays])]).astype(np.int64)
+    arrays = [_read_array(f"{name}[{i}]", sequence) for i, sequence in enumerate(sequences)]
+    lengths = np.array([array.size for array in arrays], np.int64)
+    _check_lengths(name, lengths)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return Ragged(np.concatenate(arrays) if arrays else np.empty(0, np.int64), offsets)
 
 
