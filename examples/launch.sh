@@ -12,9 +12,20 @@ fail() {
     exit 2
 }
 
+# check_number NAME LEAST MOST: the variable is empty or such a number. Before bash takes its text for arithmetic.
+check_number() {
+    [[ -z ${!1:-} || ${!1} =~ ^[0-9]{1,9}$ && 10#${!1} -ge $2 && 10#${!1} -le $3 ]] ||
+        fail "$1=${!1}: must be a whole number between $2 and $3"
+}
+
 # choose FLAGS…: set RECIPE, NNODES, PROCESSES (trainers on this node) and LAYOUT_ARGS by model and devices.
 choose() {
     local python chosen previous flag
+    check_number NNODES 1 1000000
+    check_number NODE_RANK 0 999999
+    check_number GPUS_PER_NODE 0 1024
+    check_number MASTER_PORT 0 65535
+    check_number OMP_NUM_THREADS 1 1024
     for flag in "$@"; do # the flag wins over the variable
         case $flag in --hf-checkpoint=*) HF_CHECKPOINT=${flag#*=} ;; esac
         case ${previous:-} in --hf-checkpoint) HF_CHECKPOINT=$flag ;; esac

@@ -23,6 +23,7 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.cost import CostMeter, Spent
+from megatron_ibpo.environment import environment_number
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
@@ -271,7 +272,7 @@ def _launch_engines(
     on_gpu = any(node.gpus for node in placement.nodes)
     transport = choose_transport(on_gpu=on_gpu, colocate=rollout.colocate)
     settings = engine_settings(
-        rollout, hf_dir, transport, gpus=(), num_threads=int(os.environ.get("OMP_NUM_THREADS", "1"))
+        rollout, hf_dir, transport, gpus=(), num_threads=environment_number("OMP_NUM_THREADS", 1, least=1)
     )
     engines = Engines(
         trainers,

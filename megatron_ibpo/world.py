@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_ibpo.environment import environment_number
+
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
@@ -90,10 +92,13 @@ def start_world(timeout_minutes: float = 30.0) -> World:
     """Join the processes that the launcher (torchrun) started; without a launcher, a world of one.
 
     Every collective gives up after `timeout_minutes`.
+
+    Raises:
+        ValueError: a variable of the launcher's is no such number.
     """
-    rank = int(os.environ.get("RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    size = environment_number("WORLD_SIZE", 1, least=1)
+    rank = environment_number("RANK", 0, most=size - 1)
+    local_rank = environment_number("LOCAL_RANK", 0, most=size - 1)
     timeout = timedelta(minutes=timeout_minutes)
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -139,9 +144,10 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
         if size != 1:
             raise RuntimeError(f"WORLD_SIZE={size} but no MASTER_ADDR: start the ranks with torchrun")
         return dist.HashStore()
+    port = environment_number("MASTER_PORT", 0, most=65535)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
     if rank == 0:
         return open_store(address, port, timeout, size)
     return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tiny_models import make_qwen3_next
 
 from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import Config, parse_config
+from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
 from megatron_ibpo.plan.feasibility import Plan, make_plan
@@ -100,21 +102,21 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     expected = next_parameters(json.loads((NEXT_80B / "config.json").read_text()))
     assert plan.census.total == expected == 79_674_391_296
 
-    parts = plan.census.ranks
-    places = {(part.tensor, part.pipeline, part.data) for part in parts}
+    ranks = [plan.census.place(rank) for rank in range(32)]
+    places = {(part.tensor, part.pipeline, part.data) for part in ranks}
     assert places == {(t, p, d) for t in range(2) for p in range(4) for d in range(4)}
-    assert {(part.pipeline, part.expert) for part in parts} == {(p, e) for p in range(4) for e in range(8)}
-    assert [part.pipeline for part in parts] == [rank // 8 for rank in range(32)], "one stage a node"
+    assert {(part.pipeline, part.expert) for part in ranks} == {(p, e) for p in range(4) for e in range(8)}
+    assert [part.pipeline for part in ranks] == [rank // 8 for rank in range(32)], "one stage a node"
     config = json.loads((NEXT_80B / "config.json").read_text())
     expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
-    assert {part.experts for part in parts} == {12 * 512 // 8 * expert}, "12 layers, an eighth of the experts"
+    assert {part.experts for part in plan.census.stages} == {12 * 512 // 8 * expert}, "12 layers, an eighth of the experts"
     assert plan.placement.owners == [0, 8, 16, 24]
     assert plan.placement.partners == [tuple(range(first, first + 8)) for first in (0, 8, 16, 24)]
 
 
 def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80b):
     plan = plan_80b
-    part, memory = plan.census.ranks[0], plan.ranks[0]
+    part, memory = plan.census.stages[0], plan.stages[0]
     assert (plan.census.data_parallel, plan.census.expert_data_parallel) == (4, 1)
     assert memory.weights == 2 * (part.dense + part.experts), "bf16"
     assert memory.gradients == 4 * (part.dense + part.experts), "fp32"
@@ -123,10 +125,10 @@ def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80
     )
     assert memory.logits == 0, "only the last stage has logits"
     logits = 32768 * 151936 // 2 * 2
-    assert logits < plan.ranks[-1].logits < 1.1 * logits
-    fused = planner(plan_of, NEXT_80B, 32, "--fuse-lm-head").ranks[-1].logits
+    assert logits < plan.stages[-1].logits < 1.1 * logits
+    fused = planner(plan_of, NEXT_80B, 32, "--fuse-lm-head").stages[-1].logits
     assert fused == 4096 * 151936 // 2 * 2 + 2 * 151936 // 2 * 2048 * 4, "a chunk, and two fp32 gradients"
-    unsharded = planner(plan_of, NEXT_80B, 32, "--no-use-distributed-optimizer").ranks[0]
+    unsharded = planner(plan_of, NEXT_80B, 32, "--no-use-distributed-optimizer").stages[0]
     assert unsharded.optimizer == 12 * (part.dense + part.experts)
 
 
@@ -177,6 +179,68 @@ def test_a_model_that_is_none_is_refused(planner, tmp_path):
     status, text = planner(printed, tmp_path)
     assert status == REFUSED
     assert "config.json" in text
+
+
+def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tuple[int, ...]]:
+    """Of every rank what Megatron says of its place, and what the model that it builds has."""
+    from megatron.core import parallel_state
+
+    from megatron_ibpo.plan.census import as_rank
+    from megatron_ibpo.policy.model import build_model
+
+    config, shape, found = configured(directory, *flags), read_hf_config(directory), []
+    for rank in range(world_size):
+        with as_rank(rank, world_size, config):
+            (chunk,) = build_model(shape, config, device="meta")
+            place = (
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_pipeline_model_parallel_rank(),
+                parallel_state.get_data_parallel_rank(),
+                parallel_state.get_expert_model_parallel_rank(),
+                parallel_state.get_expert_data_parallel_rank(),
+            )
+            found.append((*place, sum(parameter.numel() for parameter in chunk.parameters())))
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp", "ep", "etp"), [(2, 2, 4, 1), (1, 2, 2, 2), (2, 1, 1, 1)])
+def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tmp_path, tp, pp, ep, etp):
+    model = make_qwen3_next(tmp_path, 0)
+    layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+    layout += f"--expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
+    found = planner(places_and_sizes, model, 16, *layout.split())
+    census = planner(plan_of, model, 16, *layout.split()).census
+    for rank, (*place, parameters) in enumerate(found):
+        expected = census.place(rank)
+        assert [expected.tensor, expected.pipeline, expected.data, expected.expert, expected.expert_data] == place
+        assert rank in census.ranks(expected.pipeline)
+        assert census.stages[expected.pipeline].parameters == parameters
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_a_million_ranks_are_planned_in_seconds_and_shown_in_part(planner, tmp_path, colocated):
+    model = make_qwen3_next(tmp_path, 0)
+    apart = [] if colocated else ["--no-colocate", "--rollout-num-gpus-per-engine", "2"]
+    started = time.monotonic()
+    status, text = planner(printed, model, "--dry-run-world-size", "1000000", *apart)
+    assert status == FITS
+    assert time.monotonic() - started < 30
+    assert "999,984 ranks, placed alike" in text
+    assert len(text.splitlines()) < 100
+
+
+def test_numbers_of_the_launcher_that_are_none_are_refused():
+    for name, value in [("NNODES", "x"), ("MASTER_PORT", "abc"), ("NODE_RANK", "a[$(exit 3)]"), ("NNODES", "0")]:
+        done = run_script("run.sh", "--dry-run", **{name: value})
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"{name}={value}: must be a whole number between" in done.stderr
+
+
+def test_a_world_that_is_no_number_is_refused(planner, tmp_path, monkeypatch):
+    for value in ("abc", "0", "-1", "1e3", "", "9" * 5000):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        with pytest.raises(ValueError, match="in the environment: must be a whole number between 1 and"):
+            environment_number("WORLD_SIZE", 1, least=1)
 
 
 def kept_for_backward(world, directory: Path) -> tuple[int, float]:

@@ -35,7 +35,11 @@ def run(work: Callable[[World], int]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.captureWarnings(True)
     hush_megatron()
-    world = start_world()
+    try:
+        world = start_world()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
     try:
         return work(world)
     except (CheckpointError, ModelConfigError, DiskSpaceError, FileExistsError, ValueError) as error:

@@ -1,7 +1,14 @@
 """Which process runs on which node and which GPUs: planned before anything starts, then reserved."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron_ibpo.words import listed
+
+
+_MOST_NAMED = 32
+"""Nodes that a message names before it only counts."""
 
 
 class PlacementError(ValueError):
@@ -59,12 +66,11 @@ class Placement:
         Args:
             verifiers: processes on each node, --reward-workers.
         """
-        rows = []
-        for index, node in enumerate(self.nodes):
-            ranks = [rank for rank, slot in enumerate(self.trainers) if slot.node == index]
-            engines = [number for number, slot in enumerate(self.engines) if slot.node == index]
-            rows.append((node.address, _ranges(ranks), _ranges(engines), str(verifiers)))
-        return rows
+        ranks, engines = _by_node(self.trainers), _by_node(self.engines)
+        return [
+            (node.address, _ranges(ranks[index]), _ranges(engines[index]), str(verifiers))
+            for index, node in enumerate(self.nodes)
+        ]
 
     def spans_nodes(self, engine: int) -> bool:
         """The engine is larger than a node: nothing is reserved for it, since vLLM does that itself."""
@@ -148,9 +154,11 @@ def _apart(
     step = size if on_gpu else 1
     places: list[Slot] = []
     if on_gpu and size > max(node.gpus for node in nodes):
-        while sum(free) >= size and len(places) < total // size:
-            places.append(Slot(next(index for index in order if free[index]), 0))
-            _take(free, order, size)
+        gpus = [index for index in order for _ in range(free[index])]
+        count = min(len(gpus), total) // size
+        places += [Slot(gpus[number * size], 0) for number in range(count)]
+        for index in gpus[: count * size]:
+            free[index] -= 1
     for index in order:
         while free[index] >= step and len(places) < total // size:
             places.append(Slot(index, size if on_gpu else 0))
@@ -166,20 +174,22 @@ def _apart(
     return Placement(list(nodes), list(trainers), places, [()] * len(places), colocated=False)
 
 
-def _take(free: list[int], order: Sequence[int], count: int) -> None:
-    for index in order:
-        taken = min(free[index], count)
-        free[index] -= taken
-        count -= taken
-
-
 def _described(nodes: Sequence[Node], on_gpu: bool) -> str:
-    return ", ".join(f"{node.address}: {node.gpus if on_gpu else node.cpus}" for node in nodes)
+    return listed([f"{node.address}: {node.gpus if on_gpu else node.cpus}" for node in nodes], most=_MOST_NAMED)
 
 
 def _trainers_by_node(nodes: Sequence[Node], trainers: Sequence[Slot]) -> str:
-    counts = [sum(slot.node == index for slot in trainers) for index in range(len(nodes))]
-    return ", ".join(f"{node.address}: {count}" for node, count in zip(nodes, counts, strict=True) if count)
+    on_node = _by_node(trainers)
+    counts = [f"{nodes[index].address}: {len(ranks)}" for index, ranks in sorted(on_node.items())]
+    return listed(counts, most=_MOST_NAMED)
+
+
+def _by_node(slots: Sequence[Slot]) -> dict[int, list[int]]:
+    """The numbers of the slots on each node."""
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for number, slot in enumerate(slots):
+        numbers[slot.node].append(number)
+    return numbers
 
 
 def _ranges(numbers: Sequence[int]) -> str:

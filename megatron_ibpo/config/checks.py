@@ -1,6 +1,7 @@
 """What cannot work, as far as that shows without a model, data or another room's registry."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 
 from megatron_ibpo.config.entries import ENTRIES, flag
@@ -38,12 +39,13 @@ def check_config(
 
 def _out_of_range(config: Config) -> list[str]:
     """Each field by itself."""
-    return [
-        f"{flag(entry.name)}: must be {allowed.rule}, is {value}"
-        for entry in ENTRIES.values()
-        for allowed in entry.ranges
-        if (value := entry.get(config)) is not None and not allowed.holds(value)
-    ]
+    problems = []
+    for entry in ENTRIES.values():
+        value = entry.get(config)
+        broken = None if value is None else next((r for r in entry.ranges if not r.holds(value)), None)
+        if broken is not None:
+            problems.append(f"{flag(entry.name)}: must be {broken.rule}, is {value}")
+    return problems
 
 
 def _missing_inputs(config: Config, trains: bool) -> list[str]:
@@ -54,7 +56,7 @@ def _missing_inputs(config: Config, trains: bool) -> list[str]:
         problems.append("--hf-checkpoint: required, a directory in Hugging Face format")
     for name in ("hf_checkpoint", "ref_load", "load", "load_debug_rollout_data"):
         path = ENTRIES[name].get(config)
-        if path is not None and not path.is_dir():
+        if path is not None and not os.path.isdir(path):  # pathlib's raises where a name is too long
             problems.append(f"{flag(name)}: {path} is not a directory{searched(path)}")
     if run.use_wandb and importlib.util.find_spec("wandb") is None:
         problems.append("--use-wandb: the package wandb is not installed; pip install wandb")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from megatron_ibpo.config.fields import Config
 from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user
-from megatron_ibpo.config.ranges import NAMED_VALUES, Range
+from megatron_ibpo.config.ranges import NAMED_VALUES, OF_ALL, Range
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Entry:
         """Whether it holds "name=value" settings, of which a later one adds to earlier ones."""
         return NAMED_VALUES in self.ranges
 
+    @property
+    def is_path(self) -> bool:
+        """Whether its type says that it holds a path."""
+        return Path in (self.type, *typing.get_args(self.type))
+
     def located(self, value: Any, *, in_recipe: bool) -> Any:
         """`value` with an absolute path where it is one; what is no path is returned as it is."""
         is_url = self.kind is Kind.FILE_OR_URL and "://" in str(value)
@@ -48,7 +53,7 @@ def flag(name: str) -> str:
 
 def _entry(name: str, section: str, hint: Any) -> Entry:
     plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    ranges = tuple(extra for extra in extras if isinstance(extra, Range))
+    ranges = (*OF_ALL, *(extra for extra in extras if isinstance(extra, Range)))
     kinds = [extra for extra in extras if isinstance(extra, Kind)]
     return Entry(name, section, plain, ranges, kinds[0] if kinds else None)
 

@@ -15,9 +15,13 @@ from megatron_ibpo.config.paths import Kind
 from megatron_ibpo.config.ranges import (
     AROUND_1,
     BELOW_1,
+    MINUTES,
     NAMED_VALUES,
     NOT_NEGATIVE,
     POSITIVE,
+    RANKS,
+    SECONDS,
+    SEED,
     SHARE,
     UNIT,
     above,
@@ -25,6 +29,7 @@ from megatron_ibpo.config.ranges import (
     each,
     only,
     or_word,
+    within,
 )
 
 
@@ -56,17 +61,17 @@ class ModelConfig:
 class ParallelConfig:
     """Layout of the trainer over its ranks. Data parallel is what remains of the world size."""
 
-    tensor_model_parallel_size: Annotated[int, at_least(1)] = 1
+    tensor_model_parallel_size: Annotated[int, RANKS] = 1
     """TP: ranks that share each matrix."""
-    pipeline_model_parallel_size: Annotated[int, at_least(1)] = 1
+    pipeline_model_parallel_size: Annotated[int, RANKS] = 1
     """PP: consecutive groups of layers."""
     decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
     """Layers of the first pipeline stage, which also holds the embeddings; an even share when None."""
     decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
     """Layers of the last pipeline stage, which also holds the head; an even share when None."""
-    expert_model_parallel_size: Annotated[int, at_least(1)] = 1
+    expert_model_parallel_size: Annotated[int, RANKS] = 1
     """EP: ranks that share the experts of a layer."""
-    expert_tensor_parallel_size: Annotated[int, at_least(1)] = 1
+    expert_tensor_parallel_size: Annotated[int, RANKS] = 1
     """ETP: ranks that share one expert's matrices. 1, since experts are small and EP scales better."""
     context_parallel_size: Annotated[int, only(1, "context parallel is not built yet")] = 1
     """CP: ranks that share one sequence. Only 1 is supported."""
@@ -75,7 +80,7 @@ class ParallelConfig:
     gradient is wrong across TP ranks without it. Has no effect at TP=1."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks (ZeRO-1). For models that do not fit otherwise."""
-    distributed_timeout_minutes: Annotated[float, POSITIVE] = 30.0
+    distributed_timeout_minutes: Annotated[float, MINUTES] = 30.0
     """Minutes after which a collective gives up. 30: a step's longest forward pass stays far below it."""
 
 
@@ -196,7 +201,7 @@ class AlgorithmConfig:
     """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
     ibpo_beta: Annotated[float, UNIT] = 0.5
     """β: Δ of a successful correction that is no rewrite."""
-    ibpo_k: Annotated[int, at_least(1, "the wrong response itself")] = 2
+    ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: Annotated[int, at_least(0)] = 1
     """M: corrections sampled for each wrong response; 0 turns compare-and-correct off."""
@@ -262,12 +267,12 @@ class DataConfig:
     """Verifier: reasoning_gym, math, or an import path package.module:function."""
     reward_threshold: float = 1.0
     """A response is correct when its reward is at least this."""
-    reward_timeout: Annotated[float, POSITIVE] = 10.0
+    reward_timeout: Annotated[float, SECONDS] = 10.0
     """Seconds a verifier may take for one response before it is killed and counted as an error."""
-    reward_workers: Annotated[int, at_least(1)] = 2
+    reward_workers: Annotated[int, within(1, 1024)] = 2
     """Verifier processes on each node of the cluster. 2: scoring is quick, and trainers and engines share
     the processors."""
-    data_seed: Annotated[int, at_least(0)] = 0
+    data_seed: Annotated[int, SEED] = 0
     """Order of prompts and drawing of generated tasks."""
 
 
@@ -300,11 +305,11 @@ class RolloutConfig:
     rollout_prompt_suffixes: tuple[str, ...] = ()
     """Texts appended to the question in turn over a group's responses (prompt perturbation); an empty one
     leaves it as it is. Each response is trained on with the prompt that it answered."""
-    rollout_num_gpus_per_engine: Annotated[int, at_least(1)] = 1
+    rollout_num_gpus_per_engine: Annotated[int, RANKS] = 1
     """Tensor-parallel size of one engine."""
     colocate: bool = True
     """Engines share the trainers' devices and sleep while those train."""
-    rollout_num_gpus: Annotated[int | None, at_least(1)] = None
+    rollout_num_gpus: Annotated[int | None, RANKS] = None
     """GPUs of the engines in all, where they have some of their own (--no-colocate)."""
     vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Any other argument of vLLM's engine, name=value with the names of its EngineArgs; in a recipe also a
@@ -320,9 +325,9 @@ class RolloutConfig:
     """Sequences decoded at once by one engine."""
     vllm_enforce_eager: bool = False
     """Do not compile or capture graphs. Always so on CPUs, where compiling was 20x slower."""
-    vllm_start_timeout: Annotated[float, POSITIVE] = 600.0
+    vllm_start_timeout: Annotated[float, SECONDS] = 600.0
     """Seconds an engine may take to start."""
-    engine_stall_timeout: Annotated[float, POSITIVE] = 300.0
+    engine_stall_timeout: Annotated[float, SECONDS] = 300.0
     """Seconds in which an engine that has requests must write a token; one that does not is ended and
     replaced. 300: the longest step, many long prompts at once, takes a minute."""
     max_staleness: Annotated[int, at_least(0)] = 0
@@ -342,7 +347,7 @@ class RolloutConfig:
     update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""
-    update_weight_timeout: Annotated[float, POSITIVE] = 600.0
+    update_weight_timeout: Annotated[float, SECONDS] = 600.0
     """Seconds that one stage of a weight update may take. 600: 150 GB at 0.25 GB/s."""
     check_weight_update_equal: bool = False
     """After each update compare checksums at receipt, and once per run the engine's output with that of
@@ -364,7 +369,7 @@ class RunConfig:
     budget_unit: Literal["accelerator-seconds", "tokens", "flops"] = "accelerator-seconds"
     """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
     floating-point operations."""
-    seed: Annotated[int, at_least(0)] = 0
+    seed: Annotated[int, SEED] = 0
     """Seeds sampling, pairing and initialisation."""
     save: bool = True
     """Write a Megatron checkpoint and a Hugging Face export at the end."""
@@ -422,9 +427,9 @@ class RunConfig:
     """Stop after this many steps in a row were skipped for a loss or gradient that is not finite."""
     dry_run: bool = False
     """Print the plan (layout, memory, batch sizes, who runs where) and exit."""
-    dry_run_world_size: Annotated[int | None, at_least(1)] = None
+    dry_run_world_size: Annotated[int | None, RANKS] = None
     """Ranks to plan for in a dry run; the launcher's world size when None."""
-    dry_run_gpu_memory_gib: Annotated[float, POSITIVE] = 80.0
+    dry_run_gpu_memory_gib: Annotated[float, within(1, 1_000_000)] = 80.0
     """Memory of one GPU that the plan must fit."""
     dry_run_gpus_per_node: Annotated[int, at_least(1)] = 8
     """GPUs of one node in a dry run."""
@@ -437,7 +442,7 @@ class ClusterConfig:
     ray_address: str | None = None
     """Address of a Ray cluster to join, HOST:PORT or "auto". None: $RAY_ADDRESS where that is set, else a Ray
     of the run's own."""
-    num_trainers: Annotated[int | None, at_least(1)] = None
+    num_trainers: Annotated[int | None, RANKS] = None
     """Trainer processes in all, one per GPU. None: one for every GPU of the cluster that engines of their own
     leave; 1 without GPUs."""
     object_store_bytes: Annotated[int | None, at_least(1)] = None

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from megatron_ibpo.config.entries import ENTRIES
+from megatron_ibpo.config.entries import ENTRIES, flag
+from megatron_ibpo.config.errors import ConfigError
 from megatron_ibpo.config.fields import Config
 from megatron_ibpo.config.paths import path_of_user
 from megatron_ibpo.config.presets import resolve
@@ -35,8 +36,9 @@ def parse_config(
 
     Raises:
         ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
-            type; an unknown preset.
+            type; an unknown preset; words that are no text, or no value where there must be one.
     """
+    _check_words(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=path_of_user, action="append", default=[])
     early.add_argument("--print-config", "--print_config", action="store_true")
@@ -65,3 +67,24 @@ def parse_config(
         print(config_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+_NEVER_DASHES = ("--config", "--advantage-estimator", "--loss-variant")
+"""Flags whose value argparse takes away when it is `--`, as the end of all flags."""
+
+
+def _check_words(argv: Sequence[str]) -> None:
+    """Refuse what the parsers would stumble over, or take for something else."""
+    paths = {flag(name) for name, entry in ENTRIES.items() if entry.is_path}
+    previous = ""
+    for word in argv:
+        if not word.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise ConfigError(f"the command line's {word!r} is not UTF-8")
+        name, is_pair, value = word.partition("=")
+        name, previous_name = name.replace("_", "-"), previous.replace("_", "-")
+        if is_pair and value == "--" and name in _NEVER_DASHES:
+            raise ConfigError(f"{name}: -- is no value")
+        empty = name if is_pair and not value else previous_name if not word else ""
+        if empty in paths:  # pathlib takes it for the directory where the user stands
+            raise ConfigError(f"{empty}: is empty; name a path, or leave the flag out")
+        previous = word

@@ -20,6 +20,12 @@ def at_least(least: float, why: str = "") -> Range:
     return Range(lambda value: value >= least, f"at least {least}" + (f" ({why})" if why else ""))
 
 
+def within(least: int, most: int, why: str = "") -> Range:
+    """Values from `least` to `most`."""
+    rule = f"between {least} and {most}" + (f" ({why})" if why else "")
+    return Range(lambda value: least <= value <= most, rule)
+
+
 def above(bound: float, why: str = "") -> Range:
     """Values beyond `bound`."""
     return Range(lambda value: value > bound, f"above {bound}" + (f" ({why})" if why else ""))
@@ -42,7 +48,7 @@ def or_word(word: float | str, other: Range, meaning: str = "") -> Range:
 
 
 POSITIVE = above(0)
-NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "finite and at least 0")
+NOT_NEGATIVE = at_least(0)
 BELOW_1 = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 SHARE = Range(lambda value: 0 < value <= 1, "above 0 and at most 1")
 UNIT = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
@@ -50,10 +56,41 @@ AROUND_1 = Range(
     lambda bounds: len(bounds) == 2 and 0 <= bounds[0] < 1 < bounds[1] < math.inf,
     "two bounds LOW HIGH with 0 <= LOW < 1 < HIGH",
 )
+SECONDS = Range(lambda value: 0 < value <= 2_000_000, "above 0 and at most 2000000 (23 days)")
+"""Of a time-out: poll(2), which waits for it, takes 2^31 milliseconds."""
+MINUTES = Range(lambda value: 0 < value <= 30_000, "above 0 and at most 30000 (20 days)")
+RANKS = within(1, 10_000_000)
+"""Processes or GPUs: beyond any cluster, and few enough to be counted one by one."""
+SEED = Range(lambda value: 0 <= value < 2**62, "at least 0 and below 2^62")
+"""Megatron and torch add to it what tells ranks apart, in 64 bits."""
 NAMED_VALUES = Range(
-    lambda settings: all("" not in text.partition("=")[:2] for text in settings), "name=value each"
+    lambda settings: all("" not in text.partition("=")[:2] and not _is_no_number(text) for text in settings),
+    "name=value each, no value infinite or NaN",
 )
 """The range of fields that are read by `named_values`; a recipe may give them as a mapping."""
+
+FINITE = Range(
+    lambda value: all(math.isfinite(one) for one in _parts(value) if isinstance(one, float)),
+    "a finite number",
+)
+IN_64_BITS = Range(
+    lambda value: all(-(2**63) <= one < 2**63 for one in _parts(value) if isinstance(one, int)),
+    "a number of 64 bits",
+)
+OF_ALL = (FINITE, IN_64_BITS)
+"""Ranges of every field, whatever its own are."""
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_no_number(setting: str) -> bool:
+    """Whether the value of a "name=value" reads as infinity or NaN."""
+    try:
+        return not math.isfinite(float(setting.partition("=")[2]))
+    except ValueError:
+        return False
 
 
 def named_values(settings: Iterable[str]) -> dict[str, str]:

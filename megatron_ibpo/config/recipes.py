@@ -123,12 +123,13 @@ def _typed(value: Any, hint: Any) -> Any:
     elif hint is float and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 3e-4 as text
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
     elif hint is int and isinstance(value, bool):
         pass
     elif hint is Path and isinstance(value, str):
-        return Path(value)
+        if value:  # pathlib takes an empty one for the directory where the user stands
+            return Path(value)
     elif isinstance(value, hint):
         return value
     raise TypeError(_words(hint))

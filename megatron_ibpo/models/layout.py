@@ -21,6 +21,8 @@ def pipeline_layers(
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if stages == 1 and (first, last) != (None, None):
         raise ValueError("layers of the first or last pipeline stage need --pipeline-model-parallel-size > 1")
+    if stages > num_layers:  # before a list that may be as long as memory is large
+        raise ValueError(f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})")
     counts: list[int | None] = [None] * stages
     if first is not None:
         counts[0] = first

@@ -1,8 +1,9 @@
-"""Parameters of every rank, counted on the real model: built on the meta device, without weights or GPUs."""
+"""Parameters of every pipeline stage's ranks, counted on the real model: built on the meta device, without weights or GPUs."""
 
 import contextlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +18,11 @@ from megatron_ibpo.world import World
 
 
 @dataclass(frozen=True)
-class RankPart:
-    """One rank's place in the layout, and its parameters (elements)."""
+class StagePart:
+    """What each rank of a pipeline stage holds. All of them hold as much: layouts divide evenly."""
 
-    rank: int
-    tensor: int
-    """Index in the tensor-parallel group; the others likewise."""
     pipeline: int
-    data: int
-    expert: int
-    expert_data: int
+    """The stage."""
     dense: int
     """Parameters outside the experts, of which there are DP copies."""
     experts: int
@@ -41,6 +37,18 @@ class RankPart:
 
 
 @dataclass(frozen=True)
+class Place:
+    """One rank's place in the layout: its index in each of its groups."""
+
+    rank: int
+    tensor: int
+    pipeline: int
+    data: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
 class Census:
     """The whole model and its parts."""
 
@@ -48,37 +56,65 @@ class Census:
     """Parameters of the model, each counted once."""
     largest: int
     """Elements of the largest tensor of the whole model."""
-    ranks: list[RankPart]
-    data_parallel: int
-    expert_data_parallel: int
+    stages: list[StagePart]
+    parallel: ParallelConfig
+    world_size: int
+
+    @property
+    def data_parallel(self) -> int:
+        return self._stage_size // self.parallel.tensor_model_parallel_size
+
+    @property
+    def expert_data_parallel(self) -> int:
+        parallel = self.parallel
+        return self._stage_size // (
+            parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+        )
+
+    @property
+    def _stage_size(self) -> int:
+        return self.world_size // len(self.stages)
+
+    def ranks(self, stage: int) -> range:
+        """Those of a pipeline stage."""
+        return range(stage * self._stage_size, (stage + 1) * self._stage_size)
+
+    def place(self, rank: int) -> Place:
+        """Where Megatron puts a rank: tensor-parallel first, then expert, data and pipeline parallel."""
+        stage, inner = divmod(rank, self._stage_size)
+        data, tensor = divmod(inner, self.parallel.tensor_model_parallel_size)
+        expert_data, expert = divmod(
+            inner // self.parallel.expert_tensor_parallel_size, self.parallel.expert_model_parallel_size
+        )
+        return Place(rank, tensor, stage, data, expert, expert_data)
 
 
 def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
-    """Build each rank's part of the model on the meta device, as that rank would, and count.
+    """Build one rank's part of each pipeline stage on the meta device, as that rank would, and count.
 
     The layout must have passed `check_layout`. Needs no launcher and no GPU; leaves no process group behind.
+    The time does not depend on the world: parts are built in the smallest one that has the layout.
 
     Raises:
         RuntimeError: torch.distributed is in use in this process.
     """
     if dist.is_initialized():
         raise RuntimeError("a census needs a process without process groups")
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    stage_size = math.lcm(parallel.tensor_model_parallel_size, experts)
     alone = replace(config, parallel=ParallelConfig(sequence_parallel=False))
     with _quiet():
-        whole = _count(shape, alone, rank=0, world_size=1)
-        ranks = [_count(shape, config, rank, world_size) for rank in range(world_size)]
-    return Census(
-        total=whole.parameters,
-        largest=whole.largest,
-        ranks=ranks,
-        data_parallel=1 + max(part.data for part in ranks),
-        expert_data_parallel=1 + max(part.expert_data for part in ranks),
-    )
+        whole = _count(shape, alone, 0, rank=0, world_size=1)
+        parts = [
+            _count(shape, config, stage, rank=stage * stage_size, world_size=stages * stage_size)
+            for stage in range(stages)
+        ]
+    return Census(whole.parameters, whole.largest, parts, parallel, world_size)
 
 
-def _count(shape: ModelShape, config: Config, rank: int, world_size: int) -> RankPart:
-    from megatron.core import parallel_state
-
+def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
     from megatron_ibpo.policy.model import build_model
 
     with as_rank(rank, world_size, config):
@@ -92,18 +128,7 @@ def _count(shape: ModelShape, config: Config, rank: int, world_size: int) -> Ran
                 dense += parameter.numel()
             else:
                 experts += parameter.numel()
-        return RankPart(
-            rank=rank,
-            tensor=parallel_state.get_tensor_model_parallel_rank(),
-            pipeline=parallel_state.get_pipeline_model_parallel_rank(),
-            data=parallel_state.get_data_parallel_rank(),
-            expert=parallel_state.get_expert_model_parallel_rank(),
-            expert_data=parallel_state.get_expert_data_parallel_rank(),
-            dense=dense,
-            experts=experts,
-            layers=len(chunk.decoder.layers),
-            largest=largest,
-        )
+        return StagePart(stage, dense, experts, len(chunk.decoder.layers), largest)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Whether a configuration can work on a cluster, and what it takes there, without a GPU.
 
-Every rank's part of the real model is built on the meta device (`census`), memory is counted from it
+A rank's part of every stage of the real model is built on the meta device (`census`), memory is counted from it
 (`memory`), and what training and vLLM would refuse is refused here, with the reason.
 """
 
@@ -37,8 +37,9 @@ class Plan:
     world_size: int
     problems: list[str]
     census: Census | None = None
-    """None, and so are ranks and engine, when the sizes do not fit together already."""
-    ranks: list[RankMemory] | None = None
+    """None, and so are stages and engine, when the sizes do not fit together already."""
+    stages: list[RankMemory] | None = None
+    """Of a rank of each pipeline stage: all of them have as much."""
     engine: EngineMemory | None = None
     placement: Placement | None = None
 
@@ -64,10 +65,10 @@ def make_plan(config: Config, world_size: int) -> Plan:
         return Plan(config, shape, world_size, problems)
     census = take_census(shape, config, world_size)
     max_tokens = max(config.model.max_tokens_per_gpu, context)
-    ranks = [rank_memory(shape, config, part, census, max_tokens) for part in census.ranks]
+    stages = [rank_memory(shape, config, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
     engine = engine_memory(config, census, gpu_bytes)
-    plan = Plan(config, shape, world_size, problems, census, ranks, engine, _placement(config, world_size))
+    plan = Plan(config, shape, world_size, problems, census, stages, engine, _placement(config, world_size))
     problems += _memory_problems(plan)
     return plan
 
@@ -127,10 +128,11 @@ def _context_problems(shape: ModelShape, rollout: RolloutConfig, context: int) -
 
 def _memory_problems(plan: Plan) -> Iterator[str]:
     assert plan.engine is not None
-    assert plan.ranks is not None
+    assert plan.stages is not None
+    assert plan.census is not None
     gpu_bytes = plan.config.run.dry_run_gpu_memory_gib * GIB
     limit = usable_bytes(plan.config)
-    by_rank = [peaks(plan, number) for number in range(plan.world_size)]
+    by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
     advice = {
         "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer "
         "or --recompute-granularity full, or lower --rollout-max-context-len and --max-tokens-per-gpu",
@@ -139,15 +141,16 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
         "weight update": "lower --update-weight-buffer-size or --vllm-kv-cache-bytes",
     }
     for phase, hint in advice.items():
-        rank = max(range(plan.world_size), key=lambda number: by_rank[number][phase])
-        most = by_rank[rank][phase]
+        fullest = max(range(len(by_stage)), key=lambda stage: by_stage[stage][phase])
+        most = by_stage[fullest][phase]
         if most > limit:
+            rank = plan.census.ranks(fullest).start
             yield (
                 f"{phase} takes {most / GIB:.1f} GiB on rank {rank}, of {limit / GIB:.1f} GiB usable on a "
                 f"GPU of {plan.config.run.dry_run_gpu_memory_gib:g} GiB: {hint}"
             )
     asked = plan.config.rollout.vllm_gpu_memory_utilization
-    resident = max(memory.resident for memory in plan.ranks)
+    resident = max(memory.resident for memory in plan.stages)
     if plan.config.rollout.colocate and asked * gpu_bytes + resident > gpu_bytes:
         yield (
             f"--vllm-gpu-memory-utilization={asked:g}: a starting engine wants that share free, "
@@ -161,13 +164,13 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
         )
 
 
-def peaks(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes in use at the worst moment of each phase, on the fuller GPU where trainer and engine have their
+def peaks(plan: Plan, stage: int) -> dict[str, int]:
+    """Bytes in use at the worst moment of each phase, for a rank of a stage, on the fuller GPU where trainer and engine have their
     own. A sleeping engine keeps its CUDA context."""
-    assert plan.ranks is not None
+    assert plan.stages is not None
     assert plan.engine is not None
     assert plan.census is not None
-    trainer, engine = plan.ranks[rank], plan.engine
+    trainer, engine = plan.stages[stage], plan.engine
     _, buffers = sync_bytes(plan.census, plan.config)
     if not plan.config.rollout.colocate:
         return {

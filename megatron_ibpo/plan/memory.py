@@ -11,7 +11,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.cost import kept_elements, mixer_cost
-from megatron_ibpo.plan.census import Census, RankPart
+from megatron_ibpo.plan.census import Census, StagePart
 
 GIB = 1024**3
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -58,7 +58,7 @@ class EngineMemory:
 
 
 def rank_memory(
-    shape: ModelShape, config: Config, part: RankPart, census: Census, max_tokens: int
+    shape: ModelShape, config: Config, part: StagePart, census: Census, max_tokens: int
 ) -> RankMemory:
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = 2 if config.model.bf16 else 4
@@ -132,7 +132,7 @@ def _engine_element(config: Config) -> int:
     return 4 if dtype == "float32" or (dtype == "auto" and not config.model.bf16) else 2
 
 
-def _activations(shape: ModelShape, config: Config, part: RankPart, tokens: int) -> int:
+def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int) -> int:
     """What is kept for the backward pass at its fullest, and the layer that is being worked on."""
     stages = config.parallel.pipeline_model_parallel_size
     element = 2 if config.model.bf16 else 4

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
-from megatron_ibpo.plan.census import Census, RankPart
+from megatron_ibpo.plan.census import Census
 from megatron_ibpo.plan.feasibility import Plan, full_contexts, make_plan, peaks, ranks_per_node, usable_bytes
 from megatron_ibpo.plan.memory import (
     CONTEXT_BYTES,
@@ -22,9 +24,14 @@ from megatron_ibpo.plan.memory import (
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.words import counted
+from megatron_ibpo.words import counted, listed
 
 FITS, REFUSED = 0, 2
+
+_MOST_SHOWN = 256
+"""Ranks up to which the plan names each."""
+_MOST_NODES = 64
+"""Nodes with engines of their own that are named."""
 
 
 def plan_run(config: Config, console: Console | None = None) -> int:
@@ -37,7 +44,7 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     console = console or open_console()
     try:
         plan = make_plan(config, _world_size(config))
-    except ModelConfigError as error:
+    except (ModelConfigError, ValueError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return REFUSED
     _print_plan(plan, console)
@@ -45,7 +52,7 @@ def plan_run(config: Config, console: Console | None = None) -> int:
 
 
 def _world_size(config: Config) -> int:
-    return config.run.dry_run_world_size or int(os.environ.get("WORLD_SIZE", 1))
+    return config.run.dry_run_world_size or environment_number("WORLD_SIZE", 1, least=1)
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
@@ -82,49 +89,63 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 def _places_table(plan: Plan, census: Census) -> Table:
     per_node = ranks_per_node(plan.config, plan.world_size)
-    assert plan.placement is not None
-    on_rank = {
-        rank: f"{engine}, as rank {number}"
-        for engine, partners in enumerate(plan.placement.partners)
-        for number, rank in enumerate(partners)
-    }
     table = Table(show_edge=False, pad_edge=False)
     for name in ("node", "GPU", "rank", "TP", "PP", "EP", "DP", "expert DP", "layers", "parameters"):
         table.add_column(name, justify="right")
     table.add_column("engine")
-    first = [0]
-    for stage in range(plan.config.parallel.pipeline_model_parallel_size):
-        layers = next(part.layers for part in census.ranks if part.pipeline == stage)
-        first.append(first[-1] + layers)
-    for part in census.ranks:
-        if part.rank and part.rank % per_node == 0:
+    first = list(accumulate((part.layers for part in census.stages), initial=0))
+    before = -1
+    for rank in _shown_ranks(census, per_node):
+        place = census.place(rank)
+        if rank and rank % per_node == 0:
             table.add_section()
+        if rank != before + 1:
+            table.add_row(*["…"] * 10, f"{rank - before - 1:,} ranks, placed alike")
+            table.add_section()
+        before = rank
         table.add_row(
-            *map(str, (part.rank // per_node, part.rank % per_node, part.rank, part.tensor, part.pipeline)),
-            *map(str, (part.expert if plan.shape.is_moe else "-", part.data)),
-            str(part.expert_data) if plan.shape.is_moe else "-",
-            f"{first[part.pipeline]}–{first[part.pipeline + 1] - 1}",
-            f"{part.parameters:,}",
-            on_rank.get(part.rank, "–"),
+            *map(str, (rank // per_node, rank % per_node, rank, place.tensor, place.pipeline)),
+            *map(str, (place.expert if plan.shape.is_moe else "-", place.data)),
+            str(place.expert_data) if plan.shape.is_moe else "-",
+            f"{first[place.pipeline]}–{first[place.pipeline + 1] - 1}",
+            f"{census.stages[place.pipeline].parameters:,}",
+            _engine_beside(plan, rank),
         )
     return table
 
 
+def _shown_ranks(census: Census, per_node: int) -> list[int]:
+    """All of them, or where there are too many to read the first node of each stage, and the last."""
+    if census.world_size <= _MOST_SHOWN:
+        return list(range(census.world_size))
+    starts = [census.ranks(stage).start for stage in range(len(census.stages))]
+    nodes = sorted({rank // per_node for rank in [*starts, census.world_size - 1]})
+    return [node * per_node + gpu for node in nodes for gpu in range(per_node)]
+
+
+def _engine_beside(plan: Plan, rank: int) -> str:
+    assert plan.placement is not None
+    if not plan.placement.colocated:
+        return "–"
+    engine, number = divmod(rank, plan.config.rollout.rollout_num_gpus_per_engine)
+    return f"{engine}, as rank {number}"
+
+
 def _memory_table(plan: Plan, census: Census) -> Table:
-    assert plan.ranks is not None
+    assert plan.stages is not None
     assert plan.engine is not None
     _, buffers = sync_bytes(census, plan.config)
-    columns = _distinct(census.ranks, plan.ranks)
+    columns = _distinct(plan.stages)
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("")
-    for ranks in columns:
-        table.add_column(_ranks_name(ranks), justify="right")
+    for stages in columns:
+        table.add_column(_ranks_name([census.ranks(stage) for stage in stages]), justify="right")
 
     def row(name: str, values: Sequence[int]) -> None:
         table.add_row(name, *(_gib(value) for value in values))
 
-    memories = [plan.ranks[ranks[0]] for ranks in columns]
-    worst = [peaks(plan, ranks[0]) for ranks in columns]
+    memories = [plan.stages[stages[0]] for stages in columns]
+    worst = [peaks(plan, stages[0]) for stages in columns]
     colocated = plan.config.rollout.colocate
     row("weights", [memory.weights for memory in memories])
     row("gradients, fp32", [memory.gradients for memory in memories])
@@ -149,20 +170,22 @@ def _memory_table(plan: Plan, census: Census) -> Table:
     return table
 
 
-def _distinct(parts: Sequence[RankPart], memories: Sequence[RankMemory]) -> list[list[int]]:
-    """Ranks with the same memory, grouped, in order."""
+def _distinct(memories: Sequence[RankMemory]) -> list[list[int]]:
+    """Stages with the same memory, grouped, in order."""
     groups: dict[RankMemory, list[int]] = {}
-    for part, memory in zip(parts, memories, strict=True):
-        groups.setdefault(memory, []).append(part.rank)
+    for stage, memory in enumerate(memories):
+        groups.setdefault(memory, []).append(stage)
     return list(groups.values())
 
 
-def _ranks_name(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}–{ranks[-1]}"
-    return f"{len(ranks)} ranks: {ranks[0]} …"
+def _ranks_name(parts: Sequence[range]) -> str:
+    """Of the ranks of some stages."""
+    first, last, count = parts[0].start, parts[-1].stop - 1, sum(map(len, parts))
+    if count == 1:
+        return f"rank {first}"
+    if last - first == count - 1:
+        return f"ranks {first}–{last}"
+    return f"{count} ranks: {first} …"
 
 
 def _gib(value: int) -> str:
@@ -188,7 +211,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
     elif plan.placement is not None:
         placed = plan.placement.rows(config.data.reward_workers)
         rows = [f"{node}: {engines}" for node, _, engines, _ in placed if engines != "–"]
-        where = f", on GPUs of their own ({'; '.join(rows)})"
+        where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     state = state_bytes_per_sequence(plan.shape, config)
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     lines = [

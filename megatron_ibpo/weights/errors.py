@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from megatron_ibpo import words
+
 SHOWN = 8
 """Names listed in an error before it only counts."""
 
@@ -19,5 +21,4 @@ class WeightPlanError(ValueError):
 
 
 def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return words.listed(names, most=SHOWN)
