@@ -130,7 +130,7 @@ def _colocated(nodes: Sequence[Node], trainers: Sequence[Slot], engines: Engines
     places, partners = [], []
     for first in range(0, len(trainers), size):
         ranks = tuple(range(first, first + size))
-        if ranks[-1] >= len(trainers) or len({trainers[rank].node for rank in ranks}) > 1:
+        if ranks[-1] >= len(trainers) or trainers[first].node != trainers[ranks[-1]].node:
             raise PlacementError(
                 f"--rollout-num-gpus-per-engine {size}: a colocated engine lies within one node, and that "
                 f"does not divide its trainers ({_trainers_by_node(nodes, trainers)})"

@@ -59,7 +59,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
     problems = check_layout(shape, config.parallel, world_size)
-    problems += _engine_problems(shape, config, world_size)
+    placement = _placement(config, world_size, problems)
+    problems += _engine_problems(shape, config)
     problems += _context_problems(shape, config.rollout, context)
     if problems:
         return Plan(config, shape, world_size, problems)
@@ -68,7 +69,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     stages = [rank_memory(shape, config, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
     engine = engine_memory(config, census, gpu_bytes)
-    plan = Plan(config, shape, world_size, problems, census, stages, engine, _placement(config, world_size))
+    plan = Plan(config, shape, world_size, problems, census, stages, engine, placement)
     problems += _memory_problems(plan)
     return plan
 
@@ -77,33 +78,33 @@ def ranks_per_node(config: Config, world_size: int) -> int:
     return min(config.run.dry_run_gpus_per_node, world_size)
 
 
-def _placement(config: Config, world_size: int) -> Placement:
-    """On nodes like those of the dry run, as many as are needed."""
+def _placement(config: Config, world_size: int, problems: list[str]) -> Placement | None:
+    """On nodes like those of the dry run, as many as are needed; None where that cannot be, and why among the
+    problems."""
     rollout, per_node = config.rollout, ranks_per_node(config, world_size)
+    if world_size % per_node:
+        problems.append(f"--dry-run-gpus-per-node={per_node} does not divide the {world_size} ranks")
+        return None
     own = 0 if rollout.colocate else rollout.rollout_num_gpus or world_size
     nodes = [
         Node(f"node {index}", f"node {index}", cpus=per_node, gpus=per_node)
         for index in range(-(-world_size // per_node) + -(-own // per_node))
     ]
     engines = Engines(rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus)
-    return plan_placement(nodes, num_trainers=world_size, engines=engines, on_gpu=True)
+    try:
+        return plan_placement(nodes, num_trainers=world_size, engines=engines, on_gpu=True)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 # ----------------------------------------------------------------------------------------- what cannot work
 
 
-def _engine_problems(shape: ModelShape, config: Config, world_size: int) -> Iterator[str]:
+def _engine_problems(shape: ModelShape, config: Config) -> Iterator[str]:
     """What vLLM would refuse."""
     size = config.rollout.rollout_num_gpus_per_engine
     flag = f"--rollout-num-gpus-per-engine={size}"
-    per_node = ranks_per_node(config, world_size)
-    if world_size % per_node:
-        yield f"--dry-run-gpus-per-node={per_node} does not divide the {world_size} ranks"
-    else:
-        try:
-            _placement(config, world_size)
-        except ValueError as error:
-            yield str(error)
     counts = {**shape.divided_by_tp(), "an expert's hidden size": shape.expert_hidden_size}
     for what, count in counts.items():
         if count % size:
