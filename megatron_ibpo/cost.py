@@ -5,8 +5,10 @@ passes for log-probs, updates, weight transfer. What only observes is not: evalu
 the gradient meter.
 """
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.records import Sample
@@ -26,6 +28,21 @@ class Spent:
     the engines, and all that the trainer computed. The prompt of a group is read once."""
     flops: float = 0.0
     """Floating-point operations of those passes, estimated from the model's shape (`forward_flops`)."""
+
+    @classmethod
+    def read(cls, stored: Any) -> "Spent":
+        """From a run's state.
+
+        Raises:
+            ValueError: it is not what was spent.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(stored, dict) or not stored.keys() <= names:
+            raise ValueError(f"spent must hold {', '.join(sorted(names))}, is {stored!r}")
+        for name, value in stored.items():
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"spent: {name} must be a number of at least 0, is {value!r}")
+        return cls(**stored)
 
     def metrics(self) -> dict[str, float]:
         """For the metrics log."""

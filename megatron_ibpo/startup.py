@@ -46,7 +46,7 @@ from megatron_ibpo.sampling.memory import JournalMemory
 from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task
 from megatron_ibpo.weights.errors import CheckpointError
-from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
+from megatron_ibpo.weights.formats.run_state import RUN_STATE, find_checkpoint, load_run_state
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
 
 JOURNAL = "journal"
@@ -73,6 +73,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 _check_layout(shape, config, config.cluster.num_trainers)
             checkpoint = _checkpoint(config)
             state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
+            before = _spent_before(state, checkpoint)
             # what takes no time is checked before Ray starts, and the rest while it does
             wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
             check_loss_of_run(config)
@@ -132,7 +133,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 shape,
                 _accelerators(config, placement),
                 recomputes=config.model.recompute_granularity == "full",
-                before=Spent(**state.get("spent", {})),
+                before=before,
             ),
             progress=Progress(state["step"], saved=state["step"], whole=state["step"]),
         )
@@ -142,6 +143,13 @@ def open_run(config: Config) -> Iterator[Run]:
         run.progress.start_seconds = stages.take()
         with _failure_in_summary(reporter):
             yield run
+
+
+def _spent_before(state: dict[str, Any], checkpoint: Path | None) -> Spent:
+    try:
+        return Spent.read(state.get("spent", {}))
+    except ValueError as error:
+        raise ValueError(f"--load {checkpoint}: {RUN_STATE}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ ROOMS = [
     "main", "evaluate_policy", "train", "startup", "loop", "choice", "study", "plan", "cluster", "sampling",
     "report", "checks", "rollout", "task", "evaluate", "rewards", "credit", "data", "policy", "loss",
     "kernels", "edit_distance", "weights", "cost", "models", "world", "journal", "config", "records", "seeds",
-    "versions", "quiet", "interrupts", "words", "environment",
+    "versions", "quiet", "interrupts", "words", "environment", "strict_json",
 ]  # fmt: skip
 """From the loop down: a room may import only from rooms after it."""
 

@@ -27,7 +27,8 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.formats.directories import DiskSpaceError, changed_files
+from megatron_ibpo.weights.formats.directories import DiskSpaceError
+from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, read_metadata
 from megatron_ibpo.world import World
 
@@ -315,9 +316,9 @@ def test_training_does_not_unpickle_what_it_cannot_trust(stored, tmp_path):
 def save_entry(stored, name, data):
     """Put bytes into a checkpoint under a name, as an entry that is no tensor."""
     file = stored / f"{name.replace('/', '_')}.distcp"
-    file.write_bytes(b"before" + data)
 
     def edit(metadata):
+        file.write_bytes(b"before" + data)
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
         metadata.storage_data = {
             index: place for index, place in metadata.storage_data.items() if index.fqn != name

@@ -9,7 +9,6 @@ there is no checkpoint.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -23,9 +22,9 @@ from rich.console import Console
 from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import model_entries
-from megatron_ibpo.weights.formats.directories import MANIFEST, changed_files
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.integrity import MANIFEST, changed_files
+from megatron_ibpo.weights.formats.run_state import HF_FILES, RUN_STATE, load_run_state, read_layout
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored, is_weight
 
 
@@ -95,7 +94,7 @@ def inspect_megatron(directory: Path, origin: Path | None) -> Findings:
     others = len(stored.tensors) - len(weights)
     found.say("optimizer", f"{others} tensors" if others else "none: weights only")
     if (directory / RUN_STATE).is_file():
-        found.say("step", json.loads((directory / RUN_STATE).read_text())["step"])
+        found.say("step", load_run_state(directory)["step"])
     found.say("layout", written_layout(directory) or f"{suggested_layout(stored)}, as its pieces suggest")
 
     def compare() -> None:
@@ -127,9 +126,8 @@ def say_tensors(found: Findings, tensors: list[tuple[torch.dtype, int]]) -> None
 
 def written_layout(directory: Path) -> str:
     """What our own checkpoints say."""
-    if not (directory / LAYOUT).is_file():
+    if not (layout := read_layout(directory)):
         return ""
-    layout = json.loads((directory / LAYOUT).read_text())
     names = {"TP": "tensor_model", "PP": "pipeline_model", "EP": "expert_model", "ETP": "expert_tensor"}
     sizes = [f"{short} {layout['parallel'][f'{name}_parallel_size']}" for short, name in names.items()]
     for which in ("first", "last"):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from megatron_ibpo.words import listed
 
-
 _MOST_NAMED = 32
 """Nodes that a message names before it only counts."""
 
@@ -175,7 +174,9 @@ def _apart(
 
 
 def _described(nodes: Sequence[Node], on_gpu: bool) -> str:
-    return listed([f"{node.address}: {node.gpus if on_gpu else node.cpus}" for node in nodes], most=_MOST_NAMED)
+    return listed(
+        [f"{node.address}: {node.gpus if on_gpu else node.cpus}" for node in nodes], most=_MOST_NAMED
+    )
 
 
 def _trainers_by_node(nodes: Sequence[Node], trainers: Sequence[Slot]) -> str:

@@ -1,11 +1,11 @@
 """A model's dimensions in plain numbers, as its config.json gives them."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.models.families import FAMILIES, family_part
+from megatron_ibpo.strict_json import read_json
 
 
 class ModelConfigError(ValueError):
@@ -82,7 +82,7 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
     if not hf_dir.is_dir():
         raise ModelConfigError(f"no checkpoint directory {hf_dir}: --hf-checkpoint must name one")
     try:
-        raw = json.loads(path.read_text())
+        raw = read_json(path.read_bytes())
     except FileNotFoundError:
         raise ModelConfigError(f"{hf_dir} holds no config.json: is it a Hugging Face checkpoint?") from None
     except ValueError as error:
@@ -90,9 +90,15 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ModelConfigError(f"{path}: model_type {family!r} is unknown; one of {', '.join(FAMILIES)}")
     return family_part(family, "shape").read(Fields(raw, path))
+
+
+MOST = 2**31 - 1
+"""Of anything that config.json counts; C counts no further."""
+MOST_REPEATED = 100_000
+"""Layers of a model, and experts of a layer, which are listed one by one."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +108,17 @@ class Fields:
     raw: dict[str, Any]
     path: Path
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, *, most: int = MOST) -> int:
         value = self.raw.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(f"{name} must be a positive integer, is {value!r}")
+        if value > most:
+            raise self.error(f"{name} must be at most {most}, is {value}")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
             raise self.error(f"{name} must be a number, is {value!r}")
         return float(value)
 
@@ -145,13 +153,13 @@ def common_fields(fields: Fields, *, head_dim: int = 128, rotary_share: float = 
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
     fields.refuse("use_sliding_window", False)
-    layers = fields.count("num_hidden_layers")
+    layers = fields.count("num_hidden_layers", most=MOST_REPEATED)
     heads, key_value_heads = fields.groups("num_attention_heads", "num_key_value_heads")
     head_dim = fields.count("head_dim", head_dim)
     rope_theta, rotary_share = _rope(fields, rotary_share)
     rotary_dim = int(head_dim * rotary_share)
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise fields.error(f"{rotary_share} of head_dim={head_dim} is not an even number")
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+        raise fields.error(f"{rotary_share} of head_dim={head_dim} is not an even number up to that")
     return {
         "family": fields.raw["model_type"],
         "vocab_size": fields.count("vocab_size"),
@@ -180,7 +188,7 @@ def expert_fields(fields: Fields, *, normalized: bool) -> dict[str, Any]:
     fields.refuse("mlp_only_layers", [])
     return {
         "num_experts": fields.count(
-            "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
+            "num_local_experts" if "num_local_experts" in fields.raw else "num_experts", most=MOST_REPEATED
         ),
         "experts_per_token": fields.count("num_experts_per_tok"),
         "expert_hidden_size": fields.count("moe_intermediate_size"),
@@ -197,6 +205,8 @@ def _rope(fields: Fields, default_share: float) -> tuple[float, float]:
     if not isinstance(new, dict):
         raise fields.error(f"rope_parameters must be an object, is {new!r}")
     scaling = fields.raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise fields.error(f"rope_scaling must be an object, is {scaling!r}")
     kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
     if kind != "default":
         raise fields.error(f"rope type {kind!r} is not supported, only plain rotation")

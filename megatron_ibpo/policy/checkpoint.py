@@ -1,6 +1,5 @@
 """What a Megatron distributed checkpoint of policy and critic holds, and how any layout loads it."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,11 +9,14 @@ from unittest import mock
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.errors import CheckpointError
-from megatron_ibpo.weights.formats.run_state import LAYOUT
+from megatron_ibpo.weights.errors import CheckpointError, first_line
+from megatron_ibpo.weights.formats.finite import check_finite
+from megatron_ibpo.weights.formats.integrity import check_integrity
+from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 
 CRITIC = "critic"
@@ -33,10 +35,12 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
     A checkpoint of weights alone, as the conversion tools write, leaves optimizer, schedule and critic new.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or unsafe, or holds another model, or no critic where there
-            is one, or its optimizer was or was not sharded over data-parallel ranks, other than this one.
+        CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic where
+            there is one, or its optimizer was or was not sharded over data-parallel ranks, other than this one.
     """
-    saved = _read_layout(checkpoint)
+    world = trainer.world
+    world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))
+    saved = read_layout(checkpoint)
     if not saved.get("optimizer", True):
         load_weights(trainer.chunks, checkpoint)
         trainer.optimizer.reload_model_params()
@@ -58,7 +62,7 @@ def _restore(trained: Trainer | Critic, directory: Path) -> None:
     _allocate_torch_state(trained)
     models = _models(trained.chunks, is_loading=True)
     state = _load({**models, **_progress(trained, models, is_loading=True)}, directory)
-    _fill(trained.chunks, state)
+    _fill(trained.chunks, state, directory)
     with _step_left_alone():
         trained.optimizer.load_state_dict(state["optimizer"])
     _give_each_parameter_its_step(trained)
@@ -69,23 +73,32 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path) -> None:
     """Fill this rank's models, wrapped by DDP or not, from a checkpoint, converting to their dtype.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or unsafe, or holds another model.
+        CheckpointError: the checkpoint is damaged or unsafe, or holds NaN or another model.
     """
-    _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint))
+    _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint), checkpoint)
 
 
 def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     StoredCheckpoint(checkpoint)  # reads all pickles safely first: Megatron unpickles them as they come
     try:
         return dist_checkpointing.load(wanted, str(checkpoint))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise CheckpointError(
-            f"--load {checkpoint}: cannot be loaded into this model: {type(error).__name__}: {error}"
+            f"--load {checkpoint}: cannot be loaded into this model: {_reason(error)}"
         ) from error
 
 
-def _fill(chunks: Sequence[Any], state: dict[str, Any]) -> None:
+def _reason(error: BaseException) -> str:
+    """In one line. torch's exception holds those of all ranks, each with a traceback."""
+    inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return f"{type(inner).__name__}: {first_line(inner)}"
+
+
+def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path) -> None:
     for index, chunk in enumerate(chunks):
+        for name, value in state[f"model{index}"].items():
+            if isinstance(value, torch.Tensor):
+                check_finite(value, checkpoint, name)
         getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"])
 
 
@@ -156,13 +169,3 @@ def _give_each_parameter_its_step(trained: Trainer | Critic) -> None:
     for optimizer in _torch_optimizers(trained):
         for state in optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
-
-
-def _read_layout(checkpoint: Path) -> dict[str, Any]:
-    """What `layout.json` says; empty for checkpoints without one."""
-    try:
-        return json.loads((checkpoint / LAYOUT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / LAYOUT} cannot be read: {error}") from error

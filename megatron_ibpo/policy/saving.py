@@ -27,6 +27,8 @@ from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
+from megatron_ibpo.weights.formats.integrity import write_integrity
+from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.formats.retention import (
     Keep,
     partial_of,
@@ -260,14 +262,9 @@ def _publish(order: Order, others: dict[str, Any]) -> None:
         (partial / LAYOUT).write_text(json.dumps(others["layout"]), encoding="utf-8")
         run_state = {"step": order.step, **order.run_state}
         (partial / RUN_STATE).write_text(json.dumps(run_state), encoding="utf-8")
-        _name(partial, order.final)
+        write_integrity(partial)
+        publish(partial, order.final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     remove_superseded(order.directory, order.step, order.keep)
-
-
-def _name(partial: Path, final: Path) -> None:
-    # the lead merges here: write_integrity(partial); publish(partial, final)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)

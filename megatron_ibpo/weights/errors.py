@@ -20,5 +20,10 @@ class WeightPlanError(ValueError):
     """The trainer's tensors are not those that the engine's model loads."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def listed(names: Sequence[str]) -> str:
     return words.listed(names, most=SHOWN)

@@ -48,6 +48,6 @@ def _full_attention(fields: Fields, layers: int) -> tuple[bool, ...]:
         interval = fields.count("full_attention_interval", 4)
         return tuple((layer + 1) % interval == 0 for layer in range(layers))
     names = {"full_attention": True, "linear_attention": False}
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(names):
+    if not isinstance(types, list) or len(types) != layers or any(kind not in list(names) for kind in types):
         raise fields.error(f"layer_types must name {layers} layers, each one of {', '.join(names)}")
     return tuple(names[kind] for kind in types)

@@ -1,13 +1,8 @@
-"""Checkpoint directories that are whole or not there: disk space first, a manifest last, then one rename.
-
-The manifest is `integrity.json`, SHA-256 of every file, in the format of megatron-core's
-`dist_checkpointing.save(verify_integrity=True)`.
-"""
+"""Checkpoint directories that are whole or not there: disk space first, checksums last, then one rename."""
 
 import errno
 import fcntl
 import hashlib
-import json
 import mmap
 import os
 import shutil
@@ -15,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_ibpo.weights.formats.integrity import ALGORITHM, write_integrity
+from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.world import World
 
 T = TypeVar("T")
 
-MANIFEST = "integrity.json"
-ALGORITHM = "sha256"
 BUFFER_BYTES = 8 * 1024**2
 """Collected before it is hashed and written: whole blocks of any disk."""
 
@@ -143,62 +138,12 @@ def write_directory(
     try:
         results = world.on_all_ranks(lambda: write(partial))
 
-        def publish() -> None:
-            write_manifest(partial, finish(partial, results))
-            _replace(partial, target)
+        def complete() -> None:
+            write_integrity(partial, finish(partial, results))
+            publish(partial, target)
 
-        world.on_rank_0(publish)
+        world.on_rank_0(complete)
     except BaseException:
         if world.is_rank_0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def write_manifest(directory: Path, known: dict[str, str]) -> None:
-    """Write `integrity.json`. `known`: digests of files that need not be read for it."""
-    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != MANIFEST)
-    digests = {name: known.get(name) or file_digest(directory / name) for name in names}
-    (directory / MANIFEST).write_text(json.dumps({"algorithm": ALGORITHM, "files": digests}, indent=2))
-
-
-def changed_files(directory: Path) -> list[str]:
-    """What is wrong with the files that the manifest of `directory` lists; empty if nothing is.
-
-    Raises:
-        FileNotFoundError: there is no manifest.
-        ValueError: it is malformed.
-    """
-    path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        files, algorithm = dict(manifest["files"]), manifest["algorithm"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is malformed: {type(error).__name__}: {error}") from None
-    if algorithm != ALGORITHM:
-        raise ValueError(f"{path}: algorithm {algorithm!r} is not {ALGORITHM!r}")
-    wrong = []
-    for name, digest in files.items():
-        if not (directory / name).is_file():
-            wrong.append(f"{directory / name} is missing")
-        elif file_digest(directory / name) != digest:
-            wrong.append(f"{directory / name} is not what was written: its checksum differs")
-    return wrong
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, ALGORITHM).hexdigest()
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Move the finished directory to its place."""
-    for path in [*partial.rglob("*"), partial]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, Piece, is_ignored
-from megatron_ibpo.weights.errors import CheckpointError, listed
-from megatron_ibpo.weights.formats.directories import MANIFEST, HashedFile
+from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
+from megatron_ibpo.weights.formats.directories import HashedFile
+from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.layout.regions import TensorMeta
 
@@ -63,9 +65,16 @@ class Checkpoint:
     def _read_index(self, index: str) -> dict[str, str]:
         path = self.directory / index
         try:
-            file_of = dict(json.loads(path.read_text())["weight_map"])
+            file_of = dict(read_json(path.read_bytes())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from None
+        ending = ".bin" if index == PICKLED_INDEX else ".safetensors"
+        for name, file in file_of.items():
+            if not is_inside(file) or not file.endswith(ending):
+                raise CheckpointError(
+                    f"{path}: {name} is said to lie in {file!r}, which is no {ending} file of this directory; "
+                    "download the checkpoint again, or write its index anew"
+                )
         missing = sorted({file for file in file_of.values() if not (self.directory / file).is_file()})
         if missing:
             raise CheckpointError(
@@ -80,9 +89,16 @@ class Checkpoint:
         path = self.directory / file
         try:
             return _PickledFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
-        except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            RuntimeError,
+            ValueError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:
             raise CheckpointError(
-                f"{path} cannot be read ({str(error).splitlines()[0]}): truncated or no weights file; "
+                f"{path} cannot be read ({first_line(error)}): truncated or no weights file; "
                 "download it again"
             ) from None
 
@@ -175,8 +191,9 @@ class _PickledFile:
 
     def __init__(self, path: Path):
         self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(self._tensors, dict):
-            raise OSError(f"a dictionary of tensors is wanted, this is a {type(self._tensors).__name__}")
+        found = self._tensors.values() if isinstance(self._tensors, dict) else [self._tensors]
+        if strays := [type(value).__name__ for value in found if not isinstance(value, Tensor)]:
+            raise OSError(f"a dictionary of tensors is wanted, this has a {strays[0]}")
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -258,7 +275,7 @@ def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None
     for path in sorted(origin.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHTS):
             shutil.copyfile(path, target / path.name)
-    config = json.loads((target / "config.json").read_text())
+    config = read_json((target / "config.json").read_bytes())
     config.pop("torch_dtype", None)  # its name before transformers 5
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -9,6 +9,7 @@ import torch
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.errors import listed
+from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.layout.holdings import layers_of, my_holding, parameters_by_global_name
 
@@ -23,7 +24,8 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
 
     Raises:
         CheckpointError: a file is missing or truncated, a tensor is missing, superfluous or has another
-            shape than config.json says, or is no floating-point tensor. Nothing is written then.
+            shape than config.json says, or is no floating-point tensor: nothing is written then. Or a tensor
+            holds NaN or infinity.
     """
     checkpoint = Checkpoint(hf_dir)
     entries = weight_map(shape)
@@ -36,6 +38,8 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
                 continue
             entry = entries[name]
             cuts = [checkpoint.read(piece, *holding.shard(entry)) for piece in entry.pieces]
+            for piece, cut in zip(entry.pieces, cuts, strict=True):
+                check_finite(cut, hf_dir, piece.name)
             shard = entry.join(cuts)
             assert shard.shape == parameter.shape, f"{name}: {shard.shape} read for {parameter.shape}"
             parameter.copy_(shard)

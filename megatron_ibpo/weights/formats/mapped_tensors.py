@@ -68,18 +68,21 @@ class MappedFiles:
         try:
             archive = zipfile.ZipFile(io.BufferedReader(window))
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if any(info.compress_type != zipfile.ZIP_STORED for info in records.values()):
+                raise ValueError("the tensor is compressed")  # to a size that nothing bounds
             described = _Description(io.BytesIO(archive.read(records["data.pkl"]))).load()
             data = records[f"data/{described.key}"]
-            if data.compress_type != zipfile.ZIP_STORED or archive.read(records["byteorder"]) != b"little":
-                raise ValueError("the tensor is compressed or big-endian")
-        except (KeyError, AttributeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
+            if archive.read(records["byteorder"]) != b"little":
+                raise ValueError("the tensor is big-endian")
+            itemsize = described.dtype.itemsize
+        except Exception as error:  # damaged bytes make zipfile and pickle raise nearly anything
             raise ValueError(f"no saved tensor: {type(error).__name__}: {error}") from None
         header = mapping[offset + data.header_offset : offset + data.header_offset + LOCAL_HEADER_BYTES]
         names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = offset + data.header_offset + LOCAL_HEADER_BYTES + names
         if start + data.file_size > offset + length:
             raise ValueError("the tensor's bytes go beyond its place")
-        count = data.file_size // described.dtype.itemsize
+        count = data.file_size // itemsize
         flat = torch.frombuffer(mapping, dtype=described.dtype, count=count, offset=start)
         return flat.as_strided(described.size, described.stride, described.first)
 

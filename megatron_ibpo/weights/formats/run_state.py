@@ -1,9 +1,9 @@
 """What of a checkpoint is ours, and which checkpoint is meant. Needs no torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.weights.errors import CheckpointError
 
 RUN_STATE = "run_state.json"
@@ -28,11 +28,71 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def load_run_state(checkpoint: Path) -> dict[str, Any]:
-    """The loop's own part of a checkpoint, `step` included."""
+    """The loop's own part of a checkpoint, `step` included.
+
+    Raises:
+        CheckpointError: the file is missing or malformed.
+    """
+    path = checkpoint / RUN_STATE
     try:
-        return json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
+        state = _object(path)
+        step = state.get("step")
+        if not _is_count(step):
+            raise ValueError(f"step must be a whole number of at least 0, is {step!r}")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / RUN_STATE} cannot be read: {error}") from error
+        raise _unusable(path, error) from error
+    return state
+
+
+def read_layout(checkpoint: Path) -> dict[str, Any]:
+    """What `layout.json` says; empty for checkpoints without one.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    path = checkpoint / LAYOUT
+    try:
+        layout = _object(path)
+        _check_layout(layout)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise _unusable(path, error) from error
+    return layout
+
+
+def _check_layout(layout: dict[str, Any]) -> None:
+    if not isinstance(layout.get("optimizer"), bool):
+        raise ValueError(f"optimizer must be true or false, is {layout.get('optimizer')!r}")
+    if not _is_count(layout.get("virtual_stages", 1)):
+        raise ValueError(f"virtual_stages must be a whole number, is {layout['virtual_stages']!r}")
+    parallel = layout.get("parallel")
+    if not isinstance(parallel, dict):
+        raise ValueError(f"parallel must be an object, is {parallel!r}")
+    sizes = {name for name in parallel if name.endswith("_parallel_size")}
+    for name in sizes | {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}:
+        if not _is_count(parallel.get(name)):
+            raise ValueError(f"parallel.{name} must be a whole number, is {parallel.get(name)!r}")
+    sharded = parallel.get("use_distributed_optimizer")
+    if not isinstance(sharded, bool):
+        raise ValueError(f"parallel.use_distributed_optimizer must be true or false, is {sharded!r}")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    content = read_json(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError(f"must hold an object, holds a {type(content).__name__}")
+    return content
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _unusable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {error}; take another copy of the checkpoint, or an earlier one"
+    )
 
 
 def newest_step(path: Path) -> Path | None:

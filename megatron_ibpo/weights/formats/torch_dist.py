@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ibpo.models.weight_map import Block, Entry
-from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
 from megatron_ibpo.weights.formats.directories import HashedFile
+from megatron_ibpo.weights.formats.integrity import is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import newest_step
 
@@ -74,7 +76,7 @@ def read_metadata(directory: Path) -> Metadata:
             )
         raise CheckpointError(f"{directory} holds no Megatron checkpoint: no {METADATA} and {CONFIG}")
     try:
-        backend = json.loads(config.read_text())["sharded_backend"]
+        backend = read_json(config.read_bytes())["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{config} is malformed: {type(error).__name__}: {error}") from None
     if backend != "torch_dist":
@@ -88,7 +90,56 @@ def read_metadata(directory: Path) -> Metadata:
         ) from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{directory / METADATA} holds a {type(metadata).__name__}, not metadata")
+    try:
+        ends = _check_metadata(metadata)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory / METADATA} is malformed: {error}; take another copy of the checkpoint"
+        ) from None
+    for name, end in ends.items():
+        path = directory / name
+        if path.is_file() and path.stat().st_size < end:
+            raise CheckpointError(
+                f"{path} cannot be read, the file is damaged: it ends at byte {path.stat().st_size}, and "
+                f"{METADATA} names pieces up to byte {end}; take another copy of the checkpoint"
+            )
     return metadata
+
+
+def _check_metadata(metadata: Metadata) -> dict[str, int]:
+    """The byte at which each file may end at the earliest; whether all this describes tensors. The unpickler sees to
+    classes alone, not to what is in them, and whoever reads a piece takes as much memory as it is said to have.
+
+    Raises:
+        AttributeError, TypeError, ValueError: it does not.
+    """
+    for key, meta in metadata.state_dict_metadata.items():
+        if isinstance(meta, TensorStorageMetadata):
+            _check_sizes(key, meta.size)
+            for chunk in meta.chunks:
+                _check_sizes(key, chunk.offsets)
+                _check_sizes(key, chunk.sizes)
+                spans = zip(chunk.offsets, chunk.sizes, meta.size, strict=True)
+                if any(offset + size > whole for offset, size, whole in spans):
+                    raise ValueError(f"{key!r} of {tuple(meta.size)} has a piece beyond its end")
+        elif not isinstance(meta, BytesStorageMetadata):
+            raise TypeError(f"{key!r} is a {type(meta).__name__}")
+    ends: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+            raise TypeError("its places are no places")
+        if not is_inside(place.relative_path):
+            raise ValueError(
+                f"{index.fqn!r} is said to lie in {place.relative_path!r}, which is no file of this directory"
+            )
+        _check_sizes(index.fqn, (place.offset, place.length))
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return ends
+
+
+def _check_sizes(key: object, sizes: Iterable[int]) -> None:
+    if not isinstance(key, str) or not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"{key!r} has sizes {sizes!r}")
 
 
 def find_stored(path: Path) -> Path:
@@ -105,7 +156,7 @@ def find_stored(path: Path) -> Path:
     tracker = path / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return newest_step(path) or path
-    latest = tracker.read_text().strip()
+    latest = tracker.read_text(errors="replace").strip()
     if not (latest.isdecimal() or latest == "release"):
         raise CheckpointError(f"{tracker} must hold the number of an iteration, it holds {latest[:40]!r}")
     return path / (latest if latest == "release" else f"iter_{int(latest):07}")
@@ -261,8 +312,9 @@ class StoredCheckpoint:
         try:
             tensor = self._files.tensor(place.relative_path, place.offset, place.length)
         except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(f"{path}: {key} cannot be read, the file is damaged: {reason}") from None
+            raise CheckpointError(
+                f"{path}: {key} cannot be read, the file is damaged: {first_line(error)}"
+            ) from None
         expected = self.tensors[key].properties.dtype
         if tensor.shape != chunk.sizes or tensor.dtype != expected:
             raise CheckpointError(f"{path}: {key} is not the tensor that {METADATA} describes")

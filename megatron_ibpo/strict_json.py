@@ -1,0 +1,72 @@
+"""JSON as its standard has it. Python's own reader also takes NaN, Infinity, numbers that become infinite and half
+characters, and ends in a RecursionError where brackets nest too deep."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+DEEPEST = 100
+"""Levels of brackets. More than anything here needs, and few enough for what walks through records afterwards."""
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""The escape of half a character beyond U+FFFF."""
+
+
+def read_json(text: str | bytes) -> Any:
+    """What the text says.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, has a number that is not finite or a lone surrogate, or nests deeper
+            than DEEPEST.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    try:
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep() from None
+    if text.count("[") + text.count("{") > DEEPEST:
+        _check_depth(value)
+    if _HALF.search(text):
+        _check_characters(value)
+    return value
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"its brackets nest deeper than {DEEPEST} levels")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [item for container in level for item in _items(container)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """The containers in a container."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (item for item in inner if isinstance(item, dict | list))
+
+
+def _check_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"it holds half a character (\\u{ord(half):04x} without its other half)") from None

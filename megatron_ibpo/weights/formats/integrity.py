@@ -1,0 +1,109 @@
+"""`integrity.json`: SHA-256 of every file of a checkpoint, written when it is made and compared before it is loaded.
+
+In the format of megatron-core's `dist_checkpointing.save(verify_integrity=True)`, which lists only the files of
+the directory itself; here those of its folders are listed as well.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.weights.errors import CheckpointError, listed
+
+MANIFEST = "integrity.json"
+ALGORITHM = "sha256"
+MAX_THREADS = 8
+"""Hashing holds no lock of Python's; more threads than a disk has channels only seek."""
+
+T = TypeVar("T")
+
+
+def write_integrity(directory: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the manifest of all files in `directory`.
+
+    Args:
+        known: digests, by file name, of files that need not be read for it.
+    """
+    known = known or {}
+    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+    names = sorted(name for name in names if name != MANIFEST)
+    unknown = [name for name in names if name not in known]
+    found = dict(zip(unknown, _in_threads(lambda name: file_digest(directory / name), unknown), strict=True))
+    manifest = {"algorithm": ALGORITHM, "files": {name: found.get(name) or known[name] for name in names}}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def check_integrity(directory: Path, part: int = 0, parts: int = 1) -> None:
+    """Compare the files of `directory` with its manifest. Without one nothing is known, and nothing refused.
+
+    Args:
+        part, parts: of several processes each may take its part of the files.
+
+    Raises:
+        CheckpointError: a file is missing or not what was written, or the manifest is malformed.
+    """
+    try:
+        wrong = changed_files(directory, part, parts)
+    except FileNotFoundError:
+        return
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{error}; take another copy of the checkpoint") from None
+    if wrong:
+        raise CheckpointError(f"{listed(wrong)}; take another copy of the checkpoint, or an earlier one")
+
+
+def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the files that the manifest of `directory` lists; empty if nothing is.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: it is malformed.
+    """
+    names, digests = _read(directory / MANIFEST)
+
+    def problem(name: str) -> str | None:
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing"
+        same = file_digest(path) == digests[name]
+        return None if same else f"{path} is not what was written: its checksum differs"
+
+    return [text for text in _in_threads(problem, names[part::parts]) if text is not None]
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, ALGORITHM).hexdigest()
+
+
+def _read(path: Path) -> tuple[list[str], dict[str, str]]:
+    """(names in order, digests by name)."""
+    try:
+        manifest = read_json(path.read_bytes())
+        files, algorithm = dict(manifest["files"]), manifest["algorithm"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is malformed: {type(error).__name__}: {error}") from None
+    if algorithm != ALGORITHM:
+        raise ValueError(f"{path}: algorithm {algorithm!r} is not {ALGORITHM!r}")
+    for name, digest in files.items():
+        if not is_inside(name) or not isinstance(digest, str):
+            raise ValueError(f"{path} is malformed: {name!r}: {digest!r} is no file of the checkpoint's")
+    return sorted(files), files
+
+
+def is_inside(name: object) -> bool:
+    """Whether a name that a checkpoint's file gives means a file in its directory, as text alone says."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
+
+
+def _in_threads(work: Callable[[str], T], names: Sequence[str]) -> Iterable[T]:
+    with ThreadPoolExecutor(min(MAX_THREADS, max(1, 2 * (os.cpu_count() or 1)))) as pool:
+        return list(pool.map(work, names))
