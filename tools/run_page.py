@@ -27,13 +27,13 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
+    path = arguments.save or arguments.run / "page.html"
     try:
         page = build_run_page(arguments.run, steps=arguments.steps)
+        path.write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    path = arguments.save or arguments.run / "page.html"
-    path.write_text(page, encoding="utf-8")
     print(f"{path} ({len(page.encode()) / 2**20:.1f} MiB)")
     return 0
 

@@ -8,7 +8,10 @@ Parameters are those of the task's own configuration, but for `seed` and `size`,
 
 import dataclasses
 import hashlib
-import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -17,6 +20,7 @@ from megatron_ibpo.data.prompts import PromptSource, chat_prompt, check_prompt, 
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.seeds import derive_seed
+from megatron_ibpo.strict_json import read_json
 
 SCHEME = "reasoning_gym://"
 
@@ -26,6 +30,8 @@ _MADE_AHEAD = {"acre": 2**14, "gsm_symbolic": 2**14, "list_functions": 2**14, "w
 """Tasks that prepare or forbid large sizes when they are opened, and the number of items to give them."""
 _MOST_ATTEMPTS = 1000
 _CHECKED_AT_START = 64
+FIRST_ITEM_S = 10.0
+"""Seconds that the first item may take; usual ones take milliseconds."""
 
 
 def generated_prompts(
@@ -47,7 +53,8 @@ def generated_prompts(
             questions, or (seen on the first items) prompts that do not fit the tokenizer or context.
     """
     name, parameters, compact = _parse_task(spec)
-    dataset = _dataset(name, parameters)
+    with _time_limit(spec):
+        dataset = _dataset(name, parameters)
     seed = data.data_seed if split == "train" else 0
 
     def item_at(index: int) -> dict[str, Any]:
@@ -79,8 +86,32 @@ def generated_prompts(
         return Prompt(index, token_ids, head_length, str(item["answer"]), name, text, metadata)
 
     source = PromptSource(prompt_at)
+    with _time_limit(spec):
+        source.at(0)
     source.batch(0, _CHECKED_AT_START)
     return source
+
+
+@contextmanager
+def _time_limit(spec: str) -> Iterator[None]:
+    """Refuse parameters with which one item takes forever, such as min_terms=99999999. By an alarm, which only
+    the main thread has: it also ends the work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise DataError(
+            f"{spec}: one item was not made within {FIRST_ITEM_S:g} s; make its parameters smaller"
+        )
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, FIRST_ITEM_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
@@ -124,16 +155,20 @@ def _dataset(name: str, parameters: dict[str, Any]) -> Any:
         return reasoning_gym.create_dataset(
             name, seed=0, size=_MADE_AHEAD.get(name, _ITEM_SEEDS), **parameters
         )
-    except (AssertionError, TypeError, ValueError) as error:
+    except DataError:
+        raise  # it took too long
+    except (AssertionError, TypeError, ValueError, OverflowError, IndexError, KeyError) as error:
         raise DataError(f"{SCHEME}{name}: it refuses the parameters {parameters}: {error}") from error
 
 
 def _value(text: str, field: dataclasses.Field[Any], spec: str) -> Any:
     """A parameter's text as JSON where it is that and as text otherwise; of its default's type."""
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError:
         value = text
+    if value is text and text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        raise DataError(f"{spec}: {field.name} must be a finite number, not {text!r}")
     default = field.default
     if isinstance(default, bool):
         if value in (0, 1):

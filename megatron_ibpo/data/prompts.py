@@ -7,6 +7,8 @@ from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unkn
 from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
+_CHARACTERS_OF_A_TOKEN = 128
+"""Of the longest tokens, which are spaces."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[Toke
         )
     head = tokenizer.encode(text[: len(text) - len(tail)])
     return token_ids([*head, *tokenizer.encode(tail)]), len(head)
+
+
+def check_size(characters: int, max_prompt_len: int | None) -> None:
+    """Raise DataError for a text that is too long for the context whatever its tokens are, before a tokenizer
+    takes minutes to find that out."""
+    if max_prompt_len is not None and characters > max_prompt_len * _CHARACTERS_OF_A_TOKEN:
+        raise DataError(
+            f"the prompt has {characters:,} characters, far more than the {max_prompt_len} tokens that fit with "
+            "the response; shorten or drop it"
+        )
 
 
 def check_prompt(ids: TokenIds, tokenizer: Tokenizer, max_prompt_len: int | None) -> None:

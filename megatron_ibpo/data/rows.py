@@ -1,6 +1,6 @@
 """Prompts from rows: a JSONL file, one object per line, or what a function of the user's own gives."""
 
-import json
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import DataConfig, load_hook, searched
-from megatron_ibpo.data.prompts import PromptSource, chat_prompt, check_prompt, plain_prompt
+from megatron_ibpo.data.prompts import PromptSource, chat_prompt, check_prompt, check_size, plain_prompt
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.seeds import derive_seed
+from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.words import listed
 
 OWN_SCHEME = "import://"
 """Starts the URL of rows that a function of the user's own gives: `import://package.module:function`."""
@@ -50,7 +52,7 @@ def prompts_of_rows(
     prompts: list[Prompt] = []
     for where, row in rows:
         try:
-            prompt = _prompt(row, tokenizer, data, Path(spec).stem)
+            prompt = _prompt(row, tokenizer, data, Path(spec).stem, max_prompt_len)
             check_prompt(prompt.token_ids, tokenizer, max_prompt_len)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
@@ -84,7 +86,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = read_json(line)
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -110,10 +112,13 @@ def own_rows(spec: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def _prompt(row: dict[str, Any], tokenizer: Tokenizer, data: DataConfig, task: str) -> Prompt:
+def _prompt(
+    row: dict[str, Any], tokenizer: Tokenizer, data: DataConfig, task: str, max_prompt_len: int | None
+) -> Prompt:
     question = _field(row, data.input_key, "text or a list of messages", "--input-key")
     label = _field(row, data.label_key, "text or a number", "--label-key")
     messages = _messages(question, data.input_key)
+    check_size(sum(len(message["content"]) for message in messages), max_prompt_len)
     if data.apply_chat_template:
         token_ids, head_length = chat_prompt(messages, tokenizer)
     elif isinstance(question, list):
@@ -135,10 +140,13 @@ def _field(row: dict[str, Any], key: str, kind: str, flag: str = "") -> Any:
     """row[key], which must be there, of one of the types of `kind` and not an empty text or list."""
     if key not in row:
         hint = f"; {flag} names another" if flag else ""
-        raise DataError(f"no field {key!r} (found: {', '.join(map(repr, row)) or 'none'}){hint}")
+        found = listed([repr(name)[:60] for name in row], most=20)
+        raise DataError(f"no field {key!r} (found: {found or 'none'}){hint}")
     value = row[key]
     if not isinstance(value, _KINDS[kind]) or isinstance(value, bool):
         raise DataError(f"field {key!r} must be {kind}, found {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"field {key!r} must be {kind}, is {value}")
     if isinstance(value, str | list) and not value:
         raise DataError(f"field {key!r} is empty")
     return value

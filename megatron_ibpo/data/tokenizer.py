@@ -4,13 +4,14 @@ Everything else sees token ids. Pieces of a prompt are encoded one by one and jo
 add nothing of its own: no special tokens, no leading space.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_ibpo.strict_json import read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -85,6 +86,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
     except Exception as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"tokenizer {path}: cannot be loaded ({type(error).__name__}: {error}); the directory needs "
             "tokenizer.json and tokenizer_config.json, or a SentencePiece tokenizer.model"
@@ -97,7 +100,7 @@ def _tokenizer_class(path: Path) -> Any:
     out it imports torch and every model's configuration, which takes seconds."""
     settings = path / "tokenizer_config.json"
     if (path / "tokenizer.json").exists() and settings.exists():
-        chosen = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+        chosen = _read_object(settings).get("tokenizer_class")
         if chosen in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             from transformers import PreTrainedTokenizerFast
 
@@ -105,6 +108,16 @@ def _tokenizer_class(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must hold a JSON object, holds a {type(content).__name__}")
+    return content
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[npt.NDArray[np.int32]], list[str]]:

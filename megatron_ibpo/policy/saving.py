@@ -105,7 +105,7 @@ class Saver:
                 directory.mkdir()
 
         self._on_rank_0(prepare)
-        models = [trainer] if critic is None else [trainer, critic]
+        models: list[Trainer | Critic] = [trainer] if critic is None else [trainer, critic]
         self._parts = [
             _staged(saved_state(model), directory)
             for model, directory in zip(models, directories, strict=True)

@@ -3,10 +3,11 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_ibpo.report.disk import append_whole
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
+from megatron_ibpo.strict_json import read_json
 
 Kind = Literal["step", "evaluation"]
 
@@ -83,15 +84,27 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line cut off by a crash is left out.
 
     Raises:
-        ValueError: another line is not JSON.
+        ValueError: another line is not JSON, or no row.
     """
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            row = read_json(line)
+        except ValueError as error:
+            if number == len(lines) and not line.endswith(b"\n"):
                 break
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not _is_row(row):
+            raise ValueError(f"{where}: no row of a metrics log: it must have a kind, a step and numbers")
+        rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is what `MetricsLog` writes."""
+    if not isinstance(row, dict) or row.get("kind") not in get_args(Kind) or type(row.get("step")) is not int:
+        return False
+    values = [value for name, value in row.items() if name not in ("kind", "seconds")]
+    return all(value is None or isinstance(value, int | float) for value in values)

@@ -113,12 +113,12 @@ def load_trained(path: Path) -> dict[tuple[int, str, int], Trained]:
 def _content(path: Path) -> Iterator[Any]:
     """What the file holds; what goes wrong with that is told with the file's name."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except OSError as error:
         raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
     try:
-        yield json.loads(text)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        yield json.loads(text)  # with infinities, which a record may hold
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
         ) from error

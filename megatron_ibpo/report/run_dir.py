@@ -101,7 +101,10 @@ def run_settings(run_dir: Path) -> dict[str, Any]:
     path = run_dir / CONFIG_FILE
     if not path.exists():
         raise ValueError(f"{run_dir.absolute()} holds no {CONFIG_FILE}: is it the directory of a run?")
-    return read_yaml(path, str(path))
+    settings = read_yaml(path, str(path))
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must hold `key: value` lines, holds a {type(settings).__name__}")
+    return settings
 
 
 def run_tokenizer(run_dir: Path) -> Tokenizer:

@@ -21,7 +21,8 @@ from megatron_ibpo.edit_distance import opcodes
 from megatron_ibpo.records import Correction, Floats, Group, Sample, Weights
 from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.rollout_data import Trained, load_groups, load_trained
-from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, run_settings, run_tokenizer
+from megatron_ibpo.report.run_dir import CONFIG_FILE, METRICS_FILE, jsonable, run_settings, run_tokenizer
+from megatron_ibpo.strict_json import read_json
 
 _SUMMARY = {
     "accuracy_start": "accuracy at start",
@@ -48,12 +49,13 @@ def build_run_page(
     if not (run_dir / METRICS_FILE).exists():
         raise ValueError(f"{run_dir} holds no {METRICS_FILE}: is it the directory of a run?")
     config = run_settings(run_dir)
+    model = Path(_setting(config, "hf-checkpoint")).name
     paths = _recorded(run_dir, steps)
     if tokenizer is None and paths:
         tokenizer = run_tokenizer(run_dir)
     vocabulary = _Vocabulary(tokenizer)
     data: dict[str, Any] = {
-        "title": f"{config['advantage-estimator']}, {Path(config['hf-checkpoint']).name}: {run_dir.name}",
+        "title": f"{_setting(config, 'advantage-estimator')}, {model}: {run_dir.name}",
         "facts": _facts(run_dir),
         "rows": [
             {k: v for k, v in row.items() if k != "seconds"} for row in read_rows(run_dir / METRICS_FILE)
@@ -64,8 +66,15 @@ def build_run_page(
     return _page(data)
 
 
+def _setting(config: dict[str, Any], name: str) -> str:
+    if not isinstance(value := config.get(name), str):
+        raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {value!r}")
+    return value
+
+
 def _recorded(run_dir: Path, steps: Sequence[int] | None) -> list[Path]:
-    found = {int(path.stem.split("_")[1]): path for path in (run_dir / "rollouts").glob("step_*.json")}
+    named = ((path.stem.removeprefix("step_"), path) for path in (run_dir / "rollouts").glob("step_*.json"))
+    found = {int(step): path for step, path in named if step.isascii() and step.isdigit()}
     if steps is None:
         return [found[step] for step in sorted(found)]
     if missing := sorted(set(steps) - found.keys()):
@@ -77,8 +86,15 @@ def _facts(run_dir: Path) -> list[str]:
     path = run_dir / "summary.json"
     if not path.exists():
         return ["not finished"]
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        summary = read_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
+        raise ValueError(f"{path}: no summary of a run: it must hold an object with a status")
     known = {name: summary.get(key) for key, name in _SUMMARY.items()}
+    if strange := [name for name, value in known.items() if not isinstance(value, int | float | None)]:
+        raise ValueError(f"{path}: {strange[0]} must be a number")
     return [summary["status"], *(f"{name} {value:.4g}" for name, value in known.items() if value is not None)]
 
 
@@ -104,10 +120,11 @@ class _Vocabulary:
 def _step(path: Path, vocabulary: _Vocabulary) -> dict[str, Any]:
     step, groups = load_groups(path)
     trained = load_trained(path)
-    return {
-        "step": step,
-        "groups": [_group(number, group, vocabulary, trained) for number, group in enumerate(groups)],
-    }
+    try:
+        shown = [_group(number, group, vocabulary, trained) for number, group in enumerate(groups)]
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ValueError(f"recorded rollouts {path}: a record cannot be shown: {error!r}") from error
+    return {"step": step, "groups": shown}
 
 
 def _group(

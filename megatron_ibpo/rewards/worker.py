@@ -34,7 +34,7 @@ def main() -> None:
         if not callable(function):
             raise ConfigError(f"--rm-type {target}: is not a function")
     except ConfigError as error:
-        connection.send(("failed", str(error)))
+        connection.send(("failed", _printable(str(error))))
         return
     except BaseException as error:
         connection.send(("failed", f"--rm-type {target}: {_in_words(error)}"))
@@ -71,7 +71,16 @@ def _number(value: Any) -> tuple[float | None, str | None]:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    try:
+        said = str(error)
+    except Exception as in_turn:  # an exception of the user's own may fail at that too
+        said = f"it cannot be shown, which fails with {type(in_turn).__name__}"
+    return _printable(f"{type(error).__name__}: {said}"[:_LONGEST_ERROR])
+
+
+def _printable(text: str) -> str:
+    """Half characters as escapes: no log can write them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _die_with(owner: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -86,7 +87,7 @@ class WorkerPool:
         with self._lock:
             self._closed = True
             for worker in self._workers:
-                worker.process.kill()
+                worker.kill()
         with suppress(queue.Empty):
             while call := self._calls.get_nowait():
                 call.outcome.cancel()
@@ -198,7 +199,7 @@ class _Worker:
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # signals to the owner's group are for the owner, which may finish its step
+                start_new_session=True,  # a group of its own, which what the function starts belongs to
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
                 # what the owner can import, the worker can
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
@@ -246,7 +247,12 @@ class _Worker:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
+    def kill(self) -> None:
+        """With all that the function has started and left running, also where the worker itself has died."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def end(self) -> None:
-        self.process.kill()
+        self.kill()
         self.process.wait(_CLOSE_TIMEOUT)
         self._connection.close()
