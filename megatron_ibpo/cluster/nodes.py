@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
@@ -90,8 +91,13 @@ def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
     sends some to both; the command takes two in quick succession for one."""
     commands: list[subprocess.Popen[bytes]] = []
     before = {number: signal.getsignal(number) for number in HANDED_ON}
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        for command in commands:
+            command.send_signal(number)
+
     for number in HANDED_ON:
-        signal.signal(number, lambda number, _: [command.send_signal(number) for command in commands])
+        signal.signal(number, hand_on)
     try:
         yield commands
     finally:
