@@ -53,7 +53,7 @@ def evaluate_policy(config: Config) -> int:
             return refuse(error)
         print(opened.where, flush=True)
         with stages("evaluate"):
-            evaluation, outcomes = opened.rollouts.evaluation(opened.task)
+            evaluation, outcomes = opened.rollouts.evaluation(opened.task, opened.engines.admit)
         assert config.model.hf_checkpoint is not None  # check_evaluation saw to it
         report_evaluation(
             config.run.run_dir,

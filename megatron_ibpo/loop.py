@@ -3,12 +3,13 @@
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
-from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.cluster.engines import MOST_DEATHS, Engines
+from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
@@ -36,6 +37,7 @@ from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.sampling.rollouts import Rollouts
 from megatron_ibpo.task import Task
 from megatron_ibpo.weights.formats.retention import Keep
+from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
 
 T = TypeVar("T")
 
@@ -55,6 +57,9 @@ class Progress:
 
     step: int = 0
     """Steps that are behind it."""
+    trainer_restarts: int = 0
+    deaths_in_a_row: int = 0
+    """Deaths of trainers since the last completed step."""
     saved: int = 0
     """Steps that were behind it when it was saved last, or began to."""
     whole: int = 0
@@ -99,7 +104,7 @@ class Run:
         if self.engines is not None:
             self.engines.wake()
         with self.stages("sample"):
-            groups = self.rollouts.groups(self.progress.step, self._context(self.config.algorithm))
+            groups = self.rollouts.groups(self.progress.step, self._context(), self._admit_engines)
         self.cost.sampling(self.rollouts.sampled())
         return groups
 
@@ -108,7 +113,7 @@ class Run:
         if self.engines is not None:
             self.engines.sleep()  # credit may ask the policy or the critic, and training follows
         with self.stages("credit"):
-            credit = assign_credit(groups, self._context(self.config.algorithm))
+            credit = self._surviving(lambda: assign_credit(groups, self._context()))
         self._count_passes()
         return credit
 
@@ -123,7 +128,7 @@ class Run:
             return {}
         with self.stages("gradient meter"):
             plain = assign_credit(groups, self._context(GSPO)).sequences
-            metrics = self.policy.measure_gradient(sequences, plain)
+            metrics = self._surviving(lambda: self.policy.measure_gradient(sequences, plain))
         self.policy.take_passes()  # an instrument's are free
         return metrics
 
@@ -137,7 +142,7 @@ class Run:
             return {}
         self.progress.old_logprobs = self._observed_logprobs(sequences)
         with self.stages("train"):
-            metrics = self.policy.update(sequences)
+            metrics = self._surviving(lambda: self.policy.update(sequences))
         self._count_passes()
         self.progress.new_logprobs = self._observed_logprobs(sequences)
         progress, most = self.progress, self.config.run.max_nonfinite_steps
@@ -159,7 +164,7 @@ class Run:
         if self.engines is None or self.config.run.debug_rollout_only:
             return {}
         with self.stages("sync"):
-            metrics = self.engines.update_weights(self.progress.step)
+            metrics = self._surviving(self._update_engines)
             self.rollouts.advance(self.progress.step)
         if self.config.rollout.check_weight_update_equal and not self.progress.weights_checked:
             with self.stages("check weights"):
@@ -192,6 +197,7 @@ class Run:
             counts = {
                 "engine_restarts": 0 if self.engines is None else self.engines.restarts,
                 "verifier_deaths": self.verifiers.deaths,
+                "trainer_restarts": self.progress.trainer_restarts,
             }
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics() | counts
             responses = [response for group in groups for response in group.responses]
@@ -200,6 +206,7 @@ class Run:
             for alarm in step_alarms(metrics, responses=len(responses), first_reward_error=first):
                 self.reporter.note(alarm)
             self._with_room(lambda: self.reporter.step(step, metrics, seconds))
+        self.progress.deaths_in_a_row = 0
         check_reward_errors(len(errors), len(responses), run.max_reward_error_rate, first_reward_error=first)
 
     def evaluate_if_due(self) -> None:
@@ -212,7 +219,7 @@ class Run:
             return
         self.engines.wake()
         with self.stages("evaluate"):
-            evaluation, sampled = self.rollouts.evaluation(self.task)
+            evaluation, sampled = self.rollouts.evaluation(self.task, self._admit_engines)
         seconds = self.stages.take()
         self._with_room(lambda: save_outcomes(outcomes_path(run.run_dir, step), step, sampled))
         self._with_room(
@@ -233,12 +240,7 @@ class Run:
                 self.journal.saved(step)  # nothing can go on from before it, and it must not fill the disk
             return
         with self.stages("save"):
-            due = self.done() or self._save_is_due()
-            self._settle_save(wait=due)
-            if due:
-                self._with_room(self._begin_save)
-            if run.export_interval is not None and step % run.export_interval == 0:
-                self._with_room(lambda: self.policy.save_hf(run.run_dir / f"hf_step_{step:06d}"))
+            self._surviving(self._bring_on_saves)
 
     def finish(self, status: str) -> None:
         """Save what is not saved, wait for it, export the policy in Hugging Face format, draw the curves,
@@ -246,13 +248,25 @@ class Run:
         run = self.config.run
         if run.save:
             with self.stages("save"):
-                self._settle_save(wait=True)
-                if self.progress.step > self.progress.saved:
-                    self._with_room(self._begin_save)
-                    self._settle_save(wait=True)
-                self._with_room(lambda: self.policy.save_hf(run.run_dir / "hf"))
+                self._surviving(self._save_the_rest)
         seconds = self.progress.start_seconds | self.stages.take()
         self.reporter.finish(status=status, seconds=seconds)
+
+    def _bring_on_saves(self) -> None:
+        run, step = self.config.run, self.progress.step
+        due = self.done() or self._save_is_due()
+        self._settle_save(wait=due)
+        if due:
+            self._with_room(self._begin_save)
+        if run.export_interval is not None and step % run.export_interval == 0:
+            self._with_room(lambda: self.policy.save_hf(run.run_dir / f"hf_step_{step:06d}"))
+
+    def _save_the_rest(self) -> None:
+        self._settle_save(wait=True)
+        if self.progress.step > self.progress.saved:
+            self._with_room(self._begin_save)
+            self._settle_save(wait=True)
+        self._with_room(lambda: self.policy.save_hf(self.config.run.run_dir / "hf"))
 
     def _save_is_due(self) -> bool:
         run, minutes = self.config.run, self.config.run.save_interval_minutes
@@ -292,11 +306,70 @@ class Run:
         """What `write` gives. While the disk is full the run stands still here."""
         return waiting_for_room(write, self.config.run.disk_wait, self.reporter.note)
 
-    def _context(self, algorithm: AlgorithmConfig) -> CreditContext:
+    def _update_engines(self) -> dict[str, float]:
+        assert self.engines is not None
+        return self.engines.update_weights(self.progress.step)
+
+    def _admit_engines(self) -> None:
+        """While samples are waited for, the trainers have the engines' weights and nothing to do."""
+        if self.engines is not None:
+            self._surviving(self.engines.admit)
+
+    def _surviving(self, work: Callable[[], T]) -> T:
+        """What `work` gives. When a trainer dies over it, it is done again with new ones, which are first
+        brought to where the run stands.
+
+        Raises:
+            ProcessDiedError: trainers died MOST_DEATHS times without a step between.
+        """
+        while True:
+            try:
+                return work()
+            except ProcessDiedError as death:
+                self._replace_trainers(death)
+
+    def _replace_trainers(self, death: ProcessDiedError) -> None:
+        """New trainers from the last checkpoint train again on what the journal has: nothing is sampled
+        again, engines stay up, and the weights come out as they were."""
+        progress = self.progress
+        while True:
+            progress.deaths_in_a_row += 1
+            if progress.deaths_in_a_row >= MOST_DEATHS:
+                raise death
+            self.reporter.note(f"{death}\nall trainers start again from the last checkpoint")
+            try:
+                with self.stages("recover"):
+                    self._train_again()
+            except ProcessDiedError as again:
+                death = again
+                continue
+            progress.trainer_restarts += 1
+            self.reporter.note(f"the trainers are back at step {progress.step}")
+            return
+
+    def _train_again(self) -> None:
+        run, progress = self.config.run, self.progress
+        checkpoint = newest_step(run.run_dir)
+        if checkpoint is None and run.load is not None:
+            checkpoint = newest_step(run.load)
+        done = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
+        self.policy.restart(checkpoint)
+        if self.engines is not None:
+            self.engines.meet_trainers()
+        progress.saved = progress.whole
+        steps = range(done, progress.step if not run.debug_rollout_only else done)
+        for step, groups in zip(steps, self.rollouts.past(steps, self._context_of), strict=True):
+            self.policy.update(assign_credit(groups, self._context_of(step)).sequences)
+        self.policy.take_passes()  # what a death costs is no cost of the algorithm
+
+    def _context_of(self, step: int) -> CreditContext:
+        return replace(self._context(), step=step)
+
+    def _context(self, algorithm: AlgorithmConfig | None = None) -> CreditContext:
         limit = self.config.rollout.rollout_max_context_len
         assert limit is not None  # start-up resolved it
         return CreditContext(
-            algorithm,
+            algorithm or self.config.algorithm,
             self.config.rollout,
             self.task.vocabulary,
             limit,

@@ -96,7 +96,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 engines.start()
             trainers.wait(building)
             if engines is not None:
-                trainers.all("open_transport", engines.settings.transport, len(placement.engines))
+                engines.meet_trainers()
             about = trainers.all("about")[0]
             reporter = stack.enter_context(Report(config, completed_steps=state["step"]))
             reporter.sizes(

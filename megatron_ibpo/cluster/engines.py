@@ -143,6 +143,11 @@ class Engines:
         self._wait(self.hosts)
         self.since = dict.fromkeys(self.hosts, time.monotonic())
 
+    def meet_trainers(self) -> None:
+        """Let trainers that have just started get ready to send weights; they know no engine yet."""
+        self.trainers.all("open_transport", self.settings.transport, len(self.placement.engines))
+        self.connected.clear()
+
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
         return [RemoteEngine(self.hosts, index) for index in sorted(self.hosts)]

@@ -21,17 +21,24 @@ class Trainers:
 
     def __init__(self, group: PlacementGroup, placement: Placement) -> None:
         """Start the processes, without waiting."""
-        environment = {
+        self._environment = {
             "IBPO_CWD": str(user_directory()),  # where import paths of the user's own are looked for
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores of a node
             # Megatron's overlap of communication under TP asks for it
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         }
-        self._slots = placement.trainers
-        self.hosts = [
-            Host(f"trainer {rank}", in_bundle(group, rank), gpus=slot.gpus, environment=environment)
-            for rank, slot in enumerate(placement.trainers)
-        ]
+        self._group, self._slots = group, placement.trainers
+        self.hosts = self._launched()
+
+    def restart(self, *arguments: Any) -> None:
+        """End what is left of the processes, and let new ones build the model in their place.
+
+        Raises:
+            ProcessDiedError: a process did not start, or died over it.
+        """
+        self.close()
+        self.hosts = self._launched()
+        self.wait(self.build(*arguments))
 
     def build(self, *arguments: Any) -> list[Any]:
         """Let every rank build its part of the model; returns what `wait` takes.
@@ -75,6 +82,14 @@ class Trainers:
         """End the processes at once: what is to be kept has been saved."""
         for host in self.hosts:
             host.kill()
+
+    def _launched(self) -> list[Host]:
+        return [
+            Host(
+                f"trainer {rank}", in_bundle(self._group, rank), gpus=slot.gpus, environment=self._environment
+            )
+            for rank, slot in enumerate(self._slots)
+        ]
 
     @property
     def _names(self) -> list[str]:

@@ -46,7 +46,7 @@ class Journal:
             OSError: it cannot be read or written.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
+        self.directory = directory
         self._keep_bytes = keep_bytes
         self._settings = settings
         self._holder = _alone(directory)
@@ -115,7 +115,7 @@ class Journal:
             present = [] if self._file is None else [self._file]
         for file in (*full, *present):
             os.fsync(file)  # not under the lock: meanwhile others may append
-        _sync_directory(self._directory)
+        _sync_directory(self.directory)
         with self._lock:
             self._full = self._full[len(full) :]
             self._unsynced_batch = None
@@ -135,7 +135,7 @@ class Journal:
             for number in spare:
                 if excess <= 0:
                     break
-                segment_path(self._directory, number).unlink(missing_ok=True)
+                segment_path(self.directory, number).unlink(missing_ok=True)
                 excess -= self._sizes.pop(number)
 
     def rewound(self, step: int) -> None:
@@ -171,8 +171,8 @@ class Journal:
 
     def _write(self, data: bytes) -> None:
         if self._holder.closed:
-            raise ValueError(f"the journal in {self._directory} is closed")
-        path = segment_path(self._directory, self._number)
+            raise ValueError(f"the journal in {self.directory} is closed")
+        path = segment_path(self.directory, self._number)
         if self._file is None:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         before = self._sizes.get(self._number, 0)
@@ -199,7 +199,7 @@ class Journal:
             self._number += 1
         else:  # there was no room for its first record
             os.close(self._file)
-            segment_path(self._directory, self._number).unlink()
+            segment_path(self.directory, self._number).unlink()
         self._file = None
 
 

@@ -38,6 +38,10 @@ class RankCalls(Protocol):
         """An argument that several ranks get."""
         ...
 
+    def restart(self, *arguments: Any) -> None:
+        """New ranks in the place of all."""
+        ...
+
 
 class Policy:
     """The policy under training, and the critic where there is one."""
@@ -48,6 +52,11 @@ class Policy:
         self._passes: list[Passes] = []
         self._saves: list[str] = []
         """What all ranks still have to be asked for the save under way, each once they rest."""
+
+    def restart(self, checkpoint: Path | None) -> None:
+        """New trainers, with the weights of the checkpoint, or those that the run began with."""
+        self._saves.clear()
+        self._ranks.restart(self._config, checkpoint)
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One rollout's optimizer steps, of the policy and then of the critic; returns the metrics."""

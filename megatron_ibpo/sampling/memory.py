@@ -1,11 +1,21 @@
 """What sampling keeps in the journal, and what it finds there when a run goes on."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ibpo.credit import CreditContext, Operator
-from megatron_ibpo.journal import ClosedBatch, ClosedGroup, DroppedGroup, Journal, Recovered, SampleKey
+from megatron_ibpo.journal import (
+    ClosedBatch,
+    ClosedGroup,
+    DroppedGroup,
+    Journal,
+    Recovered,
+    SampleKey,
+    read_journal,
+)
 from megatron_ibpo.records import Correction, Group, Prompt, Sample
 from megatron_ibpo.sampling.groups import Batch
 from megatron_ibpo.sampling.replay import replay
@@ -73,6 +83,10 @@ class JournalMemory:
         )
         self.with_room(lambda: self.journal.closed(closed))
         return closed
+
+    def after(self, step: int) -> JournalMemory:
+        """What the journal has of the steps after `step`, this process's own included."""
+        return replace(self, recovered=read_journal(self.journal.directory, step))
 
     def batch(self, step: int) -> ClosedBatch | None:
         """What the `step`-th step trained on, where an earlier process took it that far."""

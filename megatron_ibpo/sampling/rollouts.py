@@ -1,6 +1,6 @@
 """Where a run's samples and rewards come from: engines and verifiers, or a recording."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.evaluate import Corrector, Evaluation, evaluate
-from megatron_ibpo.journal import ClosedBatch
+from megatron_ibpo.journal import ClosedBatch, JournalError
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
@@ -47,20 +47,30 @@ class Fleet(Protocol):
         ...
 
     async def revive(self, index: int) -> AsyncEngine:
-        """A new engine in the place of one that died, once `admit` has let it in; EngineError where there is
-        none."""
-        ...
-
-    def admit(self) -> None:
-        """Give new engines the present weights. Called while the trainers have those and nothing to do."""
+        """A new engine in the place of one that died, once it has the present weights; EngineError where
+        there is none."""
         ...
 
 
 class Rollouts(Protocol):
     """What the loop takes samples from."""
 
-    def groups(self, step: int, context: CreditContext) -> list[Group]:
-        """The groups of the step after `step` completed ones: scored, and with their corrections."""
+    def groups(
+        self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
+    ) -> list[Group]:
+        """The groups of the step after `step` completed ones: scored, and with their corrections.
+
+        Args:
+            meanwhile: called every so often while they are waited for.
+        """
+        ...
+
+    def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
+        """The groups of steps that `groups` has given before, as they were.
+
+        Args:
+            context: of the step after so many completed ones.
+        """
         ...
 
     def advance(self, version: int) -> None:
@@ -79,7 +89,9 @@ class Rollouts(Protocol):
         """What was measured over the last groups."""
         ...
 
-    def evaluation(self, task: Task) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
+    def evaluation(
+        self, task: Task, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
         """The policy on held-out prompts: (summary, every sampled and greedy response with its prompt)."""
         ...
 
@@ -121,10 +133,15 @@ class RecordedRollouts:
 
     directory: Path
 
-    def groups(self, step: int, context: CreditContext) -> list[Group]:
+    def groups(
+        self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
+    ) -> list[Group]:
         """See `Rollouts`. Raises ValueError where the recording lacks something."""
         _, groups = load_groups(rollout_path(self.directory, step + 1))
         return replay(groups, find_operator(context.algorithm), context)
+
+    def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
+        return (self.groups(step, context(step)) for step in steps)
 
     def advance(self, version: int) -> None:
         """A recording is what it is."""
@@ -139,7 +156,9 @@ class RecordedRollouts:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def evaluation(self, task: Task) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
+    def evaluation(
+        self, task: Task, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
         raise ValueError("recorded rollouts cannot be asked about held-out prompts: there is no engine")
 
 
@@ -159,7 +178,9 @@ class LiveRollouts:
     _sampled: list[Sample] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
 
-    def groups(self, step: int, context: CreditContext) -> list[Group]:
+    def groups(
+        self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
+    ) -> list[Group]:
         """See `Rollouts`. Raises what `sample_batch` and `Ahead.batch` raise."""
         self.sampler.version = self.fleet.version
         operator, memory = find_operator(context.algorithm), self.memory
@@ -171,7 +192,8 @@ class LiveRollouts:
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
             return self._again(closed, memory, operator, context)
         groups = GroupSampler(self.sampler, operator, self._rules(), memory)
-        batch = self._now(step, groups, context) if self._pace is None else self._next(step, groups, context)
+        sample = self._now if self._pace is None else self._next
+        batch = sample(step, groups, context, meanwhile)
         self._sampled = batch.sampled
         self._metrics = self.sampler.take_metrics() | batch.metrics
         if memory is not None:
@@ -182,6 +204,17 @@ class LiveRollouts:
         self, closed: ClosedBatch, memory: JournalMemory, operator: Operator, context: CreditContext
     ) -> list[Group]:
         """The groups that an earlier process sampled and had not saved the training on."""
+        assert self._under_way is not None
+        groups = self._recorded(closed, memory, operator, context)
+        self._under_way.close(closed)
+        self._sampled = [sample for group in groups for sample in group.samples]
+        self._metrics = {"groups_replayed": float(len(groups))}
+        return groups
+
+    def _recorded(
+        self, closed: ClosedBatch, memory: JournalMemory, operator: Operator, context: CreditContext
+    ) -> list[Group]:
+        """A batch as the journal has it."""
 
         def draw(position: int) -> tuple[Prompt, CreditContext]:
             if self._pace is None:
@@ -189,12 +222,17 @@ class LiveRollouts:
             prompt, _, own = self._drawn(context, position, 0)
             return prompt, own
 
-        assert self._under_way is not None
-        groups = memory.groups(closed, draw, operator)
-        self._under_way.close(closed)
-        self._sampled = [sample for group in groups for sample in group.samples]
-        self._metrics = {"groups_replayed": float(len(groups))}
-        return groups
+        return memory.groups(closed, draw, operator)
+
+    def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
+        """See `Rollouts`. Raises JournalError where the journal does not reach back so far."""
+        assert self.memory is not None
+        memory = self.memory.after(steps.start)
+        for step in steps:
+            if (closed := memory.batch(step + 1)) is None:
+                raise JournalError(f"the journal does not hold step {step + 1}, which is to be trained again")
+            own = context(step)
+            yield self._recorded(closed, memory, find_operator(own.algorithm), own)
 
     def advance(self, version: int) -> None:
         self.sampler.version = version
@@ -219,17 +257,29 @@ class LiveRollouts:
             return None
         return Pace(rollout.max_staleness, max(0, over), rollout.keep_order, self.config.run.num_rollout)
 
-    def _now(self, step: int, groups: GroupSampler, context: CreditContext) -> Batch:
+    def _now(
+        self,
+        step: int,
+        groups: GroupSampler,
+        context: CreditContext,
+        meanwhile: Callable[[], None] | None,
+    ) -> Batch:
         rounds = groups.rules.max_rounds
 
         def draw(number: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
             batch, size = step * rounds + number, self._batch_size
             return [(prompt, self._requests(prompt, step)) for prompt in self._prompts.batch(batch, size)]
 
-        batch = self.sampler.run(sample_batch(groups, draw, context), self.fleet.admit)
+        batch = self.sampler.run(sample_batch(groups, draw, context), meanwhile)
         return batch if rounds > 1 else replace(batch, metrics={})
 
-    def _next(self, step: int, groups: GroupSampler, context: CreditContext) -> Batch:
+    def _next(
+        self,
+        step: int,
+        groups: GroupSampler,
+        context: CreditContext,
+        meanwhile: Callable[[], None] | None,
+    ) -> Batch:
         pace = self._pace
         assert pace is not None
         if self._ahead is None:
@@ -237,7 +287,7 @@ class LiveRollouts:
             plain = replace(context, logprobs=None, values=None)
             self._ahead = Ahead(groups, partial(self._drawn, plain), pace, version=step)
             self.sampler.wait(self.sampler.start(self._ahead.resume(*self._left_under_way(step))))
-        batch = self.sampler.wait(self.sampler.start(self._ahead.batch()), self.fleet.admit)
+        batch = self.sampler.wait(self.sampler.start(self._ahead.batch()), meanwhile)
         if pace.staleness == 0:
             self.sampler.run(self.sampler.settle())  # nothing is under way now
         return batch
@@ -271,14 +321,16 @@ class LiveRollouts:
     def metrics(self) -> dict[str, float]:
         return self._metrics
 
-    def evaluation(self, task: Task) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
+    def evaluation(
+        self, task: Task, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Evaluation, list[tuple[Prompt, Sample]]]:
         """See `Rollouts`. Raises what `evaluate` and `Sampler.answer` raise."""
         self.sampler.version = self.fleet.version
         run, rollout = self.config.run, self.config.rollout
         first: list[tuple[Prompt, Sample]] = []
 
         def ask(asked: list[tuple[Prompt, SampleRequest]]) -> list[Sample]:
-            samples = self._answers(asked)
+            samples = self._answers(asked, meanwhile)
             if not first:  # the plain samples come before corrections
                 first.extend(zip([prompt for prompt, _ in asked], samples, strict=True))
             return samples
@@ -299,11 +351,13 @@ class LiveRollouts:
         self.sampler.take_metrics()  # those of training are shown
         return evaluation, first
 
-    def _answers(self, asked: list[tuple[Prompt, SampleRequest]]) -> list[Sample]:
+    def _answers(
+        self, asked: list[tuple[Prompt, SampleRequest]], meanwhile: Callable[[], None] | None
+    ) -> list[Sample]:
         work = self.sampler.answers(asked)
         if self._pace is None:
-            return self.sampler.run(work, self.fleet.admit)
-        return self.sampler.wait(self.sampler.start(work), self.fleet.admit)  # training's go on meanwhile
+            return self.sampler.run(work, meanwhile)
+        return self.sampler.wait(self.sampler.start(work), meanwhile)  # training's go on beside them
 
     def _rules(self) -> Rules:
         algorithm = self.config.algorithm
