@@ -17,7 +17,7 @@ from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
-from megatron_ibpo.cluster.reservation import cluster_nodes, reserved
+from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
 from megatron_ibpo.cluster.session import open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
@@ -40,7 +40,7 @@ from megatron_ibpo.report import (
 from megatron_ibpo.report.disk import waiting_for_room
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Verifier, open_pool
-from megatron_ibpo.rollout import EngineError
+from megatron_ibpo.rollout import EngineError, EngineLostError
 from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling.memory import JournalMemory
 from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
@@ -53,11 +53,16 @@ JOURNAL = "journal"
 """Folder of a run's directory."""
 START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
 """What `open_run` raises for input that cannot work."""
+NODE_ERRORS = (NodeLostError, EngineLostError)
+"""What a run raises that can go on once the cluster has room for it again."""
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[Run]:
+def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
     """Everything a run needs, started; closed again on the way out, whatever happens.
+
+    Args:
+        node_wait: seconds to wait for a cluster that has too little.
 
     Raises:
         one of START_ERRORS, with what is wrong, where, and what to do.
@@ -83,8 +88,9 @@ def open_run(config: Config) -> Iterator[Run]:
             journal, recovered = _open_journal(config, state["step"], stack)
             own_pool = stack.enter_context(open_pool(config.data))
             wait_for_ray()
-            placement = _placed(config)
+            placement = placed_within(node_wait, lambda: _placed(config))
             world_size = len(placement.trainers)
+            config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
             _check_layout(shape, config, world_size)
             verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data))
             group = stack.enter_context(reserved(placement))
@@ -299,6 +305,11 @@ def _launch_engines(
     stack.callback(engines.close)
     engines.launch()
     return engines
+
+
+def going_on(run: Run) -> Config:
+    """What a run goes on with that has lost a node: its own last checkpoint and journal."""
+    return replace(run.config, run=replace(run.config.run, load=run.config.run.run_dir))
 
 
 def _checkpoint(config: Config) -> Path | None:

@@ -7,11 +7,15 @@ has no model itself.
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from megatron_ibpo.checks import check_run, check_settings
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.interrupts import StopRequest
 from megatron_ibpo.versions import missing
+
+if TYPE_CHECKING:
+    from megatron_ibpo.loop import Run
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -44,28 +48,37 @@ def train(config: Config) -> int:
         return INTERRUPTED
 
 
-def _train(config: Config, stop: StopRequest) -> int:
-    from megatron_ibpo.startup import START_ERRORS, open_run
+def _train(config: Config, stop: StopRequest, node_wait: float = 0.0) -> int:
+    from megatron_ibpo.startup import NODE_ERRORS, START_ERRORS, going_on, open_run
 
     with ExitStack() as stack:
         try:
-            run = stop.cuts_short(lambda: stack.enter_context(open_run(config)))
+            run = stop.cuts_short(lambda: stack.enter_context(open_run(config, node_wait)))
         except START_ERRORS as error:
             return refuse(error)
         if run is None:
             return INTERRUPTED
+        try:
+            return _steps(run, stop)
+        except NODE_ERRORS as lost:
+            config = going_on(run)
+            run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
+    return _train(config, stop, config.cluster.node_wait)
+
+
+def _steps(run: "Run", stop: StopRequest) -> int:
+    stop.cuts_short(run.evaluate_if_due)
+    while not (run.done() or stop.requested):
+        groups = run.sample()
+        credit = run.credit(groups)
+        metrics = run.measure_gradient_if_due(groups, credit.sequences)
+        metrics |= run.update(credit.sequences)
+        metrics |= run.sync()
+        run.report(groups, credit, metrics)
+        run.save_if_due()
         stop.cuts_short(run.evaluate_if_due)
-        while not (run.done() or stop.requested):
-            groups = run.sample()
-            credit = run.credit(groups)
-            metrics = run.measure_gradient_if_due(groups, credit.sequences)
-            metrics |= run.update(credit.sequences)
-            metrics |= run.sync()
-            run.report(groups, credit, metrics)
-            run.save_if_due()
-            stop.cuts_short(run.evaluate_if_due)
-        run.finish("interrupted" if stop.requested else "finished")
-        return INTERRUPTED if stop.requested else DONE
+    run.finish("interrupted" if stop.requested else "finished")
+    return INTERRUPTED if stop.requested else DONE
 
 
 def _plan(config: Config) -> int:

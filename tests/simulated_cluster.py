@@ -19,9 +19,12 @@ node = {"num_cpus": 1, "object_store_memory": 128 * 1024**2}
 cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
 more = [cluster.add_node(**node) for _ in range(int(sys.argv[1]) - 1)]
 print(cluster.address, flush=True)
-for _ in sys.stdin:
-    cluster.remove_node(more.pop(), allow_graceful=False)
-    print("removed", flush=True)
+for asked in sys.stdin:
+    if asked.strip() == "add":
+        more.append(cluster.add_node(**node))
+    else:
+        cluster.remove_node(more.pop(), allow_graceful=False)
+    print("done", flush=True)
 cluster.shutdown()
 """
 
@@ -33,9 +36,15 @@ class SimulatedCluster:
 
     def remove_node(self) -> None:
         """Kill the last node that is left, never the first."""
-        self.process.stdin.write("remove\n")
+        self._ask("remove")
+
+    def add_node(self) -> None:
+        self._ask("add")
+
+    def _ask(self, what: str) -> None:
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == "removed\n"
+        assert self.process.stdout.readline() == "done\n"
 
 
 @contextmanager

@@ -9,8 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from simulated_cluster import simulated_cluster
+from waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = [
@@ -66,6 +68,46 @@ def test_engines_next_to_the_trainers_of_two_nodes(address, tmp_path):
         "trainers –, engines –, 2 verifiers",
     ]
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with simulated_cluster(3) as cluster, log.open("w") as output:
+        command = [
+            *(sys.executable, "-m", "megatron_ibpo.train"),
+            *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
+            *("--run-dir", str(run_dir), "--ray-address", cluster.address),
+            *("--num-rollout", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+            *("--eval-num-prompts", "0", "--no-save", "--no-colocate", "--rollout-num-gpus", "1"),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        assert eventually(lambda: run_dir.exists() and "step 2/4" in log.read_text(), 240), log.read_text()[
+            -5000:
+        ]
+        engine = next(p for p in psutil.process_iter() if is_engine_of(p, run_dir))
+        raylet = engine.parent().parent()
+        assert raylet.name() == "raylet"
+        raylet.kill()
+        assert eventually(lambda: "when there is room for it" in log.read_text(), 120), log.read_text()[
+            -5000:
+        ]
+        cluster.add_node()
+        assert process.wait(240) == 0, log.read_text()[-5000:]
+    assert [row["step"] for row in steps(run_dir)] == [1, 2, 3, 4]
+    replayed = [row for row in steps(run_dir) if row.get("groups_replayed")]
+    assert [row["groups_replayed"] for row in replayed[:2]] == [4, 4]
+
+
+def is_engine_of(process, run_dir):
+    """vLLM's process, which writes into the run's logs."""
+    try:
+        files = [Path(file.path) for file in process.open_files()]
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    return run_dir / "logs/engine_0.log" in files and "engine_process" in " ".join(command)
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,9 @@ def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeyp
     assert_same_bytes(loaded.state_dict(), original.state_dict())
     for directory in (tmp_path / "stored", tmp_path / "back"):
         listed = json.loads((directory / "integrity.json").read_text())["files"]
-        assert set(listed) == {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()} - {"integrity.json"}
+        assert set(listed) == {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()} - {
+            "integrity.json"
+        }
         assert changed_files(directory) == []
 
 

@@ -15,9 +15,10 @@ from ray.util.placement_group import PlacementGroup
 
 from megatron_ibpo.cluster.host import Host, ProcessDiedError, awaited, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
+from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.records import Sample, SampleRequest
-from megatron_ibpo.rollout.engine import EngineDiedError, EngineError
+from megatron_ibpo.rollout import EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.rollout.settings import EngineSettings
 from megatron_ibpo.weights.transfer.order import Order
 
@@ -214,6 +215,8 @@ class Engines:
             try:
                 await asyncio.to_thread(self._start_again, index)
                 break
+            except EngineLostError:
+                raise
             except (EngineError, ProcessDiedError) as error:
                 log.warning("engine %d did not start: %s", index, error)
         joined: Future[None] = Future()
@@ -355,6 +358,9 @@ class Engines:
         """A new process for a dead engine, ready to be asked."""
         log.warning("engine %d: starting it again", index)
         self._end([index])
+        slot = self.placement.engines[index]
+        if gone := lost_nodes(self.placement, [slot.node]):
+            raise EngineLostError(f"engine {index} was lost with {gone[0]}")
         self.connected.discard(index)
         self.hosts[index] = self._host(index)
         self._build(index)

@@ -1,6 +1,7 @@
 """The nodes that Ray knows, and a placement reserved on them."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import ray
@@ -8,8 +9,41 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from megatron_ibpo.cluster.placement import Node, Placement, PlacementError
 
+NODE_LOOK_S = 5.0
+"""Between looks at whether the cluster has room again."""
 RESERVE_TIMEOUT_S = 30.0
 """What is free is reserved in well under a second; what others hold may stay theirs for hours."""
+
+
+class NodeLostError(RuntimeError):
+    """A node of the run is gone, and trainers with it."""
+
+
+def lost_nodes(placement: Placement, nodes: Iterable[int]) -> list[str]:
+    """The addresses of those that have left the cluster.
+
+    Args:
+        nodes: indices in `placement.nodes`.
+    """
+    alive = {found["NodeID"] for found in ray.nodes() if found["Alive"]}
+    chosen = [placement.nodes[index] for index in sorted(set(nodes))]
+    return [node.address for node in chosen if node.node_id not in alive]
+
+
+def placed_within(wait: float, place: Callable[[], Placement]) -> Placement:
+    """What `place` gives, tried again for `wait` seconds while the cluster has too little.
+
+    Raises:
+        PlacementError: it has too little still.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return place()
+        except PlacementError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(NODE_LOOK_S)
 
 
 def cluster_nodes() -> list[Node]:

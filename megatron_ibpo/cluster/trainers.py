@@ -9,6 +9,7 @@ from ray.util.placement_group import PlacementGroup
 
 from megatron_ibpo.cluster.host import Host, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
+from megatron_ibpo.cluster.reservation import NodeLostError, lost_nodes
 from megatron_ibpo.config import user_directory
 
 START_TIMEOUT_S = 300.0
@@ -27,7 +28,7 @@ class Trainers:
             # Megatron's overlap of communication under TP asks for it
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         }
-        self._group, self._slots = group, placement.trainers
+        self._group, self._placement = group, placement
         self.hosts = self._launched()
 
     def restart(self, *arguments: Any) -> None:
@@ -35,8 +36,11 @@ class Trainers:
 
         Raises:
             ProcessDiedError: a process did not start, or died over it.
+            NodeLostError: a node that had some of them has left the cluster.
         """
         self.close()
+        if gone := lost_nodes(self._placement, (slot.node for slot in self._placement.trainers)):
+            raise NodeLostError(f"trainers were lost with {', '.join(gone)}")
         self.hosts = self._launched()
         self.wait(self.build(*arguments))
 
@@ -88,7 +92,7 @@ class Trainers:
             Host(
                 f"trainer {rank}", in_bundle(self._group, rank), gpus=slot.gpus, environment=self._environment
             )
-            for rank, slot in enumerate(self._slots)
+            for rank, slot in enumerate(self._placement.trainers)
         ]
 
     @property
@@ -97,7 +101,8 @@ class Trainers:
 
     def _local(self, rank: int) -> dict[str, str]:
         """What torchrun tells a rank of its node. A rank sees the one GPU that Ray gave it, as number 0."""
-        node = self._slots[rank].node
-        peers = [other for other, slot in enumerate(self._slots) if slot.node == node]
-        local = 0 if self._slots[rank].gpus else peers.index(rank)
+        slots = self._placement.trainers
+        node = slots[rank].node
+        peers = [other for other, slot in enumerate(slots) if slot.node == node]
+        local = 0 if slots[rank].gpus else peers.index(rank)
         return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(peers))}

@@ -445,6 +445,9 @@ class ClusterConfig:
     num_trainers: Annotated[int | None, RANKS] = None
     """Trainer processes in all, one per GPU. None: one for every GPU of the cluster that engines of their own
     leave; 1 without GPUs."""
+    node_wait: Annotated[float, NOT_NEGATIVE] = 600.0
+    """Seconds for which a run that has lost a node with trainers, or all its engines, waits until the cluster
+    has room for it again. 600: time for a scheduler to bring another node."""
     object_store_bytes: Annotated[int | None, at_least(1)] = None
     """Shared memory of each node's object store, through which records travel. Follows the size of a step's
     records when None."""
