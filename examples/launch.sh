@@ -14,7 +14,7 @@ fail() {
 
 # check_number NAME LEAST MOST: the variable is empty or such a number. Before bash takes its text for arithmetic.
 check_number() {
-    [[ -z ${!1:-} || ${!1} =~ ^[0-9]{1,9}$ && 10#${!1} -ge $2 && 10#${!1} -le $3 ]] ||
+    [[ -z ${!1:-} ]] || { [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)); } ||
         fail "$1=${!1}: must be a whole number between $2 and $3"
 }
 

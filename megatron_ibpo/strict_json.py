@@ -1,5 +1,5 @@
-"""JSON as its standard has it. Python's own reader also takes NaN, Infinity, numbers that become infinite and half
-characters, and ends in a RecursionError where brackets nest too deep."""
+"""JSON as its standard has it. Python's own reader also takes NaN, Infinity, numbers that become infinite and
+half characters, and ends in a RecursionError where brackets nest too deep."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 DEEPEST = 100
-"""Levels of brackets. More than anything here needs, and few enough for what walks through records afterwards."""
+"""Levels of brackets: more than anything here needs, and few enough for what walks through records later."""
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of half a character beyond U+FFFF."""
@@ -18,8 +18,8 @@ def read_json(text: str | bytes) -> Any:
     """What the text says.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, has a number that is not finite or a lone surrogate, or nests deeper
-            than DEEPEST.
+        ValueError: it is not JSON in UTF-8, has a number that is not finite or a lone surrogate, or nests
+            deeper than DEEPEST.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")

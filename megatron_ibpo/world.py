@@ -113,7 +113,7 @@ def start_world(timeout_minutes: float = 30.0) -> World:
 
 
 def own_address() -> str:
-    """Of this machine, as the other processes of the run reach it; where nobody has said they are here too."""
+    """The address at which the run's other processes reach this machine: loopback where none is set."""
     return os.environ.get(NODE_ADDRESS) or LOOPBACK
 
 

@@ -63,7 +63,7 @@ class Loop:
     pace: Pace
     training: float = 0.5
     pause: float = 0.05
-    rules: Rules = Rules(WANTED, 1, any_group, any_group)
+    rules: Rules = field(default_factory=lambda: Rules(WANTED, 1, any_group, any_group))
     num_engines: int = 2
     steps: int = STEPS
     batches: list[Batch] = field(default_factory=list)

@@ -26,8 +26,8 @@ from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats import convert
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, find_stored
 from megatron_ibpo.world import World
 
@@ -217,9 +217,8 @@ def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeyp
     assert_same_bytes(loaded.state_dict(), original.state_dict())
     for directory in (tmp_path / "stored", tmp_path / "back"):
         listed = json.loads((directory / "integrity.json").read_text())["files"]
-        assert set(listed) == {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()} - {
-            "integrity.json"
-        }
+        files = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+        assert set(listed) == files - {"integrity.json"}
         assert changed_files(directory) == []
 
 

@@ -212,9 +212,9 @@ def test_a_critic_starts_at_0_and_learns_what_it_is_shown(checkpoints):
 
 def save_and_resume(world, hf_dir, rows, directory, mode):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.policy.critic import Critic
     from megatron_ibpo.policy.model import build_value_model
+    from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.formats.run_state import find_checkpoint
 

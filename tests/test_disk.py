@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import signal
@@ -126,9 +125,9 @@ def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"{run_dir} is in use by process {holder.pid} on .*, since 2"):
-            with locked(run_dir):
-                pass
+        taken = rf"{run_dir} is in use by process {holder.pid} on .*, since 2"
+        with pytest.raises(ConfigError, match=taken), locked(run_dir):
+            pass
         assert f"process {holder.pid} on " in (run_dir / "run.lock").read_text(), "still that of the holder"
     finally:
         holder.kill()
@@ -143,9 +142,9 @@ def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_said_before_it_is_locked(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
-        with locked(tmp_path / "file" / "run"):
-            pass
+    refused = pytest.raises(ConfigError, match="cannot be written: Not a directory")
+    with refused, locked(tmp_path / "file" / "run"):
+        pass
 
 
 STOPPING = """

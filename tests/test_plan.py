@@ -109,9 +109,8 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     assert [part.pipeline for part in ranks] == [rank // 8 for rank in range(32)], "one stage a node"
     config = json.loads((NEXT_80B / "config.json").read_text())
     expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
-    assert {part.experts for part in plan.census.stages} == {12 * 512 // 8 * expert}, (
-        "12 layers, an eighth of the experts"
-    )
+    twelve_layers_with_an_eighth_of_the_experts = 12 * 512 // 8 * expert
+    assert {part.experts for part in plan.census.stages} == {twelve_layers_with_an_eighth_of_the_experts}
     assert plan.placement.owners == [0, 8, 16, 24]
     assert plan.placement.partners == [tuple(range(first, first + 8)) for first in (0, 8, 16, 24)]
 
@@ -213,16 +212,10 @@ def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tm
     found = planner(places_and_sizes, model, 16, *layout.split())
     census = planner(plan_of, model, 16, *layout.split()).census
     for rank, (*place, parameters) in enumerate(found):
-        expected = census.place(rank)
-        assert [
-            expected.tensor,
-            expected.pipeline,
-            expected.data,
-            expected.expert,
-            expected.expert_data,
-        ] == place
-        assert rank in census.ranks(expected.pipeline)
-        assert census.stages[expected.pipeline].parameters == parameters
+        at = census.place(rank)
+        assert [at.tensor, at.pipeline, at.data, at.expert, at.expert_data] == place
+        assert rank in census.ranks(at.pipeline)
+        assert census.stages[at.pipeline].parameters == parameters
 
 
 def test_a_million_ranks_are_planned_in_seconds_and_shown_in_part(planner, tmp_path):
@@ -235,12 +228,8 @@ def test_a_million_ranks_are_planned_in_seconds_and_shown_in_part(planner, tmp_p
 
 
 def test_numbers_of_the_launcher_that_are_none_are_refused():
-    for name, value in [
-        ("NNODES", "x"),
-        ("MASTER_PORT", "abc"),
-        ("NODE_RANK", "a[$(exit 3)]"),
-        ("NNODES", "0"),
-    ]:
+    wrong = [("NNODES", "x"), ("MASTER_PORT", "abc"), ("NODE_RANK", "a[$(exit 3)]"), ("NNODES", "0")]
+    for name, value in wrong:
         done = run_script("run.sh", "--dry-run", **{name: value})
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert f"{name}={value}: must be a whole number between" in done.stderr

@@ -36,7 +36,6 @@ from megatron_ibpo.report import (
     check_reward_errors,
     checkpoint_bytes,
     export_bytes,
-    kept_at_once,
     load_groups,
     prepare_run_dir,
     rollout_path,

@@ -32,8 +32,8 @@ QUIET = {
     "RAY_SCHEDULER_EVENTS": "0",
 }
 LOOPBACK = "127.0.0.1"
-"""The one address for which Ray's servers listen on nothing else; for another of 127.0.0.0/8 they would listen
-on all interfaces."""
+"""The only address at which Ray's servers listen nowhere else; for others of 127.0.0.0/8 they listen on all
+interfaces."""
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
 
@@ -111,9 +111,9 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """What Ray starts keeps to this machine, and gets a process group of its own. A Ctrl-C, a closed terminal,
-    `kill %1` and `timeout` reach the whole group of the driver, which is to finish its step with the processes
-    that it has. Ray keeps nothing but SIGINT from them."""
+    """What Ray starts keeps to this machine, and gets a process group of its own. A Ctrl-C, a closed
+    terminal, `kill %1` and `timeout` reach the whole group of the driver, which is to finish its step with
+    the processes that it has. Ray keeps nothing but SIGINT from them."""
     from ray._private import ray_constants, services
 
     with (

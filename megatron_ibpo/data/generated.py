@@ -94,8 +94,8 @@ def generated_prompts(
 
 @contextmanager
 def _time_limit(spec: str) -> Iterator[None]:
-    """Refuse parameters with which one item takes forever, such as min_terms=99999999. By an alarm, which only
-    the main thread has: it also ends the work."""
+    """Refuse parameters with which one item takes forever, such as min_terms=99999999. By an alarm, which
+    only the main thread has: it also ends the work."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

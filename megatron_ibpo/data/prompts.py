@@ -63,8 +63,8 @@ def check_size(characters: int, max_prompt_len: int | None) -> None:
     takes minutes to find that out."""
     if max_prompt_len is not None and characters > max_prompt_len * _CHARACTERS_OF_A_TOKEN:
         raise DataError(
-            f"the prompt has {characters:,} characters, far more than the {max_prompt_len} tokens that fit with "
-            "the response; shorten or drop it"
+            f"the prompt has {characters:,} characters, far more than the {max_prompt_len} tokens that fit "
+            "with the response; shorten or drop it"
         )
 
 

@@ -53,7 +53,7 @@ def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _in_order(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Contiguous and aligned. Lengths are checked before: a few bytes with a stride of 0 pass for 2^60 ids."""
+    """Contiguous and aligned. Lengths are checked first: a few bytes with a stride of 0 pass for 2^60 ids."""
     return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
 
 

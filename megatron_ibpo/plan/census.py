@@ -1,4 +1,4 @@
-"""Parameters of every pipeline stage's ranks, counted on the real model: built on the meta device, without weights or GPUs."""
+"""Parameters of every pipeline stage's ranks, counted on the real model, built on the meta device."""
 
 import contextlib
 import io

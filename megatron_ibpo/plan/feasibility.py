@@ -1,7 +1,7 @@
 """Whether a configuration can work on a cluster, and what it takes there, without a GPU.
 
-A rank's part of every stage of the real model is built on the meta device (`census`), memory is counted from it
-(`memory`), and what training and vLLM would refuse is refused here, with the reason.
+A rank's part of every stage of the real model is built on the meta device (`census`), memory is counted from
+it (`memory`), and what training and vLLM would refuse is refused here, with the reason.
 """
 
 from collections.abc import Iterator
@@ -166,8 +166,10 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
 
 
 def peaks(plan: Plan, stage: int) -> dict[str, int]:
-    """Bytes in use at the worst moment of each phase, for a rank of a stage, on the fuller GPU where trainer and engine have their
-    own. A sleeping engine keeps its CUDA context."""
+    """Bytes in use at the worst moment of each phase, for a rank of a stage.
+
+    The fuller GPU counts where trainer and engine have their own. A sleeping engine keeps its CUDA context.
+    """
     assert plan.stages is not None
     assert plan.engine is not None
     assert plan.census is not None

@@ -36,7 +36,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 
     Raises:
         CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic where
-            there is one, or its optimizer was or was not sharded over data-parallel ranks, other than this one.
+            there is one, or only one of its optimizer and this one is sharded over data-parallel ranks.
     """
     world = trainer.world
     world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))

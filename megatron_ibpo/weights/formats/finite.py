@@ -20,6 +20,6 @@ def check_finite(tensor: Tensor, where: Path, name: str) -> None:
     """
     if tensor.is_floating_point() and not is_finite(tensor):
         raise CheckpointError(
-            f"{where}: {name} holds NaN or infinity, with which nothing can be trained; take another copy of the "
-            "checkpoint, or an earlier one"
+            f"{where}: {name} holds NaN or infinity, with which nothing can be trained; take another copy of "
+            "the checkpoint, or an earlier one"
         )

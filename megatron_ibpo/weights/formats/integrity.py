@@ -1,7 +1,7 @@
-"""`integrity.json`: SHA-256 of every file of a checkpoint, written when it is made and compared before it is loaded.
+"""`integrity.json`: SHA-256 of every file of a checkpoint, written with it and compared before it is loaded.
 
-In the format of megatron-core's `dist_checkpointing.save(verify_integrity=True)`, which lists only the files of
-the directory itself; here those of its folders are listed as well.
+In the format of megatron-core's `dist_checkpointing.save(verify_integrity=True)`, which lists only the files
+of the directory itself; here those of its folders are listed as well.
 """
 
 import hashlib

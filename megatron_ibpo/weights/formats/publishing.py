@@ -8,8 +8,8 @@ from pathlib import Path
 def publish(partial: Path, final: Path) -> None:
     """Give the finished directory `partial` the name `final`, beside it, in place of what has it.
 
-    After a loss of power there is the old one, the new one or, between two renames, none under that name; never a
-    part of one.
+    After a loss of power there is the old one, the new one or, between two renames, none under that name;
+    never a part of one.
     """
     for path in [*partial.rglob("*"), partial]:
         flush(path)

@@ -107,8 +107,8 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Metadata) -> dict[str, int]:
-    """The byte at which each file may end at the earliest; whether all this describes tensors. The unpickler sees to
-    classes alone, not to what is in them, and whoever reads a piece takes as much memory as it is said to have.
+    """The byte at which each file may end at the earliest; whether all this describes tensors. The unpickler
+    checks classes alone, not what is in them, and a reader takes as much memory as a piece is said to have.
 
     Raises:
         AttributeError, TypeError, ValueError: it does not.
