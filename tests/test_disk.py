@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import eventually
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.disk import DiskFullError, append_whole, waiting_for_room
@@ -125,8 +124,8 @@ def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        taken = rf"{run_dir} is in use by process {holder.pid} on .*, since 2"
-        with pytest.raises(ConfigError, match=taken), locked(run_dir):
+        said = rf"{run_dir} is in use by process {holder.pid} on .*, since 2"
+        with pytest.raises(ConfigError, match=said), locked(run_dir):
             pass
         assert f"process {holder.pid} on " in (run_dir / "run.lock").read_text(), "still that of the holder"
     finally:
@@ -142,78 +141,6 @@ def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_said_before_it_is_locked(tmp_path):
     (tmp_path / "file").write_text("")
-    refused = pytest.raises(ConfigError, match="cannot be written: Not a directory")
-    with refused, locked(tmp_path / "file" / "run"):
+    within = tmp_path / "file" / "run"
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"), locked(within):
         pass
-
-
-STOPPING = """
-import json, os, sys, time
-from pathlib import Path
-from megatron_ibpo.interrupts import StopRequest
-stop = StopRequest(Path(sys.argv[1]))
-print("ready", flush=True)
-if sys.argv[2] == "evaluates":
-    ended = stop.cuts_short(lambda: time.sleep(20))
-else:
-    deadline = time.monotonic() + 20
-    while not stop.requested and time.monotonic() < deadline:
-        time.sleep(0.02)
-print("asked", stop.requested, flush=True)
-if sys.argv[2] == "goes on":
-    time.sleep(20)
-"""
-
-
-@pytest.fixture
-def stopping(tmp_path):
-    """Starts a program that listens for signals, and ends it."""
-    started = []
-
-    def start(what, **options):
-        command = [sys.executable, "-c", STOPPING, str(tmp_path / "hangup.log"), what]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
-        started.append(process)
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(10)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_a_second_one_stops_at_once(stopping, number):
-    process = stopping("goes on")
-    process.send_signal(number)
-    process.send_signal(number)  # as launchers hand it on: it is the same one
-    assert process.stdout.readline() == "stopping after this step; once more to stop at once\n"
-    assert process.stdout.readline() == "asked True\n"
-    assert process.poll() is None
-    time.sleep(2.1)
-    process.send_signal(number)
-    assert process.wait(5) != 0
-
-
-def test_a_signal_cuts_an_evaluation_short(stopping):
-    process = stopping("evaluates")
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=5)
-    assert process.returncode == 0
-    assert output == "asked True\n"
-
-
-def test_after_the_terminal_has_gone_a_run_speaks_to_a_file(stopping, tmp_path):
-    process = stopping("steps")
-    process.stdout.close()  # whoever reads goes with the terminal
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(5) == 0
-    said = (tmp_path / "hangup.log").read_text()
-    assert said == "stopping after this step; once more to stop at once\nasked True\n"
-
-
-def test_nohup_is_respected(stopping):
-    process = stopping("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    process.send_signal(signal.SIGHUP)
-    assert not eventually(lambda: process.poll() is not None, seconds=0.5)

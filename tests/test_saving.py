@@ -101,7 +101,7 @@ def test_a_checkpoint_has_its_name_when_it_is_whole(found):
 
 
 def test_what_is_saved_is_what_was_there_when_saving_began(found):
-    """Training goes on before a byte is written; from the checkpoint it goes the same way, bit for bit."""
+    """Training goes on before a byte is written; from the checkpoint it goes the same way, to the bit."""
     assert all(seen["same"] for seen in found[1])
 
 

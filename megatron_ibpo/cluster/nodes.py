@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
@@ -51,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds to wait for other nodes")
     asked = parser.parse_args(own)
     host, _, port = asked.address.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        parser.error(f"--address {asked.address}: must be HOST:PORT, the port a number (see MASTER_PORT)")
     os.environ |= QUIET
     # `ray start` asks for tokens where it finds no word on it, which the nodes would have to share beforehand
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -90,14 +87,12 @@ def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Signals go on to the command that is put into the list, which ends in its own way and time. A terminal
     sends some to both; the command takes two in quick succession for one."""
     commands: list[subprocess.Popen[bytes]] = []
-    before = {number: signal.getsignal(number) for number in HANDED_ON}
 
-    def hand_on(number: int, _: FrameType | None) -> None:
+    def hand_on(number: int, _: object) -> None:
         for command in commands:
             command.send_signal(number)
 
-    for number in HANDED_ON:
-        signal.signal(number, hand_on)
+    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
         yield commands
     finally:

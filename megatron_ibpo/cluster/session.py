@@ -32,8 +32,8 @@ QUIET = {
     "RAY_SCHEDULER_EVENTS": "0",
 }
 LOOPBACK = "127.0.0.1"
-"""The only address at which Ray's servers listen nowhere else; for others of 127.0.0.0/8 they listen on all
-interfaces."""
+"""The one address for which Ray's servers listen on nothing else; for another of 127.0.0.0/8 they would
+listen on all interfaces."""
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
 
