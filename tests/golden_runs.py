@@ -116,10 +116,12 @@ def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: 
         RuntimeError: the run failed or did not end in time; with what it printed.
     """
     run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts")
+    fields = (repository / "megatron_ibpo/config/fields.py").read_text()
+    keep_all = ["--keep-checkpoints", "1000"] if "keep_checkpoints" in fields else []  # older code does
     command = [
         *_entry_point(repository, layout.trainers),
         *("--config", GOLDEN / f"{layout.model}.yaml", "--run-dir", run_dir),
-        *("--load-debug-rollout-data", recorded, "--save-interval", "1"),
+        *("--load-debug-rollout-data", recorded, "--save-interval", "1", *keep_all),
         *("--advantage-estimator", algorithm, *ALGORITHMS[algorithm]),
     ]
     status, output = _run([str(word) for word in command], repository)

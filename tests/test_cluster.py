@@ -175,3 +175,25 @@ def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
     lead.communicate(timeout=60)
     assert eventually(lambda: rays(scratch) == [], seconds=20)
     assert list(scratch.iterdir()) == []
+
+
+FINISHES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+print("ready", flush=True)
+signal.pause()
+time.sleep(2)
+print("finished", flush=True)
+sys.exit(5)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch):
+    lead = nodes(0, free_port(), scratch, sys.executable, "-c", FINISHES, num_nodes=1)
+    assert lead.stdout.readline() == "ready\n"
+    lead.terminate()
+    output, _ = lead.communicate(timeout=60)
+    assert output == "finished\n"
+    assert lead.returncode == 5
+    assert eventually(lambda: rays(scratch) == [], seconds=20)

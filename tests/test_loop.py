@@ -101,7 +101,14 @@ def run(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("loop") / "run"
     before = shared_memory()
     process = start_script(
-        run_dir, *SMALL, "--check-weight-update-equal", "--save-debug-rollout-data", "--save-interval", "1"
+        run_dir,
+        *SMALL,
+        "--check-weight-update-equal",
+        "--save-debug-rollout-data",
+        "--save-interval",
+        "1",
+        "--keep-checkpoints",
+        "3",
     )
     wait_for_step(run_dir, 1, process)
     started = started_by(process)
