@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds to wait for other nodes")
     asked = parser.parse_args(own)
     host, _, port = asked.address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        parser.error(f"--address {asked.address}: must be HOST:PORT, the port a number (see MASTER_PORT)")
     os.environ |= QUIET
     # `ray start` asks for tokens where it finds no word on it, which the nodes would have to share beforehand
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
