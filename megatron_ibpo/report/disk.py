@@ -2,8 +2,11 @@
 
 import errno
 import io
+import os
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -51,6 +54,12 @@ def waiting_for_room(
         if began is not None:
             say(f"there is room again after {time.monotonic() - began:.0f} s; the run goes on")
         return result
+
+
+def require_room(directory: Path, num_bytes: int) -> None:
+    """Raises OSError, as a full disk does, where so much is not free."""
+    if shutil.disk_usage(directory).free < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:

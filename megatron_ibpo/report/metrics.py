@@ -5,11 +5,14 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron_ibpo.report.disk import append_whole
+from megatron_ibpo.report.disk import append_whole, require_room
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
 from megatron_ibpo.strict_json import read_json
 
 Kind = Literal["step", "evaluation"]
+
+ROOM_BYTES = 1024**2
+"""Free before a row is written, also for TensorBoard: its thread ends at a disk that fills up under it."""
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class MetricsLog:
         """
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and for the driver only
 
+        self._dir = run_dir
         path = run_dir / METRICS_FILE
         before = read_rows(path) if path.exists() else []
         self.rows = [row for row in before if row["step"] <= completed_steps]
@@ -51,6 +55,7 @@ class MetricsLog:
         """Write a row everywhere. Where OSError is raised the row is nowhere, and may be appended again."""
         rounded = {name: round(value, 4) for name, value in seconds.items()}
         row = {"kind": kind, "step": step, **jsonable(metrics), "seconds": rounded}
+        require_room(self._dir, ROOM_BYTES)
         append_whole(self._file, (json.dumps(row, allow_nan=False) + "\n").encode())
         self.rows.append(row)
         prefix = "evaluation/" if kind == "evaluation" else ""
