@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from megatron_ibpo.data import (
     open_source,
     worked_solution,
 )
+from megatron_ibpo.data import generated
+from megatron_ibpo.data.rows import read_jsonl
 from megatron_ibpo.data.templates import correction_instruction
 from megatron_ibpo.data.tiny_tokenizer import CHAIN_SUM_HEAD
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
@@ -225,6 +230,24 @@ def test_a_task_that_cannot_be_generated_is_refused(tiny, spec, says):
         open_source(spec, tiny, DataConfig(), split="train")
 
 
+def test_an_item_that_takes_forever_is_given_up(tiny, monkeypatch):
+    monkeypatch.setattr(generated, "FIRST_ITEM_S", 0.3)
+    before, started = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(DataError, match="min_terms=99999999.*one item was not made within 0.3 s"):
+        open_source(
+            "reasoning_gym://chain_sum?min_terms=99999999&max_terms=99999999",
+            tiny, DataConfig(), split="train", max_prompt_len=100,
+        )  # fmt: skip
+    assert time.monotonic() - started < 10
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-Infinity", "NaN", "1e999"])
+def test_a_parameter_that_is_no_number_is_refused(tiny, value):
+    with pytest.raises(DataError, match="must be"):
+        open_source(f"reasoning_gym://chain_sum?min_terms={value}", tiny, DataConfig(), split="train")
+
+
 def test_generated_prompts_must_fit_the_context(tiny):
     with pytest.raises(DataError, match=r"item 0: the prompt has \d+ tokens, but only 8 fit"):
         open_source(CHAIN_SUM, tiny, DataConfig(), split="train", max_prompt_len=8)
@@ -291,6 +314,17 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
         (['{"prompt": "1+2+3+4+5+6+7", "label": "1"}'], "the prompt has 14 tokens, but only 10 fit"),
         (['{"prompt": "what?", "label": "1"}'], "no token for some of the prompt's characters"),
         ([], "no prompts in it"),
+        (['{"prompt": "1", "label": NaN}'], "line 1: not JSON: NaN is no number"),
+        (['{"prompt": "1", "label": -Infinity}'], "line 1: not JSON: -Infinity is no number"),
+        (['{"prompt": "1", "label": 1e999}'], "line 1: not JSON: 1e999 is too large"),
+        (['{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}'], "line 1: not JSON: NaN"),
+        (['{"prompt": "1", "label": ' + "9" * 5000 + "}"], "line 1: not JSON: Exceeds the limit"),
+        (['{"prompt": "1", "label": ' + "[" * 50_000 + "]" * 50_000 + "}"], "nest deeper than 100 levels"),
+        (['{"prompt": "1", "label": ' + "[" * 101 + "]" * 101 + "}"], "nest deeper than 100 levels"),
+        ([r'{"prompt": "1\ud800", "label": "1"}'], r"line 1: not JSON: it holds half a character \(\\ud800 "),
+        ([r'{"prompt": "1", "label": "\udfff\ud800"}'], "it holds half a character"),
+        (['{"prompt": "' + "1+" * 5_000_000 + '", "label": "1"}'], "has 10,000,000 characters, far more than the 10"),
+        (['{"' + "k" * 5_000_000 + '": 1}'], "line 1: no field 'prompt' .found: 'kkk.{0,80}; --input-key names"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path, lines, says):
@@ -300,12 +334,46 @@ def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path, lines, says):
         open_source(str(path), tiny, DataConfig(), split="train", max_prompt_len=10)
 
 
+def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(r'{"prompt": "\ud83d\ude00", "deep": ' + "[" * 98 + "]" * 98 + "}")
+    ((_, row),) = read_jsonl(path)
+    assert row["prompt"] == "\U0001f600"
+
+
 def test_a_missing_prompt_file_is_named(tiny, tmp_path):
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
         open_source(str(tmp_path / "gone.jsonl"), tiny, DataConfig(), split="train")
 
 
 # ------------------------------------------------------------------------------------- chat templates
+
+ATTACKS = {
+    "the classes of everything": "{{ ().__class__.__base__.__subclasses__() }}",
+    "a function's globals": "{{ raise_exception.__globals__['os'].system('touch ' + messages[0].content) }}",
+    "the loop's own": "{{ cycler.__init__.__globals__.os.system('touch ' + messages[0].content) }}",
+    "a format string": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "a filter that looks up": "{{ (messages | attr('append')).__self__.__class__ }}",
+}
+
+
+@pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
+def test_a_chat_template_runs_in_a_sandbox(chatty, tmp_path, template):
+    hostile = copy.deepcopy(chatty)
+    hostile.chat_template = template
+    ran = tmp_path / "ran"
+    with pytest.raises(DataError, match="its chat template refuses the messages: .*unsafe|undefined"):
+        HuggingFaceTokenizer(hostile).render_chat([{"role": "user", "content": str(ran)}])
+    assert not ran.exists()
+
+
+def test_a_chat_template_cannot_change_what_it_is_given(chatty):
+    hostile = copy.deepcopy(chatty)
+    hostile.chat_template = "{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}"
+    messages = [{"role": "user", "content": "1"}]
+    with pytest.raises(DataError, match="refuses the messages"):
+        HuggingFaceTokenizer(hostile).render_chat(messages)
+    assert messages == [{"role": "user", "content": "1"}]
 
 
 @pytest.mark.parametrize("content", ["Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"])

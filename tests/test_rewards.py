@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from megatron_ibpo.rewards.math import last_boxed
 from megatron_ibpo.rewards.reasoning_gym import extract_answer
 
 USERS_REWARDS = """
-    import itertools, math, os, sys, time
+    import itertools, math, os, subprocess, sys, time
 
     def graded(prompt, response, label, metadata):
         print("a reward function may print")
@@ -35,6 +36,18 @@ USERS_REWARDS = """
             os._exit(7)
         if response == "hang":
             time.sleep(1000)
+        if response == "half a character":
+            raise RuntimeError("no \\ud800 in a log")
+        if response == "unspeakable":
+            class Unspeakable(Exception):
+                def __str__(self):
+                    raise KeyError("no words")
+            raise Unspeakable
+        if response == "child":
+            return subprocess.Popen(["sleep", "1000"]).pid
+        if response == "child, then die":
+            print("child", subprocess.Popen(["sleep", "1000"]).pid, file=open(metadata["note"], "w"))
+            os._exit(7)
         if response == "hang in C":
             sum(itertools.repeat(0))  # and never lets another thread or a signal handler run
         if response == "text":
@@ -193,6 +206,32 @@ def test_one_bad_response_spoils_no_other_of_its_batch(response, error):
 def test_errors_are_logged(graded, caplog):
     graded.score(asked("1", "raise", "nan"))
     assert "users_rewards:graded failed on 2 of 3 responses; the first: RuntimeError" in caplog.text
+
+
+def test_an_exception_that_cannot_be_written_is_logged_all_the_same(graded, tmp_path):
+    log = logging.FileHandler(tmp_path / "log", encoding="utf-8")
+    log.handleError = lambda record: pytest.fail("logging broke")
+    logging.getLogger("megatron_ibpo").addHandler(log)
+    try:
+        scores = graded.score(asked("half a character", "unspeakable", "1"))
+    finally:
+        logging.getLogger("megatron_ibpo").removeHandler(log)
+        log.close()
+    assert scores[0].error == r"RuntimeError: no \ud800 in a log"
+    assert scores[1].error == "Unspeakable: it cannot be shown, which fails with KeyError"
+    assert scores[2].reward == 1.0
+    assert r"the first: RuntimeError: no \ud800 in a log" in (tmp_path / "log").read_text()
+
+
+def test_what_a_function_has_started_ends_with_its_worker(tmp_path):
+    note = tmp_path / "note"
+    with verifier("users_rewards:graded", reward_workers=1) as graded:
+        (score,) = graded.score(asked("child, then die", metadata={"note": str(note)}))
+        assert "died" in score.error
+        (score,) = graded.score(asked("child"))
+        assert os.path.exists(f"/proc/{score.reward:.0f}")
+        assert gone_within(int(note.read_text().split()[1]), 5)
+    assert gone_within(int(score.reward), 5)
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,13 @@ def _time_limit(spec: str) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, FIRST_ITEM_S)
+    others = signal.setitimer(signal.ITIMER_REAL, FIRST_ITEM_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *others)
 
 
 def _parse_task(spec: str) -> tuple[str, dict[str, Any], bool]:
