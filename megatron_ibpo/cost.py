@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.records import Sample
+from megatron_ibpo.words import shown
 
 FREE_STAGES = frozenset({"start", "evaluate", "save", "report", "record", "check weights", "gradient meter"})
 """Stages of the loop that observe and do not train."""
@@ -38,10 +39,10 @@ class Spent:
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(stored, dict) or not stored.keys() <= names:
-            raise ValueError(f"spent must hold {', '.join(sorted(names))}, is {stored!r}")
+            raise ValueError(f"spent must hold {', '.join(sorted(names))}, is {shown(stored)}")
         for name, value in stored.items():
             if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ValueError(f"spent: {name} must be a number of at least 0, is {value!r}")
+                raise ValueError(f"spent: {name} must be a number of at least 0, is {shown(value)}")
         return cls(**stored)
 
     def metrics(self) -> dict[str, float]:

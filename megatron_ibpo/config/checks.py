@@ -10,6 +10,7 @@ from megatron_ibpo.config.fields import AlgorithmConfig, Config, LossConfig
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import searched
 from megatron_ibpo.config.presets import PRESETS, unknown_preset
+from megatron_ibpo.words import shown
 
 
 def check_config(
@@ -44,7 +45,7 @@ def _out_of_range(config: Config) -> list[str]:
         value = entry.get(config)
         broken = None if value is None else next((r for r in entry.ranges if not r.holds(value)), None)
         if broken is not None:
-            problems.append(f"{flag(entry.name)}: must be {broken.rule}, is {value}")
+            problems.append(f"{flag(entry.name)}: must be {broken.rule}, is {shown(value)}")
     return problems
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_ibpo.config.entries import ENTRIES
 from megatron_ibpo.config.errors import ConfigError, nearest
+from megatron_ibpo.words import shown
 
 # the paper's base variant: compare-and-correct credit, corrections trained jointly
 _IBPO: dict[str, Any] = {
@@ -98,7 +99,7 @@ def resolve(layers: Sequence[Mapping[str, Any]], default_preset: str) -> dict[st
 def unknown_preset(name: str) -> str:
     """What to say of a name that is none of `PRESETS`."""
     known = ", ".join(PRESETS)
-    return f"--advantage-estimator: no preset {name!r}; there are {known}{nearest(name, PRESETS)}"
+    return f"--advantage-estimator: no preset {shown(name)}; there are {known}{nearest(name, PRESETS)}"
 
 
 def _preset(name: str) -> dict[str, Any]:

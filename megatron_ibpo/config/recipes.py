@@ -13,6 +13,7 @@ import yaml
 from megatron_ibpo.config.entries import ENTRIES, Entry
 from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.fields import Config
+from megatron_ibpo.words import shown
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -31,11 +32,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
         entry = ENTRIES.get(str(key).replace("-", "_"))
         if entry is None:
             keys = [name.replace("_", "-") for name in ENTRIES]
-            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, keys)}")
+            raise ConfigError(f"{path}: unknown key {shown(key)}{nearest(key, keys)}")
         try:
             recipe[entry.name] = entry.located(_value(value, entry), in_recipe=True)
         except TypeError as error:
-            raise ConfigError(f"{path}: {key}: {value!r} is not {error}") from error
+            raise ConfigError(f"{path}: {key}: {shown(value)} is not {error}") from error
     return recipe
 
 
@@ -55,7 +56,10 @@ def read_yaml(path: Path, name: str) -> Any:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
     except _RepeatedKeyError as error:
         raise ConfigError(f"{name}: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{name}: is not YAML: its brackets nest too deep") from error
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        # PyYAML raises all of these for dates, numbers and tags that are none
         raise ConfigError(f"{name}: is not YAML: {error}") from error
 
 
@@ -91,7 +95,7 @@ class _Loader(yaml.SafeLoader):
             name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
             if name in lines:
                 raise _RepeatedKeyError(
-                    f"key {key.value!r} is given twice, on lines {lines[name]} and {line}"
+                    f"key {shown(key.value)} is given twice, on lines {lines[name]} and {line}"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
@@ -99,6 +103,8 @@ class _Loader(yaml.SafeLoader):
 
 def _value(value: Any, entry: Entry) -> Any:
     if entry.has_names and isinstance(value, dict):
+        if any(isinstance(v, dict | list) for v in value.values()):
+            raise TypeError(_words(entry.type))
         # JSON spells numbers and truth values as they are typed in a flag
         value = [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in value.items()]
     return _typed(value, entry.type)

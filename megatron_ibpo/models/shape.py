@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_ibpo.models.families import FAMILIES, family_part
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.words import shown
 
 
 class ModelConfigError(ValueError):
@@ -91,7 +92,7 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
         raise ModelConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ModelConfigError(f"{path}: model_type {family!r} is unknown; one of {', '.join(FAMILIES)}")
+        raise ModelConfigError(f"{path}: model_type {shown(family)} is unknown; one of {', '.join(FAMILIES)}")
     return family_part(family, "shape").read(Fields(raw, path))
 
 
@@ -111,7 +112,7 @@ class Fields:
     def count(self, name: str, default: int | None = None, *, most: int = MOST) -> int:
         value = self.raw.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{name} must be a positive integer, is {value!r}")
+            raise self.error(f"{name} must be a positive integer, is {shown(value)}")
         if value > most:
             raise self.error(f"{name} must be at most {most}, is {value}")
         return value
@@ -119,18 +120,18 @@ class Fields:
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
-            raise self.error(f"{name} must be a number, is {value!r}")
+            raise self.error(f"{name} must be a number, is {shown(value)}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw.get(name, default)
         if not isinstance(value, bool):
-            raise self.error(f"{name} must be true or false, is {value!r}")
+            raise self.error(f"{name} must be true or false, is {shown(value)}")
         return value
 
     def refuse(self, name: str, *allowed: Any) -> None:
         if (value := self.raw.get(name)) not in (None, *allowed):
-            raise self.error(f"{name}={value!r} is not supported")
+            raise self.error(f"{name}={shown(value)} is not supported")
 
     def groups(self, heads: str, shared: str) -> tuple[int, int]:
         """(heads, heads that several of those share), by their fields' names."""
@@ -203,12 +204,12 @@ def _rope(fields: Fields, default_share: float) -> tuple[float, float]:
     }
     new = fields.raw.get("rope_parameters") or {}
     if not isinstance(new, dict):
-        raise fields.error(f"rope_parameters must be an object, is {new!r}")
+        raise fields.error(f"rope_parameters must be an object, is {shown(new)}")
     scaling = fields.raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
-        raise fields.error(f"rope_scaling must be an object, is {scaling!r}")
+        raise fields.error(f"rope_scaling must be an object, is {shown(scaling)}")
     kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
     if kind != "default":
-        raise fields.error(f"rope type {kind!r} is not supported, only plain rotation")
+        raise fields.error(f"rope type {shown(kind)} is not supported, only plain rotation")
     merged = Fields({**old, **new}, fields.path)
     return merged.number("rope_theta", 10000.0), merged.number("partial_rotary_factor", default_share)

@@ -25,6 +25,7 @@ from megatron_ibpo.records import (
     token_ids,
 )
 from megatron_ibpo.report.run_dir import write_whole
+from megatron_ibpo.words import shown
 
 _FORMAT = 2
 _READABLE_FORMATS = (1, 2)
@@ -120,7 +121,7 @@ def _content(path: Path) -> Iterator[Any]:
         yield json.loads(text)  # with infinities, which a record may hold
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
-            f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {error!r}"
+            f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {shown(error)}"
         ) from error
 
 

@@ -23,6 +23,7 @@ from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.rollout_data import Trained, load_groups, load_trained
 from megatron_ibpo.report.run_dir import CONFIG_FILE, METRICS_FILE, jsonable, run_settings, run_tokenizer
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.words import shown
 
 _SUMMARY = {
     "accuracy_start": "accuracy at start",
@@ -68,7 +69,7 @@ def build_run_page(
 
 def _setting(config: dict[str, Any], name: str) -> str:
     if not isinstance(value := config.get(name), str):
-        raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {value!r}")
+        raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {shown(value)}")
     return value
 
 
@@ -123,7 +124,7 @@ def _step(path: Path, vocabulary: _Vocabulary) -> dict[str, Any]:
     try:
         shown = [_group(number, group, vocabulary, trained) for number, group in enumerate(groups)]
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise ValueError(f"recorded rollouts {path}: a record cannot be shown: {error!r}") from error
+        raise ValueError(f"recorded rollouts {path}: a record cannot be shown: {shown(error)}") from error
     return {"step": step, "groups": shown}
 
 

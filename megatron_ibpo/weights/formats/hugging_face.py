@@ -21,6 +21,7 @@ from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.layout.regions import TensorMeta
+from megatron_ibpo.words import shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -72,7 +73,7 @@ class Checkpoint:
         for name, file in file_of.items():
             if not is_inside(file) or not file.endswith(ending):
                 raise CheckpointError(
-                    f"{path}: {name} is said to lie in {file!r}, which is no {ending} file of this "
+                    f"{path}: {name[:200]} is said to lie in {shown(file)}, which is no {ending} file of this "
                     "directory; download the checkpoint again, or write its index anew"
                 )
         missing = sorted({file for file in file_of.values() if not (self.directory / file).is_file()})

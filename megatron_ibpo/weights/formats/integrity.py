@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.words import shown
 
 MANIFEST = "integrity.json"
 ALGORITHM = "sha256"
@@ -89,10 +90,10 @@ def _read(path: Path) -> tuple[list[str], dict[str, str]]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is malformed: {type(error).__name__}: {error}") from None
     if algorithm != ALGORITHM:
-        raise ValueError(f"{path}: algorithm {algorithm!r} is not {ALGORITHM!r}")
+        raise ValueError(f"{path}: algorithm {shown(algorithm)} is not {ALGORITHM!r}")
     for name, digest in files.items():
         if not is_inside(name) or not isinstance(digest, str):
-            raise ValueError(f"{path} is malformed: {name!r}: {digest!r} is no file of the checkpoint's")
+            raise ValueError(f"{path} is malformed: {shown(name)}: {shown(digest)} is no file of the checkpoint's")
     return sorted(files), files
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.words import shown
 
 RUN_STATE = "run_state.json"
 """JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""
@@ -38,7 +39,7 @@ def load_run_state(checkpoint: Path) -> dict[str, Any]:
         state = _object(path)
         step = state.get("step")
         if not _is_count(step):
-            raise ValueError(f"step must be a whole number of at least 0, is {step!r}")
+            raise ValueError(f"step must be a whole number of at least 0, is {shown(step)}")
     except (OSError, ValueError) as error:
         raise _unusable(path, error) from error
     return state
@@ -63,19 +64,19 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
 
 def _check_layout(layout: dict[str, Any]) -> None:
     if not isinstance(layout.get("optimizer"), bool):
-        raise ValueError(f"optimizer must be true or false, is {layout.get('optimizer')!r}")
+        raise ValueError(f"optimizer must be true or false, is {shown(layout.get('optimizer'))}")
     if not _is_count(layout.get("virtual_stages", 1)):
-        raise ValueError(f"virtual_stages must be a whole number, is {layout['virtual_stages']!r}")
+        raise ValueError(f"virtual_stages must be a whole number, is {shown(layout['virtual_stages'])}")
     parallel = layout.get("parallel")
     if not isinstance(parallel, dict):
-        raise ValueError(f"parallel must be an object, is {parallel!r}")
+        raise ValueError(f"parallel must be an object, is {shown(parallel)}")
     sizes = {name for name in parallel if name.endswith("_parallel_size")}
     for name in sizes | {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}:
         if not _is_count(parallel.get(name)):
-            raise ValueError(f"parallel.{name} must be a whole number, is {parallel.get(name)!r}")
+            raise ValueError(f"parallel.{name[:60]} must be a whole number, is {shown(parallel.get(name))}")
     sharded = parallel.get("use_distributed_optimizer")
     if not isinstance(sharded, bool):
-        raise ValueError(f"parallel.use_distributed_optimizer must be true or false, is {sharded!r}")
+        raise ValueError(f"parallel.use_distributed_optimizer must be true or false, is {shown(sharded)}")
 
 
 def _object(path: Path) -> dict[str, Any]:

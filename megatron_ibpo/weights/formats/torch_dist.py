@@ -33,6 +33,7 @@ from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import newest_step
+from megatron_ibpo.words import shown
 
 METADATA, CONFIG = ".metadata", "metadata.json"
 COMMON = "common_state/shard_0_1"
@@ -80,7 +81,7 @@ def read_metadata(directory: Path) -> Metadata:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{config} is malformed: {type(error).__name__}: {error}") from None
     if backend != "torch_dist":
-        raise CheckpointError(f"{directory}: format {backend!r} is not supported, only torch_dist")
+        raise CheckpointError(f"{directory}: format {shown(backend)} is not supported, only torch_dist")
     try:
         with (directory / METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
