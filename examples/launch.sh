@@ -14,8 +14,13 @@ fail() {
 
 # check_number NAME LEAST MOST: the variable is empty or such a number. Before bash takes its text for arithmetic.
 check_number() {
-    [[ -z ${!1:-} ]] || { [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)); } ||
-        fail "$1=${!1}: must be a whole number between $2 and $3"
+    local value=${!1:-}
+    if [[ -z $value ]]; then
+        return
+    fi
+    if [[ ! $value =~ ^[0-9]{1,9}$ ]] || ((10#$value < $2 || 10#$value > $3)); then
+        fail "$1=$value: must be a whole number between $2 and $3"
+    fi
 }
 
 # choose FLAGS…: set RECIPE, NNODES, PROCESSES (trainers on this node) and LAYOUT_ARGS by model and devices.

@@ -1,7 +1,6 @@
 """Counts, lists and values in words."""
 
 import reprlib
-
 from collections.abc import Sequence
 
 

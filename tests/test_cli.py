@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_ibpo.config import (
     parse_config,
     write_config,
 )
+from megatron_ibpo.config.entries import ENTRIES
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards import open_verifier
 
@@ -206,6 +208,90 @@ def test_all_problems_are_named_at_once(tmp_path):
         assert flag in str(refused.value)
 
 
+NUMBERS = [
+    name for name, entry in ENTRIES.items() if {int, float} & {entry.type, *typing.get_args(entry.type)}
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 10**20, -(10**20)])
+def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(tmp_path, value):
+    config = runnable(tmp_path)
+    before = {name: ENTRIES[name].get(config) for name in NUMBERS}
+    for name in NUMBERS:
+        if isinstance(value, float) or float not in (
+            ENTRIES[name].type,
+            *typing.get_args(ENTRIES[name].type),
+        ):
+            ENTRIES[name].put(config, value)
+    with pytest.raises(ConfigError) as refused:
+        check_run(config)
+    for name in NUMBERS:
+        if ENTRIES[name].get(config) != before[name]:
+            assert f"--{name.replace('_', '-')}: must be a " in str(refused.value)
+
+
+@pytest.mark.parametrize("words", [["--run-dir="], ["--run-dir", ""], ["--hf_checkpoint="], ["--load", ""]])
+def test_an_empty_path_is_refused_and_not_taken_for_the_directory_where_one_stands(words):
+    with pytest.raises(ConfigError, match="is empty; name a path, or leave the flag out"):
+        parse_config(words)
+
+
+def test_an_empty_path_in_a_recipe_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="run-dir: '' is not a path"):
+        parse_config(["--config", recipe(tmp_path, 'run-dir: ""\n')])
+
+
+@pytest.mark.parametrize("name", ["--advantage-estimator", "--loss-variant", "--config"])
+def test_dashes_alone_are_no_value(name):
+    with pytest.raises(ConfigError, match=f"{name}: -- is no value"):
+        parse_config([f"{name}=--"])
+
+
+def test_words_that_are_no_text_are_refused():
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        parse_config(["--rm-type", b"a\xff".decode(errors="surrogateescape")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["lr: .nan", "lr: -.inf", "adam-eps: 1e999", "loss-param: {tau_pos: .nan}", "seed: 99999999999999999999"],
+)
+def test_a_recipe_holds_no_number_that_is_none(tmp_path, text):
+    config = runnable(tmp_path)
+    given = parse_config(["--config", recipe(tmp_path, text)])
+    name = text.partition(":")[0].replace("-", "_")
+    ENTRIES[name].put(config, ENTRIES[name].get(given))
+    with pytest.raises(ConfigError, match=f"problems? in .*\n  --{text.partition(':')[0]}: "):
+        check_run(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 20_000,
+        "lr: 2001-99-99",
+        "lr: !!int x",
+        "!!map x",
+        "<<: 3",
+        "lr: 0b",
+        "? [a]\n: b",
+        "lr: !!binary x",
+    ],
+)
+def test_yaml_that_ends_in_other_errors_is_refused_as_well(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"recipe.yaml"):
+        parse_config(["--config", recipe(tmp_path, text)])
+
+
+def test_references_that_would_fill_the_memory_when_written_out_are_named_in_short(tmp_path):
+    levels = "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    text = "l0: &l0 [x]\n" + levels
+    for key in ("lr: *l11\n", "vllm-arg: {a: *l11}\n"):
+        with pytest.raises(ConfigError) as refused:
+            parse_config(["--config", recipe(tmp_path, key.join(["", ""]) + "x: &x 1\n" + text + key)])
+        assert len(str(refused.value)) < 500
+
+
 def breaking(section: str, **fields):
     return pytest.param(section, fields, id=",".join(fields))
 
@@ -228,6 +314,15 @@ def breaking(section: str, **fields):
         breaking("run", max_reward_error_rate=1.5),
         breaking("loss", loss_param=("eps_low=wide",)),
         breaking("loss", kl_coef=float("nan")),
+        breaking("loss", eps_clip=float("inf")),
+        breaking("loss", loss_param=("tau_pos=nan",)),
+        breaking("rollout", vllm_arg=("swap_space=-inf",)),
+        breaking("rollout", rollout_temperature_cycle=(1.0, float("inf"))),
+        breaking("rollout", rollout_timeout=3e6),
+        breaking("data", reward_workers=10**6),
+        breaking("run", seed=2**62),
+        breaking("run", dry_run_gpu_memory_gib=1e300),
+        breaking("algorithm", ibpo_k=10**9),
         breaking("model", ref_load=Path("/")),  # and no --kl-coef
         breaking("algorithm", ibpo_k=0),
         breaking("algorithm", advantages="groups"),

@@ -12,8 +12,18 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_convert_faults import ALONE, QKV, edit_json, refuse, refuse_back, with_metadata
-from test_convert_faults import here, origin, stored, tensors  # noqa: F401
+from test_convert_faults import (  # noqa: F401
+    ALONE,
+    QKV,
+    edit_json,
+    here,
+    origin,
+    refuse,
+    refuse_back,
+    stored,
+    tensors,
+    with_metadata,
+)
 from tiny_models import make_qwen3
 
 from megatron_ibpo.cost import Spent
@@ -45,7 +55,14 @@ def test_an_index_that_reaches_further_than_its_directory_or_names_no_file(here,
     torch.save({NAME: torch.ones(96)}, source / "pytorch_model.bin")
     edit_json(source / INDEX, weight_map={**index, NAME: file})
     for allow_pickle in (False, True):  # which is about checkpoints that hold nothing else
-        refuse(source, target, CheckpointError, INDEX, f"{NAME} is said to lie in {file!r}", allow_pickle=allow_pickle)
+        refuse(
+            source,
+            target,
+            CheckpointError,
+            INDEX,
+            f"{NAME} is said to lie in {file!r}",
+            allow_pickle=allow_pickle,
+        )
 
 
 @pytest.mark.parametrize("weight_map", [3, None, [], [["a"]], "text", [1, 2], {"a": {}}])
@@ -90,7 +107,9 @@ def test_a_header_with_sizes_that_no_memory_holds(here, header):  # noqa: F811
     refuse(source, target, CheckpointError, f"{file} cannot be read")
 
 
-@pytest.mark.parametrize("content", [b"", b"x", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", HUGE) + b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"x", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", HUGE) + b"{}"]
+)
 def test_a_file_that_ends_in_its_header(here, content):  # noqa: F811
     source, target = here
     file = json.loads((source / INDEX).read_text())["weight_map"][NAME]
@@ -229,7 +248,9 @@ def test_metadata_that_describes_what_is_not_there(stored, tmp_path, what):  # n
 def test_a_truncated_distcp_file_is_named(stored, tmp_path, share):  # noqa: F811
     file = stored / place_of(stored).relative_path
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
-    refuse_back(stored, tmp_path / "out" / "back", CheckpointError, f"{file} cannot be read, the file is damaged")
+    refuse_back(
+        stored, tmp_path / "out" / "back", CheckpointError, f"{file} cannot be read, the file is damaged"
+    )
 
 
 def test_a_compressed_tensor_is_not_unpacked(stored, tmp_path):  # noqa: F811
@@ -271,7 +292,8 @@ def test_a_run_state_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spent", [3, [], None, {"gold": 1.0}, {"tokens": "many"}, {"tokens": -1}, {"flops": math.nan}, {"flops": True}]
+    "spent",
+    [3, [], None, {"gold": 1.0}, {"tokens": "many"}, {"tokens": -1}, {"flops": math.nan}, {"flops": True}],
 )
 def test_a_malformed_account_of_what_was_spent(spent):
     with pytest.raises(ValueError, match="spent"):
@@ -393,7 +415,11 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
         [(f".new.partial{name}", False) for name in ("", "/a", "/inner", "/inner/b")] + [(".", True)]
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
-    assert sorted(path.relative_to(final).as_posix() for path in final.rglob("*")) == ["a", "inner", "inner/b"]
+    assert sorted(path.relative_to(final).as_posix() for path in final.rglob("*")) == [
+        "a",
+        "inner",
+        "inner/b",
+    ]
 
 
 # ------------------------------------------------------------------------------------------ --load
@@ -401,7 +427,8 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
 
 def load_what_is_damaged(world, directory):
     """What loading says of a checkpoint that training saved: as it was, and damaged in several ways."""
-    from test_trainer import config_for, open_trainer
+    import planned
+    from test_trainer import config_for, open_trainer, sequences
 
     from megatron_ibpo.config import ParallelConfig
     from megatron_ibpo.policy.checkpoint import load_checkpoint, save_checkpoint
@@ -410,6 +437,7 @@ def load_what_is_damaged(world, directory):
     hf_dir = make_qwen3(directory / "hf", 3)
     config = config_for(ParallelConfig())
     trainer, _, _ = open_trainer(world, hf_dir, config)
+    planned.update(trainer, sequences(6))
     saved = save_checkpoint(trainer, directory / "checkpoints", 1, {})
 
     def said(damage):
@@ -441,7 +469,12 @@ def load_what_is_damaged(world, directory):
         manifest.unlink()
         largest.write_bytes(largest.read_bytes()[:-1000])
 
-    answers = [said(lambda: None), said(flip), said(garble_without_checksums), said(truncate_without_checksums)]
+    answers = [
+        said(lambda: None),
+        said(flip),
+        said(garble_without_checksums),
+        said(truncate_without_checksums),
+    ]
     with torch.no_grad():
         next(trainer.chunks[0].parameters()).view(-1)[5] = math.nan
     broken = save_checkpoint(trainer, directory / "checkpoints", 2, {})

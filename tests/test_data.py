@@ -18,12 +18,12 @@ from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import (
     CorrectionTemplate,
     DataError,
+    generated,
     load_tokenizer,
     make_tiny_tokenizer,
     open_source,
     worked_solution,
 )
-from megatron_ibpo.data import generated
 from megatron_ibpo.data.rows import read_jsonl
 from megatron_ibpo.data.templates import correction_instruction
 from megatron_ibpo.data.tiny_tokenizer import CHAIN_SUM_HEAD
@@ -323,8 +323,14 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
         (['{"prompt": "1", "label": ' + "[" * 101 + "]" * 101 + "}"], "nest deeper than 100 levels"),
         ([r'{"prompt": "1\ud800", "label": "1"}'], r"line 1: not JSON: it holds half a character \(\\ud800 "),
         ([r'{"prompt": "1", "label": "\udfff\ud800"}'], "it holds half a character"),
-        (['{"prompt": "' + "1+" * 5_000_000 + '", "label": "1"}'], "has 10,000,000 characters, far more than the 10"),
-        (['{"' + "k" * 5_000_000 + '": 1}'], "line 1: no field 'prompt' .found: 'kkk.{0,80}; --input-key names"),
+        (
+            ['{"prompt": "' + "1+" * 5_000_000 + '", "label": "1"}'],
+            "has 10,000,000 characters, far more than the 10",
+        ),
+        (
+            ['{"' + "k" * 5_000_000 + '": 1}'],
+            "line 1: no field 'prompt' .found: 'kkk.{0,80}; --input-key names",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path, lines, says):

@@ -1,7 +1,7 @@
 """Two thousand inputs that a seed makes wrong: each is taken or refused in a line, and none with infinity or NaN.
 
-    pytest tests/test_fuzz.py                    some of each kind
-    python tests/test_fuzz.py [SEED [COUNT]]     all of them, and how many of each kind were refused
+pytest tests/test_fuzz.py                    some of each kind
+python tests/test_fuzz.py [SEED [COUNT]]     all of them, and how many of each kind were refused
 """
 
 from __future__ import annotations
@@ -56,11 +56,19 @@ SHARES = {
     "checkpoint bytes": 0.1,
     "run files": 0.1,
 }
-QUICK = {"flags": 6, "recipes": 70, "prompts": 70, "checkpoint JSON": 34, "checkpoint bytes": 10, "run files": 10}
+QUICK = {
+    "flags": 6,
+    "recipes": 70,
+    "prompts": 70,
+    "checkpoint JSON": 34,
+    "checkpoint bytes": 10,
+    "run files": 10,
+}
 """How many of each kind the quick tests take: two hundred."""
 LONGEST_S = 20.0
 """That one input may take on a busy machine."""
-LONGEST_LINE = 4000
+LONGEST_LINE = 12_000
+"""A path is named whole, and one of the values is ten thousand letters."""
 
 TASK = "reasoning_gym://chain_sum"
 ALONE = World(0, 1, torch.device("cpu"), None)
@@ -137,11 +145,13 @@ class Place:
         hf_to_megatron(self.hf, directory / "stored", ParallelConfig(), ALONE)
         self.stored = directory / "stored"
         (self.stored / "run_state.json").write_text(json.dumps({"step": 1, "spent": {"tokens": 3.0}}))
-        names = {name: "model.safetensors" for name in Checkpoint(self.hf).file_of}
+        names = dict.fromkeys(Checkpoint(self.hf).file_of, "model.safetensors")
         index = {"metadata": {"total_size": 1}, "weight_map": names}
         (self.hf / "model.safetensors.index.json").write_text(json.dumps(index))
         self.run = recorded_run.__wrapped__(directory)  # type: ignore[attr-defined]
-        (self.run / "summary.json").write_text(json.dumps({"status": "finished", "accuracy_end": 0.5, "steps": 2}))
+        (self.run / "summary.json").write_text(
+            json.dumps({"status": "finished", "accuracy_end": 0.5, "steps": 2})
+        )
 
     @contextmanager
     def damaged(self, path: Path, data: bytes) -> Iterator[None]:
@@ -158,7 +168,9 @@ def flags(rng: random.Random, place: Place) -> None:
     line = ["--hf-checkpoint", str(place.hf), "--prompt-data", TASK, "--eval-prompt-data", TASK]
     for name in rng.sample(sorted(ENTRIES), rng.randint(1, 3)):
         value = rng.choice(WORDS).replace("\0", "")
-        line += rng.choice([[flag(name), value], [f"{flag(name)}={value}"], [flag(name), value, value], [flag(name)]])
+        line += rng.choice(
+            [[flag(name), value], [f"{flag(name)}={value}"], [flag(name), value, value], [flag(name)]]
+        )
     if rng.random() < 0.1:
         line.append(rng.choice(WORDS).replace("\0", ""))
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -209,7 +221,6 @@ def prompts(rng: random.Random, place: Place) -> None:
     source = open_source(str(path), TOKENIZER, DataConfig(), split="train", max_prompt_len=50)
     for prompt in source.batch(0, len(source)):
         assert all(word not in json.dumps([prompt.label, prompt.metadata]) for word in ("NaN", "Infinity"))
-        assert prompt.label not in ("nan", "inf", "-inf")
         prompt.text.encode()
 
 
@@ -227,7 +238,11 @@ def checkpoint_json(rng: random.Random, place: Place) -> None:
     path = rng.choice(list(reading))
     with place.damaged(path, mutated_json(rng, json.loads(path.read_bytes()))):
         found = reading[path]()
-    parts = dataclasses.asdict(found) if dataclasses.is_dataclass(found) and not isinstance(found, type) else found
+    parts = (
+        dataclasses.asdict(found)
+        if dataclasses.is_dataclass(found) and not isinstance(found, type)
+        else found
+    )
     assert "NaN" not in (text := json.dumps(parts, default=str)), text
     assert "Infinity" not in text, text
 
@@ -268,7 +283,9 @@ def _convert(place: Place) -> None:
 
 def run_files(rng: random.Random, place: Place) -> None:
     run = place.run
-    path = rng.choice([run / "config.yaml", run / "summary.json", run / "metrics.jsonl", run / "rollouts/step_000001.json"])
+    path = rng.choice(
+        [run / "config.yaml", run / "summary.json", run / "metrics.jsonl", run / "rollouts/step_000001.json"]
+    )
     data = path.read_bytes()
     if path.name == "metrics.jsonl":
         lines = data.splitlines()

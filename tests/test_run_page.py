@@ -190,6 +190,36 @@ def test_what_is_not_there_is_said(run_dir, tmp_path):
         build_run_page(run_dir, steps=[9, 7, 1])
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.yaml", "", "config.yaml: must hold `key: value` lines"),
+        ("config.yaml", "{", "config.yaml: is not YAML"),
+        ("config.yaml", "advantage-estimator: 3\nhf-checkpoint: x", "advantage-estimator must be text, is 3"),
+        ("config.yaml", "advantage-estimator: x", "hf-checkpoint must be text, is None"),
+        ("summary.json", "[]", "summary.json: no summary of a run"),
+        ("summary.json", '{"status": "x", "steps": "many"}', "summary.json: steps must be a number"),
+        ("summary.json", '{"status": "x", "steps": NaN}', "summary.json: not JSON: NaN"),
+        ("metrics.jsonl", "3\n", "metrics.jsonl, line 1: no row of a metrics log"),
+        ("metrics.jsonl", '{"kind": "step", "step": "1"}\n', "line 1: no row"),
+        ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": {}}\n', "line 1: no row"),
+        ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": Infinity}\n', "line 1: not JSON: Infinity"),
+        ("metrics.jsonl", "[" * 100_000 + "\n", "line 1: not JSON: its brackets nest deeper"),
+        ("rollouts/step_000001.json", "[" * 100_000, "step_000001.json: not a file of --save-debug"),
+        ("rollouts/step_000001.json", '{"format": 2, "step": 1, "groups": [3]}', "step_000001.json"),
+    ],
+)
+def test_a_malformed_file_of_a_run_is_named(run_dir, file, text, words):
+    (run_dir / file).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        build_run_page(run_dir, tokenizer=hostile_tokenizer())
+
+
+def test_other_files_among_the_recordings_are_left_alone(run_dir):
+    (run_dir / "rollouts" / "step_backup.json").write_text("{}")
+    assert "step_backup" not in build_run_page(run_dir, steps=[1], tokenizer=hostile_tokenizer())
+
+
 def test_the_command_writes_the_page(run_dir):
     command = [sys.executable, str(ROOT / "tools/run_page.py")]
     # from a directory that knows nothing of where the run was made

@@ -91,7 +91,7 @@ def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 def _reason(error: BaseException) -> str:
     """In one line. torch's exception holds those of all ranks, each with a traceback."""
     inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    return f"{type(inner).__name__}: {first_line(inner)}"
+    return f"{type(inner).__name__}: {first_line(inner)[:500]}"
 
 
 def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path) -> None:

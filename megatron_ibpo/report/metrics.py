@@ -109,7 +109,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _is_row(row: Any) -> bool:
     """Whether it is what `MetricsLog` writes."""
-    if not isinstance(row, dict) or row.get("kind") not in get_args(Kind) or type(row.get("step")) is not int:
+    if not isinstance(row, dict) or row.get("kind") not in list(get_args(Kind)):
+        return False
+    if type(row.get("step")) is not int or not is_number(row["step"]):
         return False
     values = [value for name, value in row.items() if name not in ("kind", "seconds")]
-    return all(value is None or isinstance(value, int | float) for value in values)
+    return all(value is None or is_number(value) for value in values)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn and printed: a whole number of JSON's may be larger than any float."""
+    return isinstance(value, int | float) and abs(value) < 1e300

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.edit_distance import opcodes
 from megatron_ibpo.records import Correction, Floats, Group, Sample, Weights
-from megatron_ibpo.report.metrics import read_rows
+from megatron_ibpo.report.metrics import is_number, read_rows
 from megatron_ibpo.report.rollout_data import Trained, load_groups, load_trained
 from megatron_ibpo.report.run_dir import CONFIG_FILE, METRICS_FILE, jsonable, run_settings, run_tokenizer
 from megatron_ibpo.strict_json import read_json
@@ -94,7 +94,7 @@ def _facts(run_dir: Path) -> list[str]:
     if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
         raise ValueError(f"{path}: no summary of a run: it must hold an object with a status")
     known = {name: summary.get(key) for key, name in _SUMMARY.items()}
-    if strange := [name for name, value in known.items() if not isinstance(value, int | float | None)]:
+    if strange := [name for name, value in known.items() if not (value is None or is_number(value))]:
         raise ValueError(f"{path}: {strange[0]} must be a number")
     return [summary["status"], *(f"{name} {value:.4g}" for name, value in known.items() if value is not None)]
 
@@ -122,10 +122,10 @@ def _step(path: Path, vocabulary: _Vocabulary) -> dict[str, Any]:
     step, groups = load_groups(path)
     trained = load_trained(path)
     try:
-        shown = [_group(number, group, vocabulary, trained) for number, group in enumerate(groups)]
+        content = [_group(number, group, vocabulary, trained) for number, group in enumerate(groups)]
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise ValueError(f"recorded rollouts {path}: a record cannot be shown: {shown(error)}") from error
-    return {"step": step, "groups": shown}
+    return {"step": step, "groups": content}
 
 
 def _group(

@@ -73,8 +73,8 @@ class Checkpoint:
         for name, file in file_of.items():
             if not is_inside(file) or not file.endswith(ending):
                 raise CheckpointError(
-                    f"{path}: {name[:200]} is said to lie in {shown(file)}, which is no {ending} file of this "
-                    "directory; download the checkpoint again, or write its index anew"
+                    f"{path}: {name[:200]} is said to lie in {shown(file)}, which is no {ending} file of "
+                    "this directory; download the checkpoint again, or write its index anew"
                 )
         missing = sorted({file for file in file_of.values() if not (self.directory / file).is_file()})
         if missing:

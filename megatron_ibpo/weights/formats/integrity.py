@@ -93,7 +93,9 @@ def _read(path: Path) -> tuple[list[str], dict[str, str]]:
         raise ValueError(f"{path}: algorithm {shown(algorithm)} is not {ALGORITHM!r}")
     for name, digest in files.items():
         if not is_inside(name) or not isinstance(digest, str):
-            raise ValueError(f"{path} is malformed: {shown(name)}: {shown(digest)} is no file of the checkpoint's")
+            raise ValueError(
+                f"{path} is malformed: {shown(name)}: {shown(digest)} is no file of the checkpoint's"
+            )
     return sorted(files), files
 
 

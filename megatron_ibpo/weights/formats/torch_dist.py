@@ -117,6 +117,8 @@ def _check_metadata(metadata: Metadata) -> dict[str, int]:
     for key, meta in metadata.state_dict_metadata.items():
         if isinstance(meta, TensorStorageMetadata):
             _check_sizes(key, meta.size)
+            if not isinstance(meta.properties.dtype, torch.dtype):
+                raise TypeError(f"{key!r} is of {meta.properties.dtype!r}")
             for chunk in meta.chunks:
                 _check_sizes(key, chunk.offsets)
                 _check_sizes(key, chunk.sizes)
