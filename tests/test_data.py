@@ -233,7 +233,7 @@ def test_a_task_that_cannot_be_generated_is_refused(tiny, spec, says):
 def test_an_item_that_takes_forever_is_given_up(tiny, monkeypatch):
     monkeypatch.setattr(generated, "FIRST_ITEM_S", 0.3)
     before, started = signal.getsignal(signal.SIGALRM), time.monotonic()
-    with pytest.raises(DataError, match="min_terms=99999999.*one item was not made within 0.3 s"):
+    with pytest.raises(DataError, match=r"min_terms=99999999.*one item was not made within 0\.3 s"):
         open_source(
             "reasoning_gym://chain_sum?min_terms=99999999&max_terms=99999999",
             tiny, DataConfig(), split="train", max_prompt_len=100,
@@ -368,7 +368,7 @@ def test_a_chat_template_runs_in_a_sandbox(chatty, tmp_path, template):
     hostile = copy.deepcopy(chatty)
     hostile.chat_template = template
     ran = tmp_path / "ran"
-    with pytest.raises(DataError, match="its chat template refuses the messages: .*unsafe|undefined"):
+    with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
         HuggingFaceTokenizer(hostile).render_chat([{"role": "user", "content": str(ran)}])
     assert not ran.exists()
 

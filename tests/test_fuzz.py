@@ -1,4 +1,4 @@
-"""Two thousand inputs that a seed makes wrong: each is taken or refused in a line, and none with infinity or NaN.
+"""Two thousand inputs that a seed makes wrong: each is taken or refused in a line, none with NaN in it.
 
 pytest tests/test_fuzz.py                    some of each kind
 python tests/test_fuzz.py [SEED [COUNT]]     all of them, and how many of each kind were refused
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -73,20 +74,30 @@ LONGEST_LINE = 12_000
 TASK = "reasoning_gym://chain_sum"
 ALONE = World(0, 1, torch.device("cpu"), None)
 WORDS = [
-    "nan", "NaN", "-nan", "inf", "-inf", "Infinity", "1e999", "-1e999", "99999999999999999999", "-1", "0", "", "--",
-    "-", "=", "None", "true", "1e308", "5e-324", "9" * 5000, "0x10", "1_000", "x", "\x00", "\n", "é", "🙂" * 50,
-    "a=b", "a=nan", "=", "a=inf", "adaptive", "../../etc/passwd", "/", "~", "a:b", ":", "import://x:y", "%s", "{}",
+    "nan", "NaN", "-nan", "inf", "-inf", "Infinity", "1e999", "-1e999", "99999999999999999999", "-1", "0", "",
+    "--",
+    "-", "=", "None", "true", "1e308", "5e-324", "9" * 5000, "0x10", "1_000", "x", "\x00", "\n", "é",
+    "🙂" * 50,
+    "a=b", "a=nan", "=", "a=inf", "adaptive", "../../etc/passwd", "/", "~", "a:b", ":", "import://x:y",
+    "%s", "{}",
     "a" * 300, "2**63", "9223372036854775807", "9223372036854775808", "4611686018427387904", ".5", "1.", "+1",
 ]  # fmt: skip
 VALUES: list[Any] = [
-    math.nan, math.inf, -math.inf, 10**20, -1, 0, 1, 1.5, "", "x", None, True, False, [], {}, [math.nan], {"a": math.inf},
-    [[]], "nan", "1e999", 10**400, 2**63, -(2**63) - 1, "\ud800", "a" * 10_000, {"": None}, [1, "a", None], 1e308, "\x00",
+    math.nan, math.inf, -math.inf, 10**20, -1, 0, 1, 1.5, "", "x", None, True, False, [], {}, [math.nan],
+    {"a": math.inf},
+    [[]], "nan", "1e999", 10**400, 2**63, -(2**63) - 1, "\ud800", "a" * 10_000, {"": None}, [1,
+    "a", None], 1e308,
+    "\x00",
     "../x", "/etc/passwd", "x.bin",
 ]  # fmt: skip
 TEXTS = [
-    "{", "[" * 20_000, '{"a":' * 20_000, "&a [*a]", "!!python/object/apply:os.system [exit 1]", "? [a]\n: b", "\t", "%",
-    "lr: &x [1]\nseed: *x", "2001-99-99", "!!map x", "!!int x", "!!float x", "<<: 3", "a: b: c", "- - -", "\x00", "\ufeff",
-    "lr: .nan", "lr: .inf", "- 1", "lr: 1e-3\nlr: 2", "seed: 0o", "seed: 1:30", "seed: 0b", "!!binary x", "...", "---\n---",
+    "{", "[" * 20_000, '{"a":' * 20_000, "&a [*a]", "!!python/object/apply:os.system [exit 1]", "? [a]\n: b",
+    "\t", "%",
+    "lr: &x [1]\nseed: *x", "2001-99-99", "!!map x", "!!int x", "!!float x", "<<: 3", "a: b: c", "- - -",
+    "\x00", "\ufeff",
+    "lr: .nan", "lr: .inf", "- 1", "lr: 1e-3\nlr: 2", "seed: 0o", "seed: 1:30", "seed: 0b",
+    "!!binary x", "...",
+    "---\n---",
 ]  # fmt: skip
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -250,11 +261,11 @@ def checkpoint_json(rng: random.Random, place: Place) -> None:
 def checkpoint_bytes(rng: random.Random, place: Place) -> None:
     if rng.random() < 0.3:
         path = place.hf / "model.safetensors"
-        reading: Callable[[], Any] = lambda: _read_all(place.hf)
+        reading: Callable[[], Any] = partial(_read_all, place.hf)
         header = rng.random() < 0.7
     else:
         path = rng.choice([place.stored / ".metadata", *place.stored.glob("*.distcp")])
-        reading = lambda: _convert(place)
+        reading = partial(_convert, place)
         header = False
     data = path.read_bytes()
     cut = min(len(data), 3000) if header else len(data)
