@@ -78,24 +78,25 @@ def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(tmp_path):
             *(sys.executable, "-m", "megatron_ibpo.train"),
             *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
             *("--run-dir", str(run_dir), "--ray-address", cluster.address),
-            *("--num-rollout", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+            *("--num-rollout", "8", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
             *("--eval-num-prompts", "0", "--no-save", "--no-colocate", "--rollout-num-gpus", "1"),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-        assert eventually(lambda: run_dir.exists() and "step 2/4" in log.read_text(), 240), log.read_text()[
+        assert eventually(lambda: run_dir.exists() and "step 2/8" in log.read_text(), 240), log.read_text()[
             -5000:
         ]
         engine = next(p for p in psutil.process_iter() if is_engine_of(p, run_dir))
         raylet = engine.parent().parent()
         assert raylet.name() == "raylet"
-        raylet.kill()
+        for process_of_node in [raylet, *raylet.children(recursive=True)]:
+            process_of_node.kill()
         assert eventually(lambda: "when there is room for it" in log.read_text(), 120), log.read_text()[
             -5000:
         ]
         cluster.add_node()
         assert process.wait(240) == 0, log.read_text()[-5000:]
-    assert [row["step"] for row in steps(run_dir)] == [1, 2, 3, 4]
+    assert [row["step"] for row in steps(run_dir)] == list(range(1, 9))
     replayed = [row for row in steps(run_dir) if row.get("groups_replayed")]
     assert [row["groups_replayed"] for row in replayed[:2]] == [4, 4]
 

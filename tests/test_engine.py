@@ -296,8 +296,8 @@ def test_requests_join_while_others_run_and_finish_when_they_are_done(dense: Eng
 def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(dense: Engine) -> None:
     endless = SampleRequest(token_ids([5, 6, 7]), 3, 200, temperature=0.0)
     dense.submit([(20, endless), (21, endless)], version=0)
-    with pytest.raises(EngineError, match="start_weight_update must wait until the engine has no requests"):
-        dense.call("start_weight_update", False, timeout=TIMEOUT)
+    with pytest.raises(EngineError, match="digests must wait until the engine has no requests"):
+        dense.call("digests", timeout=TIMEOUT)
     dense.abort([20, 21])
     assert dense.call("digests", timeout=TIMEOUT)
     assert dense.take(0.0) == []
@@ -332,6 +332,31 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(
         compare_probes(probe(engine, 3), probe(fresh, 0))
 
 
+def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(
+    updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path]
+) -> None:
+    """What is written after an update is what the new policy writes after the same words, to the last bit
+    that two ways of computing leave alike; what was written before it stays."""
+    engine, transport, source = updated
+    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+    request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
+    engine.submit([(0, request)], version=3)
+    time.sleep(0.05)  # for some tokens of the first
+    update(transport, engine, source, 4)
+    ((_, sample),) = engine.take(TIMEOUT)
+    (first, old), (switch, new) = sample.versions
+    assert (first, old, new) == (0, 3, 4)
+    plain = replace(request, temperature=1.0)  # greedy log-probs are of temperature 1
+    (of_old,), (of_new,) = (
+        reference_logprobs(checkpoints[name], [plain], [sample]) for name in ("dense 0", "dense 1")
+    )
+    expected = [*of_old[:switch], *of_new[switch:]]
+    assert difference([sample.logprobs], [expected]).max() < 2e-5
+    assert difference([sample.logprobs], [of_new]).max() > 1e-2
+    assert difference([sample.logprobs], [of_old]).max() > 1e-2
+    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+
+
 def test_a_bit_that_flips_on_the_way_is_noticed(
     updated: tuple[Engine, Transport, CheckpointSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,8 +386,9 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
     with pytest.raises(WeightPlanError, match=r"do not bring model\.layers\.1\.mlp\.down_proj\.weight"):
         open_gloo().connect(lacking, {0: engine}, [0])
-    with pytest.raises(EngineError, match="asked to sample with policy version 1, the engine has none"):
-        engine.generate(make_requests(2), version=1, timeout=TIMEOUT)
+    engine.submit([(0, make_requests(1)[0])], version=1)
+    assert engine.take(1.0) == []  # it has no weights: requests wait until some come
+    engine.abort([0])
     with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
         open_gloo().connect(strange, {0: engine}, [0])
     assert engine.is_alive()

@@ -219,9 +219,12 @@ class Engine:
         """The error to raise, once nothing of the engine is left."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_EVERY_S)  # a process that ends by itself says how
+        by_others = self._process.poll() == -signal.SIGKILL and self._why_killed is None
         self.kill()
         code = self._process.returncode
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        if by_others:
+            how += ", most often the kernel's out-of-memory killer"
         if code == -signal.SIGILL:
             how += ": illegal instruction on this processor; try --vllm-dtype float32"
         reason = self._why_killed or why
@@ -365,6 +368,8 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
             "KMP_BLOCKTIME": "0",
             # vLLM compiles a few small functions even when told not to: seconds, and a C++ compiler needed.
             "TORCH_COMPILE_DISABLE": "1",
+            # oneDNN keeps generated code for each of its last 1,024 batch shapes: half a megabyte per step.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
             # A weight update allocates as much as it loads, and small pages cost more than receiving does.
             "THP_MEM_ALLOC_ENABLE": "1",
         }

@@ -92,6 +92,16 @@ class JournalMemory:
         """What the `step`-th step trained on, where an earlier process took it that far."""
         return next((batch for batch in self.recovered.batches if batch.step == step), None)
 
+    def open_groups(self) -> dict[tuple[int, int], int]:
+        """(prompt index, attempt) of the groups that no batch has taken, with the oldest weights behind what
+        is there of each."""
+        settled = {group for batch in self.recovered.batches for group in batch.settled}
+        oldest: dict[tuple[int, int], int] = {}
+        for key, sample in self.recovered.samples.items():
+            if key.group not in settled:
+                oldest[key.group] = min(sample.policy_version, oldest.get(key.group, sample.policy_version))
+        return oldest
+
     def groups(
         self,
         batch: ClosedBatch,

@@ -286,25 +286,19 @@ class LiveRollouts:
             # credit's questions to the policy are for the thread that trains it
             plain = replace(context, logprobs=None, values=None)
             self._ahead = Ahead(groups, partial(self._drawn, plain), pace, version=step)
-            self.sampler.wait(self.sampler.start(self._ahead.resume(*self._left_under_way(step))))
+            self.sampler.wait(self.sampler.start(self._ahead.resume(*self._left(step))))
         batch = self.sampler.wait(self.sampler.start(self._ahead.batch()), meanwhile)
         if pace.staleness == 0:
             self.sampler.run(self.sampler.settle())  # nothing is under way now
         return batch
 
-    def _left_under_way(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """(position of the first prompt that was never asked; position, attempt, and oldest weights of each
-        group that an earlier process began and no batch has taken)."""
-        under_way, memory = self._under_way, self.memory
-        assert under_way is not None
-        versions: dict[tuple[int, int], int] = {}
-        if memory is not None:
-            settled = {group for batch in memory.recovered.batches for group in batch.settled}
-            for key, sample in memory.recovered.samples.items():
-                if key.group not in settled:
-                    versions[key.group] = min(sample.policy_version, versions.get(key.group, step))
-        under_way.ask(index for index, _ in versions)
-        return under_way.cursor, [(*group, versions.get(group, step)) for group in sorted(under_way.open)]
+    def _left(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """What an earlier process left under way, for `Ahead.resume`."""
+        assert self._under_way is not None
+        oldest = {} if self.memory is None else self.memory.open_groups()
+        self._under_way.ask(index for index, _ in oldest)
+        left = [(*group, oldest.get(group, step)) for group in sorted(self._under_way.open)]
+        return self._under_way.cursor, left
 
     def _drawn(
         self, context: CreditContext, ordinal: int, attempt: int
