@@ -404,7 +404,8 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
         time.sleep(0.01)
     os.kill(fresh.pid, signal.SIGKILL)
     assert [number for number, _ in fresh.take(TIMEOUT)] == [0]
-    with pytest.raises(EngineDiedError, match=r"(?s)it has ended \(killed by signal 9\); the end of .*\.log"):
+    said = r"(?s)it has ended \(killed by signal 9, most often .*out-of-memory killer\); the end of .*\.log"
+    with pytest.raises(EngineDiedError, match=said):
         fresh.take(TIMEOUT)
     with pytest.raises(EngineDiedError):
         fresh.submit([(1, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
