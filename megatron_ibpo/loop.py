@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_ibpo.cluster.engines import MOST_DEATHS, Engines
 from megatron_ibpo.cluster.host import ProcessDiedError
-from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import (
@@ -87,7 +86,6 @@ class Run:
     policy: Policy
     engines: Engines | None
     """None when recorded rollouts are replayed."""
-    verifiers: Verifiers
     reporter: Report
     stages: Stages
     cost: CostMeter
@@ -194,12 +192,10 @@ class Run:
                         new_logprobs=self.progress.new_logprobs,
                     )
                 )
-            counts = {
-                "engine_restarts": 0 if self.engines is None else self.engines.restarts,
-                "verifier_deaths": self.verifiers.deaths,
-                "trainer_restarts": self.progress.trainer_restarts,
-            }
-            metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics() | counts
+            if self.engines is not None:
+                alive, engines = self.engines.alive, len(self.engines.hosts)
+                metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
+            metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
             responses = [response for group in groups for response in group.responses]
             errors = [response.reward_error for response in responses if response.reward_error is not None]
             first = errors[0] if errors else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             if engines is not None:
                 engines.meet_trainers()
             about = trainers.all("about")[0]
-            reporter = stack.enter_context(Report(config, completed_steps=state["step"]))
+            progress = Progress(state["step"], saved=state["step"], whole=state["step"])
+            deaths = partial(_deaths, engines, verifiers, progress)
+            reporter = stack.enter_context(Report(config, completed_steps=state["step"], deaths=deaths))
             reporter.sizes(
                 run_sizes(
                     config,
@@ -132,7 +135,6 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             journal=journal,
             policy=Policy(trainers, config, world_size),
             engines=engines,
-            verifiers=verifiers,
             reporter=reporter,
             stages=stages,
             cost=CostMeter(
@@ -141,7 +143,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                 recomputes=config.model.recompute_granularity == "full",
                 before=before,
             ),
-            progress=Progress(state["step"], saved=state["step"], whole=state["step"]),
+            progress=progress,
         )
         if engines is not None and run.progress.step > 0:
             with stages("sync"):
@@ -149,6 +151,14 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
         run.progress.start_seconds = stages.take()
         with _failure_in_summary(reporter):
             yield run
+
+
+def _deaths(engines: Engines | None, verifiers: Verifiers, progress: Progress) -> dict[str, int]:
+    """Who has died so far, and what was started again, by metric."""
+    counts = {"verifier_deaths": verifiers.deaths, "trainer_restarts": progress.trainer_restarts}
+    if engines is not None:
+        counts |= {"engine_deaths": engines.died, "engine_restarts": engines.restarts}
+    return counts
 
 
 def _spent_before(state: dict[str, Any], checkpoint: Path | None) -> Spent:

@@ -18,10 +18,12 @@ import sys, time
 from pathlib import Path
 from megatron_ibpo.interrupts import StopRequest
 stop = StopRequest(Path(sys.argv[1]))
-print("ready", flush=True)
+def ready():
+    print("ready", flush=True)
 if sys.argv[2] == "evaluates":
-    ended = stop.cuts_short(lambda: time.sleep(20))
+    ended = stop.cuts_short(lambda: (ready(), time.sleep(20)))
 else:
+    ready()
     deadline = time.monotonic() + 20
     while not stop.requested and time.monotonic() < deadline:
         time.sleep(0.02)

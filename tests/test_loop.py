@@ -266,7 +266,7 @@ def test_an_engine_that_dies_is_restarted_once(tmp_path):
     engines_among(started_by(process))[0].kill()
     status, output = finished(process)
     assert status == 0, output[-5000:]
-    assert rows_of(run_dir)[-1]["engine_restarts"] == 1
+    assert sum(row.get("engine_restarts", 0) for row in rows_of(run_dir)) == 1
     assert rows_of(run_dir)[-1]["step"] == 6
 
 

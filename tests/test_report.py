@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import logging
 import math
+import re
 import shlex
 import shutil
 import sys
@@ -71,13 +74,17 @@ def step_metrics(step: int) -> dict[str, float]:
         "correction_success": 0.5,
         "loss": -0.1,
         "skipped_pairs": 2,
-        "engine_restarts": 1,
     }
 
 
-def run_steps(config: Config, steps: range, screen: io.StringIO, *, terminal: bool = False) -> dict:
+def run_steps(
+    config: Config, steps: range, screen: io.StringIO, *, terminal: bool = False, deaths=dict
+) -> dict:
     console = Console(file=screen, width=100, force_terminal=terminal)
-    with Report(config, completed_steps=steps.start - 1, console=console, started=time.time()) as report:
+    behind = steps.start - 1
+    with Report(
+        config, completed_steps=behind, console=console, started=time.time(), deaths=deaths
+    ) as report:
         report.sizes([Size("P", 16, "prompts a step")])
         if steps.start == 1:
             report.evaluation(0, accuracy(0.5, 0.4), {"evaluate": 2.0})
@@ -119,7 +126,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
         "reward_end": None,
         "steps": 4,
         "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
-        "counts": dict.fromkeys([*COUNTS, "verifier_deaths"], 0) | {"skipped_pairs": 8, "engine_restarts": 1},
+        "counts": dict.fromkeys(COUNTS, 0) | {"skipped_pairs": 8},
     }
     height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
     assert height > 300
@@ -231,6 +238,50 @@ def test_counts_of_one_are_singular():
     assert [counted(n, "rank") for n in (0, 1, 2, 2048)] == ["0 ranks", "1 rank", "2 ranks", "2,048 ranks"]
     layout = next(size for size in run_sizes(Config(), 1) if size.name == "layout")
     assert layout.meaning == "of 1 rank"
+
+
+def test_deaths_are_counted_where_they_happen_and_over_resumed_runs(config):
+    prepare_run_dir(config)
+    one_more = itertools.count(1)
+    run_steps(config, range(1, 3), io.StringIO(), deaths=lambda: {"engine_deaths": next(one_more)})
+    assert [row.get("engine_deaths") for row in rows_of(config)] == [None, 1, 1, None]
+
+    config.run.load = config.run.run_dir
+    told = iter([{"engine_deaths": 2, "trainer_restarts": 0}, {"engine_deaths": 2, "trainer_restarts": 1}])
+    summary = run_steps(config, range(3, 4), io.StringIO(), deaths=lambda: next(told))
+    counts = summary["counts"]
+    assert counts["engine_deaths"] == 1 + 1 + 2
+    assert counts["trainer_restarts"] == 1, "after the last row"
+    assert counts["verifier_deaths"] == 0
+
+
+def test_a_death_is_shown_at_once_with_the_time(config):
+    prepare_run_dir(config)
+    screen = io.StringIO()
+    with Report(config, console=Console(file=screen, width=100)):
+        logging.getLogger("megatron_ibpo.cluster.engines").warning("engine %d died", 3)
+        logging.getLogger("another.library").warning("deprecated")
+    logging.getLogger("megatron_ibpo.cluster.engines").warning("engine 4 died")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  engine 3 died\n", screen.getvalue())
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_engines_alive_and_what_is_sampled_ahead_are_shown(config, terminal):
+    prepare_run_dir(config)
+    ahead = {
+        "engines": 4.0,
+        "engines_alive": 3.0,
+        "staleness_mean": 0.25,
+        "staleness_max": 1.0,
+        "samples_in_flight": 34.0,
+        "groups_in_flight": 5.0,
+        "groups_buffered": 1.0,
+    }
+    screen = io.StringIO()
+    with Report(config, console=Console(file=screen, width=120, force_terminal=terminal)) as report:
+        report.step(1, {"loss": 1.0} | ahead, {"sample": 1.0})
+    shown = "engines 3/4  staleness 0.25, at most 1  in flight 34 samples of 5 groups  buffer 1 group"
+    assert shown in screen.getvalue()
 
 
 def test_a_terminal_gets_a_live_panel(config):

@@ -26,7 +26,20 @@ from megatron_ibpo.rewards.reasoning_gym import extract_answer
 USERS_REWARDS = """
     import itertools, math, os, subprocess, sys, time
 
+    def die_once(response):
+        first = not os.path.exists(response.split()[-1])
+        open(response.split()[-1], "w").close()
+        if first:
+            os.kill(os.getpid(), 9)
+
     def graded(prompt, response, label, metadata):
+        if response.startswith("die once"):
+            die_once(response)
+            return 1.0
+        if response.startswith("count"):
+            with open(response.split()[-1], "a") as file:
+                file.write("x")
+            time.sleep(1000)
         print("a reward function may print")
         if response == "raise":
             raise RuntimeError("cannot judge this")
@@ -73,6 +86,9 @@ USERS_REWARDS = """
             os._exit(7)
         if "hang" in responses:
             time.sleep(1000)
+        for response in responses:
+            if response.startswith("die once"):
+                die_once(response)
         if "few" in responses:
             return []
         time.sleep(0.05)  # the next ones gather meanwhile
@@ -134,7 +150,7 @@ def test_rewards_come_in_order_and_are_correct_from_the_threshold_on():
         ("nothing", "TypeError: expected a number, got NoneType"),
         ("nan", "ValueError: expected a finite number, got nan"),
         ("infinite", "ValueError: expected a finite number, got inf"),
-        ("die", "the worker process died (status 7)"),
+        ("die", "the worker process died (status 7), and another one before it"),
     ],
 )
 def test_a_fault_is_an_error_and_not_a_reward(graded, response, error):
@@ -161,11 +177,32 @@ def test_a_function_that_hangs_is_killed_and_the_others_are_scored(how):
 
 
 def test_a_worker_that_died_between_calls_is_replaced(graded):
+    deaths = graded._pool.deaths
     (before,) = graded.score(asked("pid"))
     os.kill(int(before.reward), signal.SIGKILL)
     time.sleep(0.1)
     (after,) = graded.score(asked("pid"))
     assert after.reward not in (None, before.reward)
+    assert graded._pool.deaths == deaths + 1
+
+
+@pytest.mark.parametrize("rm_type", ["users_rewards:graded", "users_rewards:together"])
+def test_a_response_whose_process_is_killed_is_asked_again(tmp_path, caplog, rm_type):
+    with verifier(rm_type, reward_workers=1) as opened:
+        scores = opened.score(asked("1", "1", f"die once {tmp_path / 'died'}", "1"))
+        assert opened._pool.deaths == 1
+    assert None not in [score.reward for score in scores]
+    assert "the worker process died (SIGKILL)" in caplog.text
+    assert "made again" in caplog.text
+
+
+def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once(tmp_path):
+    with verifier("users_rewards:graded", reward_workers=1, reward_timeout=0.5) as opened:
+        (killed,) = opened.score(asked("die"))
+        assert (killed.reward, opened._pool.deaths) == (None, 2)
+        (hung,) = opened.score(asked(f"count {tmp_path / 'asked'}"))
+        assert (hung.error, opened._pool.deaths) == ("timed out after 0.5 s", 2)
+    assert (tmp_path / "asked").read_text() == "x"
 
 
 def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(graded, caplog):

@@ -79,7 +79,18 @@ def test_a_single_call_stays_on_the_drivers_machine(verifiers):
     assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4
 
 
+def test_a_worker_that_is_killed_on_another_node_is_counted_and_its_response_asked_again(verifiers, caplog):
+    owner = psutil.Process(int(max(set(scored(verifiers, 60)) - {os.getpid()})))
+    (worker,) = [child for child in owner.children() if "megatron_ibpo.rewards.worker" in child.cmdline()]
+    calls = submitted(verifiers, 300)
+    worker.kill()
+    assert None not in [call.result(ANSWER_TIMEOUT_S).value for call in calls]
+    assert eventually(lambda: verifiers.deaths == 1, seconds=60)
+    assert "1 worker died; calls made again" in caplog.text
+
+
 def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifiers):
+    deaths = verifiers.deaths
     before = set(scored(verifiers, 60))
     victim = int(max(before - {os.getpid()}))
     calls = submitted(verifiers, 300)
@@ -87,9 +98,9 @@ def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifier
     os.kill(victim, signal.SIGKILL)
     owners = [call.result(ANSWER_TIMEOUT_S).value for call in calls]
     assert None not in owners
-    assert verifiers.deaths == 1
+    assert verifiers.deaths == deaths + 1
     assert eventually(lambda: len(now := set(scored(verifiers, 60))) == 3 and victim not in now, seconds=60)
-    assert verifiers.deaths == 1
+    assert verifiers.deaths == deaths + 1
 
 
 def test_a_function_that_cannot_be_loaded_on_a_node_is_refused(cluster):

@@ -113,8 +113,10 @@ class Engines:
     """How the next update is done."""
     start_timeout: float
     """Seconds that an engine may take to start."""
+    died: int = 0
+    """Engines that died in this run."""
     restarts: int = 0
-    """Engines started again in this run because they died."""
+    """Processes started in their place."""
     hosts: dict[int, Host] = field(default_factory=dict)
     connected: set[int] = field(default_factory=set)
     """Engines that the trainers have met for weight updates."""
@@ -157,6 +159,11 @@ class Engines:
     def version(self) -> int:
         """Of the weights that the engines sample with."""
         return self.order.version
+
+    @property
+    def alive(self) -> int:
+        """Engines that can be asked: those being started again cannot, nor those given up."""
+        return len(self.hosts) - len(self.joining)
 
     def sleep(self) -> None:
         """Let engines on the trainers' GPUs give back their memory; `wake` or an update wakes them.
@@ -209,6 +216,7 @@ class Engines:
             EngineLostError: there is no place for it now.
         """
         self.joining[index] = None
+        self.died += 1
         while True:
             self._count_death(index)
             self.restarts += 1
@@ -244,6 +252,9 @@ class Engines:
         for index, told in ready.items():
             del self.joining[index]
             told.set_result(None)
+            if index not in dead:
+                # a warning as its death was: who sees the one is to see the other
+                log.warning("engine %d is back, with the weights of step %d", index, self.version)
 
     @contextmanager
     def fresh(self, index: int, hf_dir: Path) -> Iterator[IdleEngine]:

@@ -44,13 +44,15 @@ class NodePool:
         """See `WorkerPool`."""
         self._pool = WorkerPool(target, size=size, timeout=timeout)
         self._finished: queue.SimpleQueue[tuple[int, Future[Outcome]]] = queue.SimpleQueue()
+        self._deaths_told = 0
 
     def submit(self, number: int, arguments: tuple[Any, ...]) -> None:
         outcome = self._pool.submit(arguments)
         outcome.add_done_callback(lambda done: self._finished.put((number, done)))
 
-    def take(self, timeout: float) -> list[tuple[int, Outcome]]:
-        """The calls that have finished since the last look; waits up to `timeout` seconds for the first.
+    def take(self, timeout: float) -> tuple[list[tuple[int, Outcome]], int]:
+        """Since the last look: the calls that have finished, and how many worker processes died. Waits up to
+        `timeout` seconds for the first call.
 
         Raises:
             WorkerError: a process that had to be replaced does not start again.
@@ -60,7 +62,8 @@ class NodePool:
             finished.append(self._finished.get(timeout=timeout))
             while True:
                 finished.append(self._finished.get_nowait())
-        return [(number, outcome.result()) for number, outcome in finished]
+        deaths, self._deaths_told = self._pool.deaths - self._deaths_told, self._pool.deaths
+        return [(number, outcome.result()) for number, outcome in finished], deaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,9 @@ class Verifiers:
             own: the driver's; whoever opened it closes it.
             nodes: of the run, the driver's among them.
         """
-        self.deaths = 0
-        """Actors that died in this run."""
         self._own, self._own_open = own, 0
+        self._deaths_elsewhere = 0
+        """Actors that died in this run, and worker processes of actors."""
         self._per_node = data.reward_workers
         self._settings = (reward_function(data), data.reward_workers, data.reward_timeout)
         self._numbers = itertools.count()
@@ -109,6 +112,11 @@ class Verifiers:
             threading.Thread(target=self._serve, args=(lane,), name=lane.host.name, daemon=True)
             for lane in self._lanes
         ]
+
+    @property
+    def deaths(self) -> int:
+        """Verifiers that died in this run: worker processes, and the actors that hold those of a node."""
+        return self._own.deaths + self._deaths_elsewhere
 
     def wait_ready(self) -> None:
         """Wait until every actor can be asked.
@@ -214,7 +222,13 @@ class Verifiers:
     def _collect(self, lane: _Lane) -> None:
         """Take what the actor finishes, until the end of the run."""
         while not self._closed:
-            for number, outcome in result(lane.host.call("take", TAKE_S), lane.host.name, TAKE_S + SLACK_S):
+            taken = lane.host.call("take", TAKE_S)
+            finished, deaths = result(taken, lane.host.name, TAKE_S + SLACK_S)
+            if deaths:  # its own log is on another node
+                log.warning("%s: %s died; calls made again", lane.host.name, counted(deaths, "worker"))
+                with self._lock:
+                    self._deaths_elsewhere += deaths
+            for number, outcome in finished:
                 with self._lock:
                     call = lane.open.pop(number)
                 if call.outcome.set_running_or_notify_cancel():
@@ -223,7 +237,9 @@ class Verifiers:
     def _give_up(self, lane: _Lane, error: Exception) -> None:
         """Ask elsewhere what a lost actor owes."""
         with self._lock:
-            self.deaths += lane.takes_calls  # otherwise it did not come up again, and its death is counted
+            self._deaths_elsewhere += (
+                lane.takes_calls
+            )  # otherwise it did not come up again, and its death is counted
             lane.takes_calls = False
             orphans, lane.open = list(lane.open.values()), {}
         lane.host.kill()

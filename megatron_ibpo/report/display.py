@@ -11,6 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_ibpo.words import counted
+
 SHOWN = {
     "reward": "reward",
     "accuracy": "accuracy",
@@ -88,6 +90,7 @@ class ProgressDisplay:
     def _line(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> str:
         parts = [f"step {self._step}/{self._num_steps}"]
         parts += [f"{label} {metrics[name]:.4g}" for name, label in SHOWN.items() if name in metrics]
+        parts += _sampling(metrics)
         parts.append(f"{sum(seconds.values()):.1f} s ({_stages(seconds)})")
         parts.append(f"eta {_clock(self._eta_seconds())}")
         return "  ".join(parts)
@@ -99,11 +102,27 @@ class ProgressDisplay:
             values.add_column(justify="right")
         values.add_row(*(Text(SHOWN[name], style="dim") for name in shown))
         values.add_row(*(f"{metrics[name]:.4g}" for name in shown))
+        sampling = Text("  ".join(_sampling(metrics)))
         times = Text(f"{sum(seconds.values()):.1f} s per step: {_stages(seconds)}", style="dim")
         bar = Table.grid(expand=True)
         bar.add_row(ProgressBar(total=self._num_steps, completed=self._step))
         title = f"step {self._step} of {self._num_steps}, {_clock(self._eta_seconds())} to go"
-        return Panel(Group(bar, values, times), title=title, title_align="left")
+        return Panel(
+            Group(bar, values, *([sampling] if sampling else []), times), title=title, title_align="left"
+        )
+
+
+def _sampling(metrics: Mapping[str, float]) -> list[str]:
+    """Engines that live and, where sampling runs ahead, how old the batch was and what is under way."""
+    parts = []
+    if "engines" in metrics:
+        parts.append(f"engines {metrics['engines_alive']:.0f}/{metrics['engines']:.0f}")
+    if "staleness_max" in metrics:
+        parts.append(f"staleness {metrics['staleness_mean']:.2g}, at most {metrics['staleness_max']:.0f}")
+        in_flight = f"in flight {counted(round(metrics['samples_in_flight']), 'sample')}"
+        parts.append(f"{in_flight} of {counted(round(metrics['groups_in_flight']), 'group')}")
+        parts.append(f"buffer {counted(round(metrics['groups_buffered']), 'group')}")
+    return parts
 
 
 def _stages(seconds: Mapping[str, float]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,14 +21,15 @@ from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
 from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on, jsonable, write_whole
 from megatron_ibpo.report.summary import summarise
+from megatron_ibpo.report.warnings import warnings_shown
 from megatron_ibpo.words import counted
 
 
 class Report:
     """Metrics, display, curves and summary of a run, on the driver.
 
-    Closing it (it is a context manager) ends the display and the logs, and is safe at any time; `finish`
-    writes curves.png and summary.json first.
+    What the program warns of meanwhile is shown above the progress. Closing it (it is a context manager) ends
+    the display and the logs, and is safe at any time; `finish` writes curves.png and summary.json first.
     """
 
     def __init__(
@@ -37,12 +39,15 @@ class Report:
         completed_steps: int = 0,
         console: Console | None = None,
         started: float | None = None,
+        deaths: Callable[[], Mapping[str, int]] = dict,
     ):
         """Report into config.run.run_dir, which must exist (`prepare_run_dir`).
 
         Args:
             completed_steps: steps that a resumed run has behind it; later rows of its log are removed.
             started: time.time() at which the run began; when this process began if None.
+            deaths: gives the deaths and restarts in this process so far, by metric. A step's row has those
+                since the row before it.
         """
         self._run_dir = config.run.run_dir
         model = config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
@@ -54,6 +59,9 @@ class Report:
         self._display = ProgressDisplay(
             config.run.num_rollout, completed_steps=completed_steps, console=console
         )
+        self._deaths, self._deaths_told = deaths, dict[str, int]()
+        self._warnings = ExitStack()
+        self._warnings.enter_context(warnings_shown(self.note))
 
     def sizes(self, sizes: Iterable[Size]) -> None:
         """Show the table of sizes."""
@@ -81,7 +89,10 @@ class Report:
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Record and show the `step`-th step, counted from 1, with its seconds by stage."""
+        told = dict(self._deaths())
+        metrics = dict(metrics) | self._since(told)
         self._record("step", step, metrics, seconds)
+        self._deaths_told = told  # not before: a row that found no room is recorded again
         self._display.step(step, metrics, seconds)
 
     def finish(
@@ -98,7 +109,10 @@ class Report:
         self._count(seconds or {})
         self._display.close()
         summary = {"status": status} | summarise(
-            self._log.rows, seconds_total=time.time() - self._started, seconds_by_stage=self._seconds
+            self._log.rows,
+            seconds_total=time.time() - self._started,
+            seconds_by_stage=self._seconds,
+            since=self._since(self._deaths()),
         )
         kept = [self._run_dir / METRICS_FILE]
         for name, write in (
@@ -122,6 +136,7 @@ class Report:
         return summary
 
     def close(self) -> None:
+        self._warnings.close()
         self._display.close()
         self._log.close()
 
@@ -138,6 +153,10 @@ class Report:
     ) -> None:
         self._log.append(kind, step, dict(metrics), dict(seconds))
         self._count(seconds)  # last: a row that found no room is recorded again
+
+    def _since(self, deaths: Mapping[str, int]) -> dict[str, int]:
+        """Of these deaths, those that no row has."""
+        return {name: count - self._deaths_told.get(name, 0) for name, count in deaths.items()}
 
     def _count(self, seconds: Mapping[str, float]) -> None:
         for name, value in seconds.items():

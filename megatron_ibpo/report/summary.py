@@ -20,10 +20,15 @@ COUNTS = (
     "updates_skipped",
     "critic_updates_skipped",
     "updates_empty",
+    "groups_expired",
+    "groups_refused",
+    "tokens_discarded",
+    "engine_deaths",
+    "engine_restarts",
+    "verifier_deaths",
+    "trainer_restarts",
 )
-"""Metrics that count what was dropped or failed; a summary gives their sums over the run."""
-_RUNNING_TOTALS = ("engine_restarts", "verifier_deaths")
-"""Metrics that are sums already; a summary gives the largest."""
+"""Metrics that count what was dropped, failed or died; a summary gives their sums over the run."""
 _SPENT = ("spent_accelerator_seconds", "spent_tokens", "spent_flops")
 """Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5
@@ -34,7 +39,11 @@ Row = Mapping[str, Any]
 
 
 def summarise(
-    rows: Sequence[Row], *, seconds_total: float, seconds_by_stage: Mapping[str, float]
+    rows: Sequence[Row],
+    *,
+    seconds_total: float,
+    seconds_by_stage: Mapping[str, float],
+    since: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The summary of a metrics log.
 
@@ -44,10 +53,12 @@ def summarise(
             another number of problems than the end is None.
         reward: mean training reward of the first and of the last five steps, where there are ten.
     seconds_* are of this process: a resumed run counts from there.
+
+    Args:
+        since: counts of what has happened since the last row.
     """
     steps = [row for row in rows if row["kind"] == "step"]
-    counts = {name: sum(row[name] or 0 for row in rows if name in row) for name in COUNTS}
-    counts |= {name: max((row.get(name) or 0 for row in rows), default=0) for name in _RUNNING_TOTALS}
+    counts = {name: sum(row.get(name) or 0 for row in [*rows, since or {}]) for name in COUNTS}
     return {
         **_accuracies(rows, steps),
         **_rewards(steps),

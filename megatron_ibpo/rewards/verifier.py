@@ -38,6 +38,11 @@ class Score:
 class Pool(Protocol):
     """Processes that run the reward function: a `WorkerPool`, or one on each node of a cluster."""
 
+    @property
+    def deaths(self) -> int:
+        """Processes that died so far."""
+        ...
+
     def submit(self, arguments: tuple[Any, ...]) -> Future[Outcome]:
         """The outcome of one call, when it comes."""
         ...
@@ -67,8 +72,8 @@ class Verifier:
     def score(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
         """Score each response text to its prompt, in order.
 
-        A function that raises, hangs, kills its process or returns what is no finite number gives a score
-        without a reward. The first such error of a call is logged.
+        A function that raises, hangs, kills its process (twice, for it is asked again) or returns what is no
+        finite number gives a score without a reward. The first such error of a call is logged.
         """
         asked = [self._pool.submit(_arguments(prompt, response)) for prompt, response in pairs]
         outcomes = [outcome.result() for outcome in asked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -15,11 +16,17 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_ibpo.words import counted
+
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start: the imports of the reward function are in them."""
 _CLOSE_TIMEOUT = 5.0
 _LARGEST_BATCH = 64
 """Calls that a batched function gets at once: what waits when a worker is free, up to so many."""
+_DEATHS_TOLD = 10
+"""Deaths that have a line each; later the 16th has one, the 32nd and so on, since all may have one cause."""
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerError(ValueError):
@@ -54,8 +61,10 @@ class WorkerPool:
         self._timeout = timeout
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
+        self.deaths = 0
+        """Processes that died by themselves or by another's hand; those ended here do not count."""
         self._lock = threading.Lock()
-        """Over `_workers` and `_closed`."""
+        """Over `_workers`, `deaths` and `_closed`."""
         self._closed = False
         starts: list[Future[None]] = [Future() for _ in range(size)]
         self._threads = [
@@ -72,9 +81,10 @@ class WorkerPool:
             raise
 
     def submit(self, arguments: tuple[Any, ...]) -> Future[Outcome]:
-        """The outcome of one call, when it comes. A call that raises, takes longer than the time-out, or
-        kills its process has an outcome with an error; others are not affected. The future raises WorkerError
-        when a process that had to be replaced does not start again, and is cancelled by `close`."""
+        """The outcome of one call, when it comes. A call that raises or takes longer than the time-out has an
+        outcome with an error. One whose process dies is made once more; if that process dies too, it has an
+        error as well. Other calls are not affected. The future raises WorkerError when a process that had to
+        be replaced does not start again, and is cancelled by `close`."""
         call = _Call(arguments, Future())
         with self._lock:
             if self._closed:
@@ -120,15 +130,27 @@ class WorkerPool:
                         call.outcome.set_exception(error)
         self._end(worker)
 
-    def _settle(self, worker: _Worker, calls: list[_Call]) -> _Worker:
-        """Have the calls answered; return the worker that is left. When a batch fails as a whole, each of its
-        calls is made again alone, so that one that kills or hangs spoils no other."""
+    def _settle(self, worker: _Worker, calls: list[_Call], *, once_more: bool = True) -> _Worker:
+        """Have the calls answered; return the worker that is left.
+
+        When a batch fails as a whole, each of its calls is made again alone, so that one that kills or hangs
+        spoils no other. A call whose process died is made once more, since the call need not be the cause. A
+        time-out is one: it would only be waited for twice.
+        """
         outcomes, fault = worker.ask([call.arguments for call in calls], self._timeout)
-        if fault is not None and len(calls) > 1:
+        died = fault is not None and fault.died
+        again = fault is not None and (len(calls) > 1 or (died and once_more))
+        if fault is not None and died:
+            self._count_death(
+                fault.why, f"{counted(len(calls), 'call')} {'made again' if again else 'failed'}"
+            )
+        if again:
             for call in calls:
-                worker = self._settle(self._alive(worker), [call])
+                worker = self._settle(self._alive(worker), [call], once_more=once_more and not died)
             return worker
-        for call, outcome in zip(calls, outcomes if fault is None else [Outcome(None, fault)], strict=True):
+        if fault is not None:
+            outcomes = [Outcome(None, f"{fault.why}, and another one before it" if died else fault.why)]
+        for call, outcome in zip(calls, outcomes, strict=True):
             call.outcome.set_result(outcome)
         return worker
 
@@ -150,8 +172,19 @@ class WorkerPool:
         """The worker, or its successor if it died."""
         if worker.is_alive():
             return worker
+        if not worker.ended:
+            self._count_death(worker.how_it_died(), "it had nothing to do")
         self._end(worker)
         return self._start()
+
+    def _count_death(self, why: str, so: str) -> None:
+        with self._lock:
+            if self._closed:  # which is why it died
+                return
+            self.deaths += 1
+            deaths = self.deaths
+        if deaths <= _DEATHS_TOLD or deaths.bit_count() == 1:
+            _log.warning("%s: %s; %s (death %d)", self._target, why, so, deaths)
 
     def _start(self) -> _Worker:
         with self._lock:
@@ -182,6 +215,14 @@ class _Call:
     outcome: Future[Outcome]
 
 
+@dataclass(frozen=True)
+class _Fault:
+    """Why a worker has no outcomes."""
+
+    why: str
+    died: bool = False
+
+
 class _Worker:
     """One process and the connection to it."""
 
@@ -206,6 +247,8 @@ class _Worker:
             )
         self._connection = Connection(ours.detach())
         self._target = target
+        self.ended = False
+        """By its owner."""
         self.batched = False
         """The function takes many calls at once; known once it is loaded."""
 
@@ -224,7 +267,7 @@ class _Worker:
             raise WorkerError(f"the reward function cannot be loaded: {content}")
         self.batched = content
 
-    def ask(self, calls: list[tuple[Any, ...]], timeout: float) -> tuple[list[Outcome], str | None]:
+    def ask(self, calls: list[tuple[Any, ...]], timeout: float) -> tuple[list[Outcome], _Fault | None]:
         """(the outcome of each call, None), or ([], why there are none).
 
         Args:
@@ -235,13 +278,13 @@ class _Worker:
             self._connection.send(calls)
             if not self._connection.poll(seconds):
                 self.end()
-                return [], f"timed out after {seconds:g} s"
+                return [], _Fault(f"timed out after {seconds:g} s")
             kind, content = self._connection.recv()
         except (EOFError, OSError):
             self.end()
-            return [], f"the worker process died (status {self.process.returncode})"
+            return [], _Fault(self.how_it_died(), died=True)
         if kind == "error":
-            return [], content
+            return [], _Fault(content)
         return [Outcome(value, error) for value, error in content], None
 
     def is_alive(self) -> bool:
@@ -252,7 +295,13 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def how_it_died(self) -> str:
+        status = self.process.returncode
+        how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+        return f"the worker process died ({how})"
+
     def end(self) -> None:
+        self.ended = True
         self.kill()
         self.process.wait(_CLOSE_TIMEOUT)
         self._connection.close()

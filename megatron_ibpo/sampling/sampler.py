@@ -18,6 +18,7 @@ from megatron_ibpo.rollout import AsyncEngine, EngineDiedError, EngineError, Eng
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.scoring import Score
 from megatron_ibpo.sampling.tasks import together
+from megatron_ibpo.words import counted
 
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""
@@ -166,8 +167,9 @@ class Sampler:
         self.close()
 
     def take_metrics(self) -> dict[str, float]:
-        """What sampling took since the last call (`Meter`)."""
-        return self._meter.take()
+        """What sampling took since the last call (`Meter`), and samples_in_flight now."""
+        in_flight = len(self._homeless) + sum(len(lane.open) for lane in self._lanes)
+        return self._meter.take() | {"samples_in_flight": float(in_flight)}
 
     async def answers(self, asked: Sequence[tuple[Prompt, SampleRequest]]) -> list[Sample]:
         """A scored sample for every request, in order. The requests of a prompt stay together."""
@@ -329,9 +331,10 @@ class Sampler:
 
     def _bury(self, lane: _Lane, error: EngineDiedError) -> None:
         """Ask again what a dead engine owes, at once where another lives, and have it replaced meanwhile."""
-        log.warning("engine %d died: %s", lane.index, error)
         lane.state = "mending"
         orphans = [opened for opened in lane.clear() if not opened.sample.done()]
+        asked = counted(len(orphans), "request")
+        log.warning("engine %d died: %s; %s asked again elsewhere", lane.index, error, asked)
         self._meter.died(len(orphans))
         self._homeless += orphans
         self._house()
@@ -347,6 +350,7 @@ class Sampler:
             lane.engine = await self._revive(lane.index)
         except Exception as failure:
             lane.state = "gone"
+            log.warning("engine %d is not replaced: %s", lane.index, failure)
             if not isinstance(failure, EngineLostError):
                 self._failure = failure
             if self._failure is not None or all(lane.state == "gone" for lane in self._lanes):

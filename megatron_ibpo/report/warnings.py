@@ -1,0 +1,36 @@
+"""What the program's loggers warn of while a run goes on, shown where the person looks: deaths above all, and
+what became of them."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PROGRAM = "megatron_ibpo"
+
+
+class _Shown(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._show(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def warnings_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """Give `show` every warning of the program, from whichever thread, with the time of day.
+
+    Otherwise Python would print them to stderr, without the time and beside the display.
+    """
+    handler = _Shown(show)
+    logger = logging.getLogger(PROGRAM)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
