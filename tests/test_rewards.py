@@ -99,12 +99,27 @@ USERS_REWARDS = """
 """
 
 
+FRAGILE_REWARDS = """
+    import os
+    from pathlib import Path
+
+    deaths = Path(__file__).with_name("deaths")
+    if left := int(deaths.read_text() if deaths.exists() else 0):
+        deaths.write_text(str(left - 1))
+        os._exit(7)
+
+    def pid(prompt, response, label, metadata):
+        return os.getpid()
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def users_module(tmp_path_factory):
     """A user's module on the owner's path."""
     directory = tmp_path_factory.mktemp("user")
     (directory / "users_rewards.py").write_text(textwrap.dedent(USERS_REWARDS))
     (directory / "broken_rewards.py").write_text("import no_such_library")
+    (directory / "fragile_rewards.py").write_text(textwrap.dedent(FRAGILE_REWARDS))
     sys.path.insert(0, str(directory))
     yield directory
     sys.path.remove(str(directory))
@@ -203,6 +218,23 @@ def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once(tmp_path):
         (hung,) = opened.score(asked(f"count {tmp_path / 'asked'}"))
         assert (hung.error, opened._pool.deaths) == ("timed out after 0.5 s", 2)
     assert (tmp_path / "asked").read_text() == "x"
+
+
+@pytest.mark.parametrize(("deaths", "is_replaced"), [(2, True), (3, False)])
+def test_a_successor_that_dies_while_it_loads_has_successors_in_turn_but_not_for_good(
+    users_module, deaths, is_replaced
+):
+    with verifier("fragile_rewards:pid", reward_workers=1) as fragile:
+        (before,) = fragile.score(asked("1"))
+        (users_module / "deaths").write_text(str(deaths))
+        os.kill(int(before.reward), signal.SIGKILL)
+        time.sleep(0.1)
+        if is_replaced:
+            (after,) = fragile.score(asked("1"))
+            assert after.reward not in (None, before.reward)
+        else:
+            with pytest.raises(WorkerError, match=r"ended while loading it \(status 7\)"):
+                fragile.score(asked("1"))
 
 
 def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(graded, caplog):

@@ -21,6 +21,8 @@ from megatron_ibpo.words import counted
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start: the imports of the reward function are in them."""
 _CLOSE_TIMEOUT = 5.0
+_STARTS = 3
+"""Of a successor: it may be killed while it loads the function as the one before was; not over and over."""
 _LARGEST_BATCH = 64
 """Calls that a batched function gets at once: what waits when a worker is free, up to so many."""
 _DEATHS_TOLD = 10
@@ -31,6 +33,10 @@ _log = logging.getLogger(__name__)
 
 class WorkerError(ValueError):
     """The function cannot be loaded, or its process cannot be started."""
+
+
+class _NotLoadedError(WorkerError):
+    """The process ended while it loaded the function, or did not come to an end with it; the next one may."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,9 @@ class WorkerPool:
         if not worker.ended:
             self._count_death(worker.how_it_died(), "it had nothing to do")
         self._end(worker)
+        for _ in range(_STARTS - 1):
+            with suppress(_NotLoadedError):
+                return self._start()
         return self._start()
 
     def _count_death(self, why: str, so: str) -> None:
@@ -255,11 +264,11 @@ class _Worker:
     def await_ready(self) -> None:
         """Wait until the function is loaded; raise WorkerError if it cannot be."""
         if not self._connection.poll(_START_TIMEOUT):
-            raise WorkerError(f"reward function {self._target}: not loaded after {_START_TIMEOUT:g} s")
+            raise _NotLoadedError(f"reward function {self._target}: not loaded after {_START_TIMEOUT:g} s")
         try:
             status, content = self._connection.recv()
         except (EOFError, OSError):
-            raise WorkerError(
+            raise _NotLoadedError(
                 f"reward function {self._target}: its process ended while loading it (status "
                 f"{self.process.wait(_CLOSE_TIMEOUT)}); the reason is in the lines above"
             ) from None

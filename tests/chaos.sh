@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Kills, stops and fills up: a small run goes on whatever happens to its processes and files, and what it comes to is
+# compared with a clean replay of its journal.
+#
+#   bash tests/chaos.sh [KILLS, 20 by default] [SEED, 0 by default] [MINUTES, no bound by default]
+#
+# Each fault and each run is a line of tools/results/chaos.jsonl (or $CHAOS_RESULTS); a campaign goes on where the last
+# one with the same seed has ended, until there are so many kills. After MINUTES nothing more is killed: the run is
+# finished and checked. A run that is not as it must be ends the campaign, and is kept.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=$(bash tools/bootstrap.sh dev)
+PYTHONPATH=$PWD:$PWD/tests exec "$python" -m chaos "$@"

@@ -1,0 +1,44 @@
+"""See tests/chaos.sh."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from chaos.campaign import one_run
+from chaos.results import append, read, so_far, table
+from chaos.trial import ROOT
+
+KILLS_OF_A_RUN = 25
+
+
+def main() -> int:
+    """Returns the exit status: 1 if a run was not as it must be."""
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that nothing is left running
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    minutes = float(sys.argv[3]) if len(sys.argv) > 3 else math.inf
+    until = time.monotonic() + 60 * minutes
+    results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos.jsonl"))
+    while True:
+        done, number = so_far(read(results), seed)
+        if done >= kills or time.monotonic() > until:
+            break
+        print(f"{done} of {kills} kills; run {number}", flush=True)
+        records, run, place = one_run(seed, number, min(KILLS_OF_A_RUN, kills - done), until)
+        append(results, [*records, run])
+        print(f"run {number}: {len(records)} kills in {run['seconds']} s", flush=True)
+        if run["problems"]:
+            print("\n".join([*run["problems"], f"all of it is kept in {place}"]), flush=True)
+            return 1
+    print(table(read(results)))
+    return 0
+
+
+sys.exit(main())

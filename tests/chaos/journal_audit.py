@@ -1,0 +1,48 @@
+"""What a run's journal says that it trained on, read entry by entry: nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.journal import read_journal
+
+GroupId = tuple[int, int]
+
+
+def audit(directory: Path, *, steps: int, responses: int, sampling: dict[str, Any]) -> list[str]:
+    """What is wrong with the journal of a run that has finished; empty if nothing is.
+
+    Args:
+        steps: that it took.
+        responses: of each prompt.
+        sampling: `cursor` and `open` of its last checkpoint, the prompts that no batch has taken.
+    """
+    recovered = read_journal(directory, 0)
+    problems = [f"the journal cannot be read whole: {note}" for note in recovered.notes]
+    if [batch.step for batch in recovered.batches] != list(range(1, steps + 1)):
+        found = [batch.step for batch in recovered.batches]
+        problems.append(f"{steps} steps were taken, the journal has whole batches of {found}")
+    taken: dict[GroupId, int] = {}
+    trained: dict[int, int] = {}
+    given_up: set[GroupId] = set()
+    for batch in recovered.batches:
+        for group in batch.groups:
+            if group.id in taken:
+                problems.append(f"{group.id} was trained at steps {taken[group.id]} and {batch.step}")
+            elif group.prompt_index in trained:
+                problems.append(f"prompt {group.prompt_index} was trained twice, under two attempts")
+            taken[group.id] = batch.step
+            trained[group.prompt_index] = batch.step
+            if group.responses != responses:
+                problems.append(f"{group.id} was trained with {group.responses} of {responses} responses")
+        given_up |= {group.id for group in batch.dropped}
+    problems += [f"{group} was dropped and trained" for group in sorted(given_up & taken.keys())]
+    left = {(index, attempt) for index, attempt in sampling["open"]}
+    sampled = {key.group for key in recovered.samples}
+    for group in sorted(sampled - taken.keys() - left):
+        if group[0] < sampling["cursor"]:
+            problems.append(f"samples of {group} stand in the journal, but it is in no batch, nor open")
+    known = trained.keys() | {index for index, _ in left}
+    problems += [f"prompt {index} is lost" for index in sorted(set(range(sampling["cursor"])) - known)]
+    return problems

@@ -1,0 +1,121 @@
+"""Which process of a run is which, and what of it is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+VERIFIER = "megatron_ibpo.rewards.worker"
+ENGINE = "engine_process"
+ACTOR = "ray::_Process"
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """Everything that this process has started and that lives."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Process]]:
+    """Trainers, engines, the processes that hold engines, and verifiers; of each those that are far enough to
+    be told."""
+    kinds: dict[str, list[psutil.Process]] = {"trainer": [], "engine": [], "host": [], "verifier": []}
+    actors = []
+    for process in processes:
+        with suppress(psutil.Error):
+            command = title(process)
+            if VERIFIER in command:
+                kinds["verifier"].append(process)
+            elif ENGINE in command:
+                kinds["engine"].append(process)
+            elif ACTOR in command:
+                actors.append(process)
+    hosts = {process.ppid() for process in kinds["engine"] if process.is_running()}
+    kinds["host"] = [actor for actor in actors if actor.pid in hosts]
+    kinds["trainer"] = [actor for actor in actors if actor.pid not in hosts and has_torch(actor.pid)]
+    return kinds
+
+
+def actors_among(processes: Iterable[psutil.Process], since: float) -> list[psutil.Process]:
+    """The processes of Ray's that hold something of the run and were created after `since` (time.time())."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            if process.create_time() >= since and ACTOR in title(process):
+                found.append(process)
+    return found
+
+
+def title(process: psutil.Process) -> str:
+    """Its command line as it shows it now."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def has_torch(pid: int) -> bool:
+    """Whether this process has loaded torch; those that hold engines do not."""
+    with suppress(OSError):
+        return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
+def engine_index(engine: psutil.Process) -> int | None:
+    """Which engine it is, by the log that it writes."""
+    with suppress(OSError, ValueError):
+        return int(Path(os.readlink(f"/proc/{engine.pid}/fd/1")).stem.removeprefix("engine_"))
+    return None
+
+
+def of_place(place: Path) -> list[psutil.Process]:
+    """All processes on this machine whose environment names `place`, whoever their parents are now."""
+    mark, found = str(place).encode(), []
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.Error):
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(psutil.Process(pid))
+    return [process for process in found if _lives(process)]
+
+
+def gone_within(place: Path, seconds: float) -> tuple[float, list[str]]:
+    """(seconds until nothing of `place` ran, command lines of what still does)."""
+    began = time.monotonic()
+    while (left := of_place(place)) and time.monotonic() - began < seconds:
+        time.sleep(0.1)
+    return time.monotonic() - began, [_described(process) for process in left]
+
+
+def end_all(place: Path) -> None:
+    """Kill what runs of `place`."""
+    for process in of_place(place):
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Names in /dev/shm of the segments that they have mapped."""
+    names: set[str] = set()
+    for process in processes:
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "/dev/shm/" in line:
+                    names.add(line.split("/dev/shm/", 1)[1].removesuffix(" (deleted)"))
+    return names
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _described(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"{process.pid} {process.status()} {title(process)[:200]}"
+    return f"{process.pid}"

@@ -1,0 +1,116 @@
+"""What comes in the place of engines and trainers that were hit: how soon it works, how long it started."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from chaos.processes import actors_among, has_torch, title
+from chaos.trial import Trial
+from megatron_ibpo.cluster.engines import MOST_DEATHS, WITHIN_S
+
+READY = re.compile(rb"pid=(\d+)\).*init engine")
+AT_WORK = re.compile(rb"pid=(\d+)\).*reset prefix cache")
+"""Comes with every update of weights, and so when an engine joins those that are at work."""
+LOOK_EVERY_S = 0.25
+MARGIN_S = 15.0
+"""To the deaths that the program takes for a reason to stop: it measures work a little differently."""
+
+
+@dataclass
+class Replacement:
+    """Of one engine, under way."""
+
+    hit: float
+    """time.monotonic() of the fault."""
+    old: int
+    """Process of the engine that was hit."""
+    read_from: int
+    """Bytes of its log that were there then."""
+    ready: float | None = None
+    start_seconds: float | None = None
+    """From the new process's creation until vLLM was ready in it."""
+    seconds: float | None = None
+    """From the fault until the new engine had joined."""
+
+
+@dataclass
+class Engines:
+    """The engines of one driver's life."""
+
+    logs: Path
+    since: float
+    """time.monotonic() when they began to work."""
+    under_way: dict[int, Replacement] = field(default_factory=dict)
+    worked: dict[int, list[float]] = field(default_factory=dict)
+    """By engine: seconds of work before each of its deaths."""
+    joined: dict[int, float] = field(default_factory=dict)
+
+    def hit(self, index: int, pid: int, at: float) -> Replacement:
+        """Note that this engine, which ran as process `pid`, or what holds it, was hit at `at`."""
+        log = self._log(index)
+        self.worked.setdefault(index, []).append(at - self.joined.get(index, self.since))
+        size = log.stat().st_size if log.exists() else 0
+        self.under_way[index] = Replacement(at, pid, size)
+        return self.under_way[index]
+
+    def look(self) -> None:
+        """See who has joined since."""
+        for index, one in list(self.under_way.items()):
+            with self._log(index).open("rb") as log:
+                log.seek(one.read_from)
+                said = log.read()
+            ready = [int(pid) for pid in READY.findall(said) if int(pid) != one.old]
+            if ready and one.ready is None:
+                one.ready = time.monotonic()
+                one.start_seconds = _age(ready[-1])
+            if one.ready is not None and any(int(pid) == ready[-1] for pid in AT_WORK.findall(said)):
+                one.seconds = time.monotonic() - one.hit
+                self.joined[index] = time.monotonic()
+                del self.under_way[index]
+
+    def spared(self) -> set[int]:
+        """Engines that are not there, and those whose next death would rightly end the run."""
+        now, spared = time.monotonic(), set(self.under_way)
+        for index, worked in self.worked.items():
+            last = [*worked, now - self.joined.get(index, self.since)][-MOST_DEATHS:]
+            if len(last) == MOST_DEATHS and sum(last[1:]) < WITHIN_S + MARGIN_S:
+                spared.add(index)
+        return spared
+
+    def _log(self, index: int) -> Path:
+        return self.logs / f"engine_{index}.log"
+
+
+def _age(pid: int) -> float | None:
+    try:
+        return time.time() - psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
+
+
+class NewTrainer:
+    """A trainer that the same driver starts in the place of the one that was just hit."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.start_seconds: float | None = None
+        """From its process's creation until its part of the model was built."""
+        self._trial = trial
+        self._since = time.time()
+        self._building: set[int] = set()
+        self._next = time.monotonic()
+
+    def look(self) -> None:
+        """Called often. Ray shows in a process's title what it runs."""
+        if self.start_seconds is not None or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + LOOK_EVERY_S
+        actors = {one.pid: one for one in actors_among(self._trial.processes(), since=self._since)}
+        titles = {pid: title(one) for pid, one in actors.items()}
+        built = [pid for pid in self._building & actors.keys() if ".build" not in titles[pid]]
+        self._building |= {pid for pid, said in titles.items() if ".build" in said}
+        self.start_seconds = next((_age(pid) for pid in built if has_torch(pid)), None)

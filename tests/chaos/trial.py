@@ -1,0 +1,155 @@
+"""One small run that is made to go on until it has finished, whatever happens to its processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from chaos.processes import below, gone_within, shared_memory_of
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, PROMPTS, RESPONSES = 60, 4, 4
+FLAGS = [
+    *("--config", str(ROOT / "examples/recipes/small_dense_cpu.yaml")),
+    *("--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), "--num-trainers", "1"),
+    *("--no-colocate", "--rollout-num-gpus", "2", "--max-staleness", "1"),
+    *("--num-rollout", str(STEPS), "--rollout-batch-size", str(PROMPTS)),
+    *("--n-samples-per-prompt", str(RESPONSES), "--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
+    *("--journal-keep", "100", "--save-interval", "5"),
+    # what hangs is to be found soon
+    *("--engine-stall-timeout", "6", "--update-weight-timeout", "20", "--reward-timeout", "5"),
+]
+ORPHANS_S = 10.0
+"""In which what a dead driver has started must have ended by itself."""
+STUCK_S = 240.0
+"""Without a step, after which a run is taken to hang."""
+END_S = 120.0
+"""For a driver that was asked to end."""
+STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
+
+
+class StuckError(RuntimeError):
+    """The run makes no step."""
+
+
+@dataclass
+class Trial:
+    """A run in a place of its own, and what was seen of it."""
+
+    place: Path
+    """For its temporary files and logs; its name is in the environment of all that is started."""
+    run_dir: Path
+    seed: int
+    starts: int = 0
+    """How often the driver was started."""
+    driver: subprocess.Popen[bytes] | None = None
+    spawned: float = 0.0
+    """time.monotonic() of the last start."""
+    start_seconds: float | None = None
+    """Of the last start: until its first step began."""
+    problems: list[str] = field(default_factory=list)
+    shared_memory: set[str] = field(default_factory=set)
+    """Segments that its processes had."""
+
+    @property
+    def log(self) -> Path:
+        """What the present driver prints."""
+        return self.place / f"driver_{self.starts:03d}.log"
+
+    def start(self) -> None:
+        """Start the driver; from the second time on it goes on from what there is."""
+        (self.place / "tmp").mkdir(exist_ok=True)
+        self.starts += 1
+        self.start_seconds = None
+        goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
+        command = [sys.executable, "-m", "megatron_ibpo.train", *FLAGS, "--seed", str(self.seed)]
+        with self.log.open("wb") as log:
+            self.driver = subprocess.Popen(
+                [*command, "--run-dir", str(self.run_dir), *goes_on],
+                env=self.environment(),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.spawned = time.monotonic()
+
+    def environment(self) -> dict[str, str]:
+        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        return os.environ | quiet | {"TMPDIR": str(self.place / "tmp")}
+
+    def pid(self) -> int:
+        assert self.driver is not None
+        return self.driver.pid
+
+    def ended(self) -> int | None:
+        """The driver's exit status; None while it runs."""
+        assert self.driver is not None
+        return self.driver.poll()
+
+    def processes(self) -> list[psutil.Process]:
+        """All but the driver; their shared memory is noted."""
+        found = below(self.pid())
+        self.shared_memory |= shared_memory_of(found)
+        return found
+
+    def step(self) -> int:
+        """The last step that the present driver has completed; 0 before its first."""
+        lines = STEP_LINE.findall(self.log.read_bytes())
+        if not lines:
+            return 0
+        if self.start_seconds is None:
+            self.start_seconds = time.monotonic() - self.spawned - float(lines[0][1])
+        return int(lines[-1][0])
+
+    def wait_for_step(self, step: int, look: Callable[[], object] = lambda: None) -> None:
+        """Until this step is completed, or the driver has ended. Calls `look` meanwhile.
+
+        Raises:
+            StuckError: no step came for a long time.
+        """
+        latest, since = -1, time.monotonic()
+        while (now := self.step()) < step and self.ended() is None:
+            if now != latest:
+                latest, since = now, time.monotonic()
+            if time.monotonic() - since > STUCK_S:
+                raise StuckError(f"no step for {STUCK_S:.0f} s after step {now}, see {self.log}")
+            look()
+            time.sleep(0.05)
+
+    def wait_for_end(self) -> None:
+        """Of the driver.
+
+        Raises:
+            StuckError: it does not end.
+        """
+        deadline = time.monotonic() + END_S
+        while self.ended() is None:
+            if time.monotonic() > deadline:
+                raise StuckError(f"the driver does not end, see {self.log}")
+            time.sleep(0.05)
+
+    def has_finished(self) -> bool:
+        return self.ended() == 0
+
+    def orphans_end(self) -> float:
+        """Seconds until all that the driver had started was gone; what is not is a problem."""
+        seconds, left = gone_within(self.place, ORPHANS_S)
+        if left:
+            self.problems.append(f"{ORPHANS_S:.0f} s after the driver's end there runs: {left}")
+            gone_within(self.place, ORPHANS_S)
+        return seconds
+
+    def last_words(self) -> str:
+        """Of the driver, for the record."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1][-300:] if lines else ""
