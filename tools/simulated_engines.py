@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import selectors
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,7 +74,7 @@ class StepTime:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """A `rollout.AsyncEngine` in virtual time: all its requests run at once, a token with each step."""
+    """A `rollout.AsyncEngine` in virtual time: its requests run at once, a token with each step."""
 
     step_time: StepTime
     write: Callable[[SampleRequest], Sequence[int]]
@@ -86,6 +88,8 @@ class SimulatedEngine:
     aborted: list[int] = field(default_factory=list)
     end: str | None = None
     """Why it was killed."""
+    most_running: int | None = None
+    """Requests that run at once; the others wait in the order in which they came. All run when None."""
 
     def __post_init__(self) -> None:
         self._steps = 0.0
@@ -93,6 +97,9 @@ class SimulatedEngine:
         """Steps taken until this time."""
         self._running: dict[int, tuple[float, Sample]] = {}
         """By number: the step with which it ends."""
+        self._ends: list[tuple[float, int]] = []
+        """Heap of the same, and of what has been aborted since."""
+        self._waiting: dict[int, SampleRequest] = {}
         self._version = 0
         self._paused = False
         self._news = asyncio.Event()
@@ -101,17 +108,8 @@ class SimulatedEngine:
         self._advance()
         for number, request in requests:
             self.asked.append((self._at, request))
-            response = token_ids(self.write(request))
-            sample = Sample(
-                prompt_token_ids=request.prompt_token_ids,
-                token_ids=response,
-                logprobs=np.zeros(len(response), np.float32),
-                finish_reason="stop" if len(response) < request.max_tokens else "length",
-                temperature=request.temperature,
-                versions=((0, self._version),),
-                loss_mask=np.ones(len(response), np.bool_),
-            )
-            self._running[number] = (self._steps + len(response), sample)
+            self._waiting[number] = request
+        self._begin()
         self._news.set()
 
     async def update(self, version: int, seconds: float) -> None:
@@ -133,8 +131,9 @@ class SimulatedEngine:
             self._advance()
             if self._hangs():
                 await asyncio.Event().wait()
-            if done := [number for number, (end, _) in self._running.items() if end <= self._steps + 1e-6]:
-                return [(number, self._running.pop(number)[1]) for number in done]
+            if finished := self._finished():
+                self._begin()
+                return finished
             if self._at >= deadline:
                 return []
             self._news.clear()
@@ -149,14 +148,47 @@ class SimulatedEngine:
         self.aborted += numbers
         for number in numbers:
             self._running.pop(number, None)
+            self._waiting.pop(number, None)
+        self._begin()
+        self._news.set()  # what is left ends sooner
 
     async def kill(self, why: str) -> None:
         self.end = why
 
+    def _begin(self) -> None:
+        """Run what there is room for."""
+        room = len(self._waiting) if self.most_running is None else self.most_running - len(self._running)
+        for number in list(islice(self._waiting, room)):
+            request = self._waiting.pop(number)
+            response = token_ids(self.write(request))
+            sample = Sample(
+                prompt_token_ids=request.prompt_token_ids,
+                token_ids=response,
+                logprobs=np.zeros(len(response), np.float32),
+                finish_reason="stop" if len(response) < request.max_tokens else "length",
+                temperature=request.temperature,
+                versions=((0, self._version),),
+                loss_mask=np.ones(len(response), np.bool_),
+            )
+            end = self._steps + len(response)
+            self._running[number] = (end, sample)
+            heapq.heappush(self._ends, (end, number))
+
+    def _finished(self) -> list[tuple[int, Sample]]:
+        """What has ended, which is forgotten."""
+        finished = []
+        while self._ends and self._ends[0][0] <= self._steps + 1e-6:
+            _, number = heapq.heappop(self._ends)
+            if number in self._running:
+                finished.append((number, self._running.pop(number)[1]))
+        return finished
+
     def _next_end(self) -> float:
         if not self._running or self._hangs() or self._paused:
             return float("inf")
-        steps = min(end for end, _ in self._running.values()) - self._steps
+        while self._ends[0][1] not in self._running:
+            heapq.heappop(self._ends)
+        steps = self._ends[0][0] - self._steps
         return self._at + steps * self.step_time(len(self._running))
 
     def _hangs(self) -> bool:
