@@ -118,6 +118,11 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                 )
             )
             reporter.note(_where(config, placement))
+            if config.rollout.max_staleness and not config.loss.corrections:
+                reporter.note(
+                    "samples may be older than the policy that they train, and nothing corrects for that: "
+                    "--use-tis, --icepop or --sequence-rejection do (docs/loss_variants.md)"
+                )
             verifiers.wait_ready()
             if engines is not None:
                 engines.wait_ready()

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, assign_credit, find_operator
+from megatron_ibpo.journal import Journal, read_journal
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules
+from megatron_ibpo.sampling.memory import JournalMemory, UnderWay
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
@@ -212,3 +214,69 @@ def test_an_advantage_comes_from_the_samples_as_they_were_whatever_sampled_them(
         assert [s.advantage for s in assign_credit(as_of_one, CONTEXT).sequences] == [
             s.advantage for s in credited
         ]
+
+
+# --- a run that goes on ----------------------------------------------------------------------------
+
+
+def run_steps(directory: Path, pace: Pace, first: int, last: int) -> tuple[list[Batch], list[SampleRequest]]:
+    """(batches, requests that the engines got) of a process that is gone after step `last`: what it leaves is
+    the journal alone."""
+    recovered = read_journal(directory, first)
+    engines = [SimulatedEngine(STEP, long_tailed) for _ in range(2)]
+    batches: list[Batch] = []
+
+    async def work(memory: JournalMemory) -> None:
+        sampler = Sampler(engines, score, stall_timeout=1e6)
+        rules = Rules(WANTED, 1, any_group, any_group)
+        ahead = Ahead(GroupSampler(sampler, OPERATOR, rules, memory), draw, pace, version=first)
+        under_way = UnderWay(first * WANTED)
+        oldest = memory.open_groups()
+        under_way.ask(index for index, _ in oldest)
+        await ahead.resume(under_way.cursor, [(*g, oldest.get(g, first)) for g in sorted(under_way.open)])
+        await asyncio.gather(*(engine.update(first, 0.0) for engine in engines))
+        sampler.version = first
+        for step in range(first, last):
+            batch = await ahead.batch()
+            batches.append(batch)
+            memory.close(step + 1, batch)
+            await asyncio.sleep(0.4)
+            await asyncio.gather(*(engine.update(step + 1, 0.05) for engine in engines))
+            sampler.version = step + 1
+            await ahead.advance(step + 1)
+
+    with Journal(directory, 10**9, "", first) as journal:
+        in_virtual_time(work(JournalMemory(journal, recovered, lambda write: write())))
+    return batches, [request for engine in engines for _, request in engine.asked]
+
+
+@pytest.mark.parametrize("pace", [Pace(2, keep_order=True), Pace(1, keep_order=True)])
+def test_what_a_process_had_sampled_when_it_died_is_not_sampled_again(tmp_path: Path, pace: Pace) -> None:
+    before, asked_before = run_steps(tmp_path, pace, 0, 3)
+    kept = read_journal(tmp_path, 3)
+    left = {(key.prompt_index, key.kind, key.index) for key in kept.samples}
+    assert left, "it had begun groups of the next batches"
+    after, asked_after = run_steps(tmp_path, pace, 3, 6)
+    trained = [group.prompt.index for batch in [*before, *after] for group in batch.groups]
+    assert trained == list(range(6 * WANTED))
+    finished = {s.token_ids.tobytes() for s in kept.samples.values()}
+    again = {token_ids(long_tailed(request)).tobytes() for request in asked_after}
+    assert finished.isdisjoint(again)
+    assert len(asked_after) < len(asked_before) + len(left)
+
+
+def test_every_batch_is_in_the_journal_as_it_was_trained(tmp_path: Path) -> None:
+    batches, _ = run_steps(tmp_path, Pace(1), 0, 4)
+    recovered = read_journal(tmp_path, 0)
+    with Journal(tmp_path, 10**9, "", 0) as journal:
+        memory = JournalMemory(journal, recovered, lambda write: write())
+        for closed, batch in zip(recovered.batches, batches, strict=True):
+            groups = memory.groups(closed, lambda index: (draw(index, 0)[0], draw(index, 0)[2]), OPERATOR)
+            for one, other in zip(groups, batch.groups, strict=True):
+                assert one.prompt.index == other.prompt.index
+                assert [s.token_ids.tolist() for s in one.samples] == [
+                    s.token_ids.tolist() for s in other.samples
+                ]
+                assert [(c.target, c.references) for c in one.corrections] == [
+                    (c.target, c.references) for c in other.corrections
+                ]
