@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_ibpo.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.records import Sample, SampleRequest, TokenIds, token_ids
 from megatron_ibpo.rollout import EngineDiedError
 
 __all__ = ["SimulatedEngine", "StepTime", "in_virtual_time"]
@@ -77,7 +77,7 @@ class SimulatedEngine:
     """A `rollout.AsyncEngine` in virtual time: its requests run at once, a token with each step."""
 
     step_time: StepTime
-    write: Callable[[SampleRequest], Sequence[int]]
+    write: Callable[[SampleRequest], Sequence[int] | TokenIds]
     """The response to a request."""
     dies_at: float | None = None
     """Time at which it ends and forgets everything; never when None."""

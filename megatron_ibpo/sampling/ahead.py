@@ -24,7 +24,8 @@ class Pace:
     staleness: int
     """S: steps by which the oldest weights behind a batch may be older than those that it trains."""
     over_sampling: int = 0
-    """Groups under way beyond those that the batches within S steps take."""
+    """Groups under way beyond those of a batch. With it a batch takes the first that are complete, and does
+    not wait for those that will be too old for the next."""
     keep_order: bool = False
     """Take groups in the order of their prompts."""
     last_step: int | None = None
@@ -154,7 +155,8 @@ class Ahead:
         if self._pace.last_step is not None:
             ahead = min(ahead, self._pace.last_step)
         batches = ahead - self._next
-        return batches * self._wanted + self._pace.over_sampling if batches > 0 else 0
+        # what is over and above both could not be trained on before it is too old
+        return max(batches * self._wanted, self._wanted + self._pace.over_sampling) if batches > 0 else 0
 
     @property
     def _exhausted(self) -> bool:
