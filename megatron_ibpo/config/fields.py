@@ -268,8 +268,8 @@ class DataConfig:
     reward_threshold: float = 1.0
     """A response is correct when its reward is at least this."""
     reward_timeout: Annotated[float, SECONDS] = 10.0
-    """Seconds a verifier may take for one response before it is killed and counted as an error. It is not asked
-    again, as after a death: it would only take as long once more."""
+    """Seconds a verifier may take for one response before it is killed and counted as an error. Other than
+    after a death it is not asked again: it would only take as long once more."""
     reward_workers: Annotated[int, within(1, 1024)] = 2
     """Verifier processes on each node of the cluster. 2: scoring is quick, and trainers and engines share
     the processors."""
