@@ -334,7 +334,7 @@ class Sampler:
         lane.state = "mending"
         orphans = [opened for opened in lane.clear() if not opened.sample.done()]
         asked = counted(len(orphans), "request")
-        log.warning("engine %d died: %s; %s asked again elsewhere", lane.index, error, asked)
+        log.warning("engine %d died, %s asked again elsewhere: %s", lane.index, asked, error)
         self._meter.died(len(orphans))
         self._homeless += orphans
         self._house()
