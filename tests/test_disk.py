@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -60,20 +61,25 @@ def test_what_else_fails_is_not_waited_for():
     assert disk.said == []
 
 
-@pytest.fixture
+@contextmanager
 def small_files():
-    """Files may have 4,096 bytes, as on a disk with no more: what goes beyond fails after a part of it."""
+    """Files may have 4,096 bytes, as on a disk with no more: what goes beyond fails after a part of it.
+
+    Not a fixture: the limit is the process's, and pytest's own report, which is longer, may go to a file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_line_is_appended_whole_or_not_at_all(tmp_path, small_files):
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
     path = tmp_path / "lines"
-    with path.open("ab", buffering=0) as file:
+    with small_files(), path.open("ab", buffering=0) as file:
         append_whole(file, b"a" * 3000 + b"\n")
         with pytest.raises(OSError, match="too large"):
             append_whole(file, b"b" * 3000 + b"\n")
@@ -81,9 +87,9 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path, small_files):
     assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
 
 
-def test_a_file_that_finds_no_room_leaves_the_one_before(tmp_path, small_files):
+def test_a_file_that_finds_no_room_leaves_the_one_before(tmp_path):
     write_whole(tmp_path / "kept.json", "old")
-    with pytest.raises(OSError, match="too large"):
+    with small_files(), pytest.raises(OSError, match="too large"):
         write_whole(tmp_path / "kept.json", "new" * 10000)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
     assert (tmp_path / "kept.json").read_text() == "old"
