@@ -25,7 +25,7 @@ from chaos.trial import RESPONSES, STEPS, StuckError, Trial
 
 Record = dict[str, Any]
 DISK_MB = 200
-ENDS_THE_RUN = ("driver", "trainer")
+ENDS_THE_RUN = ("driver",)
 """Whose death may end the run, to be started again."""
 CACHE = "torchinductor_"
 """torch's own, for all processes of a user: it stays."""
@@ -130,7 +130,7 @@ def _recovered(
         "driver_age": round(at - trial.spawned, 1),
         "held_seconds": round(held, 2),
     }
-    trainer = NewTrainer(trial) if fault.victim == "trainer" else None
+    trainer = NewTrainer(trial.pid()) if fault.victim == "trainer" else None
 
     def look() -> None:
         engines.look()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from chaos.processes import actors_among, has_torch, title
-from chaos.trial import Trial
+from chaos.processes import actors_among, below, has_torch, title
 from megatron_ibpo.cluster.engines import MOST_DEATHS, WITHIN_S
 
 READY = re.compile(rb"pid=(\d+)\).*init engine")
@@ -96,10 +95,10 @@ def _age(pid: int) -> float | None:
 class NewTrainer:
     """A trainer that the same driver starts in the place of the one that was just hit."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, driver: int) -> None:
         self.start_seconds: float | None = None
         """From its process's creation until its part of the model was built."""
-        self._trial = trial
+        self._driver = driver
         self._since = time.time()
         self._building: set[int] = set()
         self._next = time.monotonic()
@@ -109,7 +108,7 @@ class NewTrainer:
         if self.start_seconds is not None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + LOOK_EVERY_S
-        actors = {one.pid: one for one in actors_among(self._trial.processes(), since=self._since)}
+        actors = {one.pid: one for one in actors_among(below(self._driver), since=self._since)}
         titles = {pid: title(one) for pid, one in actors.items()}
         built = [pid for pid in self._building & actors.keys() if ".build" not in titles[pid]]
         self._building |= {pid for pid, said in titles.items() if ".build" in said}
