@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,13 +48,16 @@ class SimulatedCluster:
 
 
 @contextmanager
-def simulated_cluster(num_nodes: int) -> Iterator[SimulatedCluster]:
+def simulated_cluster(
+    num_nodes: int, environment: Mapping[str, str] | None = None
+) -> Iterator[SimulatedCluster]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(num_nodes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env=environment,
     )
     try:
         yield SimulatedCluster(process.stdout.readline().strip(), process)

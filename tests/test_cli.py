@@ -316,7 +316,7 @@ def breaking(section: str, **fields):
         breaking("loss", kl_coef=float("nan")),
         breaking("rollout", vllm_arg=("swap_space=-inf",)),
         breaking("rollout", rollout_temperature_cycle=(1.0, float("inf"))),
-        breaking("rollout", rollout_timeout=3e6),
+        breaking("rollout", engine_stall_timeout=3e6),
         breaking("data", reward_workers=10**6),
         breaking("run", seed=2**62),
         breaking("run", dry_run_gpu_memory_gib=1e300),

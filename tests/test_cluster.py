@@ -100,10 +100,12 @@ OTHER_VERSION = """
 import sys
 import ray
 ray.__version__ = "2.55.1"
-from megatron_ibpo.cluster.session import open_ray
-with open_ray(None, num_cpus=1, object_store_bytes=128 * 1024**2):
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    sys.stdin.read()
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 1, "object_store_memory": 128 * 1024**2, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
 """
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from simulated_cluster import simulated_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"
@@ -17,15 +18,6 @@ RECIPE = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
 BAD_INPUT = 2
 
 
-RAY = """
-import os, sys
-os.environ["RAY_AUTH_MODE"] = "disabled"  # for others to join
-from megatron_ibpo.cluster.session import open_ray
-with open_ray(None, num_cpus=2):
-    import ray
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    sys.stdin.read()
-"""
 ANSWER = """
 import contextlib, io, json, sys
 from megatron_ibpo.train import main
@@ -77,9 +69,8 @@ def single(**flags):
 @pytest.fixture(scope="module")
 def ray_address():
     """Of a Ray that stays up: bad data are found while Ray starts, and a start for each takes 4 s."""
-    program, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
-    with subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as ray:
-        yield ray.stdout.readline().strip()
+    with simulated_cluster(2) as cluster:
+        yield cluster.address
 
 
 @pytest.fixture(scope="module")

@@ -16,21 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from simulated_cluster import SimulatedCluster, simulated_cluster
 
 from chaos.faults import TEARS, Fault, choose, inject
 from chaos.journal_audit import audit
 from chaos.processes import by_kind, end_all, gone_within
 from chaos.replacements import Engines, NewTrainer, Replacement
-from chaos.trial import RESPONSES, STEPS, StuckError, Trial
+from chaos.trial import RESPONSES, STEPS, StuckError, Trial, environment_within
 
 Record = dict[str, Any]
 DISK_MB = 200
-ENDS_THE_RUN = ("driver",)
-"""Whose death may end the run, to be started again."""
 CACHE = "torchinductor_"
 """torch's own, for all processes of a user: it stays."""
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
+NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6
+"""Every sixth run is on a simulated cluster: the trainer on one node, an engine on each of the others."""
 LATEST_STEP = STEPS - 4
 """A run that is nearly done is left to finish."""
 
@@ -45,11 +46,14 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
     """
     rng = random.Random(f"{seed}/{number}")
     began = time.monotonic()
+    nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 else 1
     with _place() as place:
         trial = Trial(place, place / "disk" / "run", seed=rng.randrange(2**31))
         try:
             named = {"kind": "kill", "seed": seed, "run": number}
-            records = [named | record for record in _faults(trial, rng, kills, until)]
+            with _cluster(place, nodes) as trial.cluster:
+                most = kills if trial.cluster is None else min(kills, KILLS_ON_A_CLUSTER)
+                records = [named | record for record in _faults(trial, rng, most, until)]
             problems = trial.problems + _checked(trial, place)
         except StuckError as error:
             records, problems = [], [*trial.problems, str(error)]
@@ -59,6 +63,7 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
             "kind": "run",
             "seed": seed,
             "run": number,
+            "nodes": nodes,
             "kills": len(records),
             "steps": STEPS,
             "starts": trial.starts,
@@ -86,9 +91,9 @@ def _faults(trial: Trial, rng: random.Random, kills: int, until: float) -> list[
         engines.look()
         if trial.ended() is not None:
             break
-        fault = choose(rng, trial, by_kind(trial.processes()), engines.spared())
         starts, step, at = trial.starts, trial.step(), time.monotonic()
         try:
+            fault = choose(rng, trial, by_kind(trial.processes()), engines.spared())
             held = inject(fault, rng, trial)
         except psutil.NoSuchProcess:  # it was on its way out
             continue
@@ -155,7 +160,7 @@ def _recovered(
 def _started_again(trial: Trial, fault: Fault, rng: random.Random) -> Record:
     """Start the driver, which has ended; what it left, and what was done meanwhile."""
     status, words = trial.ended(), trial.last_words()
-    if fault.victim not in ENDS_THE_RUN:
+    if fault.victim != "driver":
         trial.problems.append(f"{fault.signal} of {fault.victim} ended the run with {status}: {words}")
     if trial.starts >= MOST_STARTS:
         raise StuckError(f"the driver was started {trial.starts} times, and the run is not done")
@@ -194,13 +199,9 @@ def _checked(trial: Trial, place: Path) -> list[str]:
 
 def _lying_about(trial: Trial, place: Path) -> list[str]:
     """Files of the run outside its directory, shared memory, and what was not finished inside."""
-    temporary = [
-        path.name for path in (place / "tmp").iterdir() if not path.name.startswith("torchinductor_")
-    ]
+    temporary = [path.name for path in (place / "tmp").iterdir() if not path.name.startswith(CACHE)]
     shared = sorted(trial.shared_memory & set(os.listdir("/dev/shm")))
-    partial = [
-        str(path) for path in trial.run_dir.rglob("*") if path.name.endswith((".partial", ".tmp", ".old"))
-    ]
+    partial = [str(path) for path in trial.run_dir.rglob("*") if path.name.endswith(UNFINISHED)]
     return [f"left lying about: {names}" for names in (temporary, shared, partial) if names]
 
 
@@ -226,6 +227,18 @@ def _place() -> Iterator[Path]:
         if mounted:
             subprocess.run(["umount", "--lazy", str(disk)], check=False)
         shutil.rmtree(place, ignore_errors=True)
+
+
+@contextmanager
+def _cluster(place: Path, nodes: int) -> Iterator[SimulatedCluster | None]:
+    """Of so many nodes, whose processes belong to `place`; none for one."""
+    if nodes == 1:
+        yield None
+        return
+    (place / "tmp").mkdir()
+    environment = environment_within(place) | {"RAY_TMPDIR": str(place / "ray")}
+    with simulated_cluster(nodes, environment) as cluster:
+        yield cluster
 
 
 def _rounded(seconds: float | None) -> float | None:

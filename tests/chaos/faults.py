@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from chaos.processes import engine_index
+from chaos.processes import engine_index, raylets_above
 from chaos.trial import Trial
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import payloads
@@ -53,10 +53,19 @@ def choose(
 ) -> Fault:
     """A fault at random, of those that are possible now: first what it hits, then how.
 
+    On a cluster it hits the raylet of a node that has engines, and with it whatever is on that node.
+
     Args:
         kinds: the run's processes; see `by_kind`.
         spared: engines that are not to be hit.
+
+    Raises:
+        psutil.NoSuchProcess: what it would hit is not there now.
     """
+    if trial.cluster is not None:
+        if not (raylets := raylets_above(kinds["engine"])):
+            raise psutil.NoSuchProcess(0, "raylet")
+        return Fault("raylet", rng.choice([KILL, TERM, STOP]), rng.choice(raylets))
     kinds = {
         **kinds,
         "driver": [psutil.Process(trial.pid())],
@@ -85,6 +94,8 @@ def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
         return _fill(trial.run_dir.parent, rng.uniform(1, 4))
     assert fault.process is not None
     fault.process.send_signal(signal.Signals[fault.signal])
+    if fault.signal != STOP and trial.cluster is not None:
+        trial.cluster.add_node()  # as a scheduler does
     if fault.signal != STOP or fault.victim in NEVER_CONTINUED:
         return 0.0
     seconds = rng.uniform(0.5, 4)

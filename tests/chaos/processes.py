@@ -42,6 +42,17 @@ def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Proces
     return kinds
 
 
+def raylets_above(engines: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Of the nodes that these engines are on."""
+    found = {}
+    for engine in engines:
+        with suppress(psutil.Error):
+            raylet = engine.parents()[1]
+            if raylet.name() == "raylet":
+                found[raylet.pid] = raylet
+    return list(found.values())
+
+
 def actors_among(processes: Iterable[psutil.Process], since: float) -> list[psutil.Process]:
     """The processes of Ray's that hold something of the run and were created after `since` (time.time())."""
     found = []

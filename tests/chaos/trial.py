@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from simulated_cluster import SimulatedCluster
 
-from chaos.processes import below, gone_within, shared_memory_of
+from chaos.processes import below, gone_within, of_place, shared_memory_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PROMPTS, RESPONSES = 60, 4, 4
@@ -36,6 +37,12 @@ END_S = 120.0
 STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
 
 
+def environment_within(place: Path) -> dict[str, str]:
+    """For what is started on behalf of a run in `place`, by which it is found again."""
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return os.environ | quiet | {"TMPDIR": str(place / "tmp")}
+
+
 class StuckError(RuntimeError):
     """The run makes no step."""
 
@@ -48,6 +55,8 @@ class Trial:
     """For its temporary files and logs; its name is in the environment of all that is started."""
     run_dir: Path
     seed: int
+    cluster: SimulatedCluster | None = None
+    """Where it runs; else on this machine alone."""
     starts: int = 0
     """How often the driver was started."""
     driver: subprocess.Popen[bytes] | None = None
@@ -71,6 +80,8 @@ class Trial:
         self.start_seconds = None
         goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
         command = [sys.executable, "-m", "megatron_ibpo.train", *FLAGS, "--seed", str(self.seed)]
+        if self.cluster is not None:
+            command += ["--ray-address", self.cluster.address]
         with self.log.open("wb") as log:
             self.driver = subprocess.Popen(
                 [*command, "--run-dir", str(self.run_dir), *goes_on],
@@ -84,8 +95,7 @@ class Trial:
         self.spawned = time.monotonic()
 
     def environment(self) -> dict[str, str]:
-        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        return os.environ | quiet | {"TMPDIR": str(self.place / "tmp")}
+        return environment_within(self.place)
 
     def pid(self) -> int:
         assert self.driver is not None
@@ -98,7 +108,7 @@ class Trial:
 
     def processes(self) -> list[psutil.Process]:
         """All but the driver; their shared memory is noted."""
-        found = below(self.pid())
+        found = below(self.pid()) if self.cluster is None else of_place(self.place)
         self.shared_memory |= shared_memory_of(found)
         return found
 
