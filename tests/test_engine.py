@@ -378,7 +378,9 @@ def test_a_bit_that_flips_on_the_way_is_noticed(
 
 
 def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
-    updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path]
+    updated: tuple[Engine, Transport, CheckpointSource],
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _, source = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
@@ -386,8 +388,10 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
     with pytest.raises(WeightPlanError, match=r"do not bring model\.layers\.1\.mlp\.down_proj\.weight"):
         open_gloo().connect(lacking, {0: engine}, [0])
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, stall_timeout=2.0))
     engine.submit([(0, make_requests(1)[0])], version=1)
-    assert engine.take(1.0) == []  # it has no weights: requests wait until some come
+    for _ in range(3):  # it has no weights: requests wait until some come, and it is not taken to hang
+        assert engine.take(1.0) == []
     engine.abort([0])
     with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
         open_gloo().connect(strange, {0: engine}, [0])
@@ -500,16 +504,19 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_engine import start_engine
 engine = start_engine(Path({checkpoint!r}), Path({log!r}))
-engine.wait_ready(120)
+if {ready}:
+    engine.wait_ready(120)
 print(engine.pid, engine._scratch, flush=True)
 time.sleep(600)
 """
 
 
+@pytest.mark.parametrize("ready", [False, True])
 def test_an_engine_ends_with_its_owner_and_leaves_nothing(
-    checkpoints: dict[str, Path], tmp_path: Path
+    checkpoints: dict[str, Path], tmp_path: Path, ready: bool
 ) -> None:
     program = OWNER.format(
+        ready=ready,
         tests=str(Path(__file__).parent),
         checkpoint=str(checkpoints["dense 0"]),
         log=str(tmp_path / "engine.log"),

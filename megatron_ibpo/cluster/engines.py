@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -194,9 +194,11 @@ class Engines:
         """
         began = time.monotonic()
         self.order = replace(self.order, version=version)
-        present = [index for index in sorted(self.hosts) if index not in self.joining]
-        sent, needed, dead = self._catch_up(present)
+        present = {index: self.hosts[index] for index in sorted(self.hosts) if index not in self.joining}
+        sent, needed, found_dead = self._catch_up(list(present))
         self.order = replace(self.order, sleeping=False)
+        # who samples may have found it first, and what stands in its place is not to be ended
+        dead = {index: why for index, why in found_dead.items() if self.hosts[index] is present[index]}
         if dead:
             log.warning("%s", _describe(dead))
         self._end(dead)  # who samples finds them dead, and has them replaced
@@ -303,13 +305,7 @@ class Engines:
 
     def _stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""
-        closing = [(self.hosts[index], self.hosts[index].call("close")) for index in engines]
-        for host, answer in closing:
-            try:
-                result(answer, host.name, self.start_timeout)
-            except Exception as error:  # it is to go anyway
-                log.debug("closing %s: %s", host.name, error)
-            host.kill()
+        self._finish(engines, self.start_timeout, "close")
 
     def _wait(self, engines: Iterable[int]) -> None:
         hosts = [self.hosts[index] for index in engines]
@@ -379,12 +375,19 @@ class Engines:
 
     def _end(self, engines: Iterable[int]) -> None:
         """End engines that died or failed, so that nothing of them remains."""
-        ending = [(self.hosts[index], self.hosts[index].call("kill", "it failed")) for index in engines]
+        self._finish(engines, END_TIMEOUT_S, "kill", "it failed")
+
+    def _finish(self, engines: Iterable[int], timeout: float, method: str, *arguments: Any) -> None:
+        hosts = [self.hosts[index] for index in engines]
+        for host in hosts:
+            with suppress(Exception):  # one that is still being made would leave its files behind
+                result(host.built, host.name, timeout)
+        ending = [(host, host.call(method, *arguments)) for host in hosts]
         for host, answer in ending:
             try:
-                result(answer, host.name, END_TIMEOUT_S)
+                result(answer, host.name, timeout)
             except Exception as error:  # it is to go anyway
-                log.debug("ending %s: %s", host.name, error)
+                log.debug("%s of %s: %s", method, host.name, error)
             host.kill()
 
     def _tell(self, method: str, *arguments: Any) -> None:

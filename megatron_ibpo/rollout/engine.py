@@ -51,7 +51,7 @@ class Engine:
         here, there = socket.socketpair()
         with there, log.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _program(there.fileno())],
+                [sys.executable, "-P", "-c", _program(there.fileno(), self._scratch)],
                 env=_environment(os.environ, settings, self._scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
@@ -64,11 +64,12 @@ class Engine:
         self._sending = threading.Lock()
         self._ending = threading.Lock()
         self._why_killed: str | None = None
+        self._killed_by_others = False
         self._inbox = _Inbox()
         self._reader = threading.Thread(target=self._read, name="engine reader", daemon=True)
         self._reader.start()
         with suppress(ConnectionError):  # it has died already: `wait_ready` says so
-            self._channel.send((os.getpid(), self._scratch, settings))
+            self._channel.send(settings)
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until the engine can be asked.
@@ -189,6 +190,7 @@ class Engine:
             if self._channel.closed:
                 return
             self._why_killed = why
+            self._killed_by_others = self._process.poll() == -signal.SIGKILL
             end_group(self._process.pid, self._shared_memory)
             self._process.wait()
             self._reader.join(
@@ -219,11 +221,10 @@ class Engine:
         """The error to raise, once nothing of the engine is left."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_EVERY_S)  # a process that ends by itself says how
-        by_others = self._process.poll() == -signal.SIGKILL and self._why_killed is None
-        self.kill()
+        self.kill(why)
         code = self._process.returncode
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        if by_others:
+        if self._killed_by_others:
             how += ", most often the kernel's out-of-memory killer"
         if code == -signal.SIGILL:
             how += ": illegal instruction on this processor; try --vllm-dtype float32"
@@ -333,12 +334,13 @@ class _Inbox:
             return answer
 
 
-def _program(descriptor: int) -> str:
+def _program(descriptor: int, scratch: Path) -> str:
     # The package's place goes last on the path, so that nothing beside it hides an installed package.
     root = Path(megatron_ibpo.__file__).resolve().parent.parent
     return (
         f"import sys; sys.path.append({str(root)!r}); "
-        f"from megatron_ibpo.rollout.engine_process import run; run({descriptor})"
+        f"from megatron_ibpo.rollout.engine_process import run; "
+        f"run({descriptor}, {os.getpid()}, {str(scratch)!r})"
     )
 
 

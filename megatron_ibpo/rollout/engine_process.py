@@ -51,16 +51,16 @@ class Refusal(Exception):
     """The request cannot be served; the engine is as it was."""
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, owner: int, scratch: Path) -> None:
     """Serve the owner at the other end of the socket `descriptor` until it closes or asks to stop."""
+    threading.Thread(target=_end_with_owner, args=(owner, scratch), daemon=True).start()
     os.set_inheritable(descriptor, False)
     channel = Connection(descriptor)
-    owner, scratch, settings = channel.recv()
-    threading.Thread(target=_end_with_owner, args=(owner, scratch), daemon=True).start()
-    started = time.monotonic()
-    engine = SamplingEngine(settings)
-    channel.send(("ready", time.monotonic() - started))
     try:
+        settings = channel.recv()
+        started = time.monotonic()
+        engine = SamplingEngine(settings)
+        channel.send(("ready", time.monotonic() - started))
         _serve(channel, engine)
     except (EOFError, ConnectionError):  # the owner is gone
         _end(scratch)
@@ -80,6 +80,9 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
         if engine.busy and not engine.paused and not channel.poll(0):
             finished += engine.step()
             held += 1
+            continue
+        if engine.busy and engine.paused and not channel.poll(PROGRESS_S):
+            held += 1  # it waits for its weights, perhaps for long while another engine hangs: a sign of life
             continue
         method, arguments = channel.recv()
         if method == "close":
@@ -329,10 +332,10 @@ def _engine_args(settings: EngineSettings) -> Any:
     )
 
 
-def run(descriptor: int) -> None:
+def run(descriptor: int, owner: int, scratch: str) -> None:
     """`main`, with its failure in the log and nothing of vLLM left behind."""
     try:
-        main(descriptor)
+        main(descriptor, owner, Path(scratch))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

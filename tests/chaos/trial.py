@@ -26,7 +26,7 @@ FLAGS = [
     *("--n-samples-per-prompt", str(RESPONSES), "--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
     *("--journal-keep", "100", "--save-interval", "5"),
     # what hangs is to be found soon
-    *("--engine-stall-timeout", "6", "--update-weight-timeout", "20", "--reward-timeout", "5"),
+    *("--engine-stall-timeout", "6", "--update-weight-timeout", "6", "--reward-timeout", "5"),
 ]
 ORPHANS_S = 10.0
 """In which what a dead driver has started must have ended by itself."""
