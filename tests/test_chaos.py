@@ -88,6 +88,12 @@ def test_recovery_is_told_with_and_without_the_start_of_what_replaces():
     assert beyond_start(kill(0, "trainer", recovery_seconds=8.0, start_seconds=5.0)) == 3.0
     driver = kill(0, "driver", recovery_seconds=25.0, start_seconds=21.0, driver_status=-9)
     assert beyond_start(driver) == 4.0
+    alone = kill(0, recovery_seconds=11.0, engine_start_seconds=9.0, replaced_seconds=12.0, engines_left=0)
+    assert beyond_start(alone) == 2.0
+    hung = kill(0, "host", "SIGSTOP", recovery_seconds=6.5, time_out_seconds=5.0)
+    assert beyond_start(hung) == 1.5
+    idle = kill(0, "verifier", "SIGSTOP", recovery_seconds=0.5, time_out_seconds=5.0)
+    assert beyond_start(idle) == 0.5, "no step waited for it"
     rows = table([engine, kill(0, recovery_seconds=5.0), driver]).splitlines()
     assert rows[2:] == [
         "| driver | SIGKILL | 1 | 25.0 s, 25.0 s | 4.0 s, 4.0 s |",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.journal import (
@@ -435,6 +435,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2**16)), max
 
 @settings(max_examples=80, deadline=None)
 @given(ACTIONS, st.sampled_from([0, 700, KEEP]), st.sampled_from([1, 500]))
+@example([("close", 0), ("sample", 0), ("save", 1)], 0, 1)  # the segment with the saved batch is deleted
 def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep, segment_bytes):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SEGMENT_BYTES", segment_bytes)
@@ -488,6 +489,7 @@ def act(journal: Journal, model: Model, directory: Path, keep: int, action: str,
             journal = Journal(directory, keep, "settings", model.saved)
             if not recovered.is_whole:
                 journal.rewound(recovered.last_step)
+            if not recovered.is_whole or recovered.settings is None:  # nothing is left, and nothing is known
                 del model.batches[recovered.last_step :]
                 model.open = {}
         case "rewind":

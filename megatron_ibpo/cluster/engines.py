@@ -30,7 +30,7 @@ END_TIMEOUT_S = 10.0
 FACTORY = "megatron_ibpo.rollout.engine:Engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
-SLACK_S = 10.0
+SLACK_S = 5.0
 """For an answer to come back, beyond the time that the engine itself was given."""
 
 Reasons = dict[int, str]

@@ -99,6 +99,8 @@ class Begin:
     """Of the run that writes it."""
     saved: int
     """The step of the checkpoint that was whole on disk at this time."""
+    last_step: int
+    """Of the last batch that had been closed by then; its own segment may be deleted before this one."""
     needed_from: int
     """The first segment that a run needs which goes on from that checkpoint, or from one of a later step."""
     rewound: int | None = None
@@ -126,7 +128,8 @@ def encode(entry: Entry) -> bytes:
     """
     match entry:
         case Begin():
-            fields = ["begin", FORMAT, entry.settings, entry.saved, entry.needed_from, entry.rewound]
+            steps = [entry.saved, entry.last_step, entry.needed_from, entry.rewound]
+            fields = ["begin", FORMAT, entry.settings, *steps]
         case Sampled():
             fields = ["sample", *_key_fields(entry.key), *_sample_fields(entry.sample)]
         case ClosedBatch():

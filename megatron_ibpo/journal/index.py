@@ -43,8 +43,8 @@ class Index:
                 if step > self.saved:
                     self._batches[step] = min([segment, *samples.values()])
                     self._settled |= dict.fromkeys(entry.settled, step)
-            case Begin(saved=saved, rewound=None):
-                self.last_step = max(self.last_step, saved)
+            case Begin(last_step=last_step, rewound=None):
+                self.last_step = max(self.last_step, last_step)
             case Begin(rewound=int(step)):
                 self._open.clear()
                 self._forget(lambda own: own > step)

@@ -190,7 +190,7 @@ class _State:
                 self.last_step = step
             case Begin():
                 self.settings = entry.settings
-                self.last_step = max(self.last_step, entry.saved)
+                self.last_step = max(self.last_step, entry.last_step)
                 if entry.rewound is not None:
                     self._rewind(entry.rewound)
 

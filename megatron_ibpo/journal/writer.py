@@ -189,7 +189,8 @@ class Journal:
     def _begin(self, rewound: int | None = None) -> Begin:
         """The first entry of the present segment."""
         needed_from = self._index.needed_from(self._number, rewound)
-        return Begin(self._settings, self._index.saved, needed_from, rewound)
+        index = self._index
+        return Begin(self._settings, index.saved, index.last_step, needed_from, rewound)
 
     def _end_segment(self) -> None:
         if self._file is None:

@@ -22,7 +22,7 @@ from chaos.faults import TEARS, Fault, choose, inject
 from chaos.journal_audit import audit
 from chaos.processes import by_kind, end_all, gone_within
 from chaos.replacements import Engines, NewTrainer, Replacement
-from chaos.trial import RESPONSES, STEPS, StuckError, Trial, environment_within
+from chaos.trial import HANGS_S, RESPONSES, STEPS, StuckError, Trial, environment_within
 
 Record = dict[str, Any]
 DISK_MB = 200
@@ -135,6 +135,10 @@ def _recovered(
         "driver_age": round(at - trial.spawned, 1),
         "held_seconds": round(held, 2),
     }
+    if fault.hangs:
+        record["time_out_seconds"] = HANGS_S
+    if fault.engine is not None:
+        record["engines_left"] = engines.working()
     trainer = NewTrainer(trial.pid()) if fault.victim == "trainer" else None
 
     def look() -> None:

@@ -47,6 +47,11 @@ class Fault:
     def ends_the_driver(self) -> bool:
         return self.victim == "driver" and self.signal != STOP
 
+    @property
+    def hangs(self) -> bool:
+        """It stands still for good, and only a time-out tells."""
+        return self.signal == STOP and self.victim in NEVER_CONTINUED
+
 
 def choose(
     rng: random.Random, trial: Trial, kinds: dict[str, list[psutil.Process]], spared: set[int]
@@ -96,7 +101,7 @@ def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
     fault.process.send_signal(signal.Signals[fault.signal])
     if fault.signal != STOP and trial.cluster is not None:
         trial.cluster.add_node()  # as a scheduler does
-    if fault.signal != STOP or fault.victim in NEVER_CONTINUED:
+    if fault.signal != STOP or fault.hangs:
         return 0.0
     seconds = rng.uniform(0.5, 4)
     time.sleep(seconds)

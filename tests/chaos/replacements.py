@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from chaos.processes import actors_among, below, has_torch, title
+from chaos.trial import ENGINES
 from megatron_ibpo.cluster.engines import MOST_DEATHS, WITHIN_S
 
 READY = re.compile(rb"pid=(\d+)\).*init engine")
@@ -71,6 +72,10 @@ class Engines:
                 one.seconds = time.monotonic() - one.hit
                 self.joined[index] = time.monotonic()
                 del self.under_way[index]
+
+    def working(self) -> int:
+        """Engines that were not hit, or have joined again."""
+        return ENGINES - len(self.under_way)
 
     def spared(self) -> set[int]:
         """Engines that are not there, and those whose next death would rightly end the run."""

@@ -35,13 +35,19 @@ def so_far(records: Iterable[Record], seed: int) -> tuple[int, int]:
 
 def beyond_start(record: Record) -> float | None:
     """Seconds from a fault to the next completed step, without those that the process started in the victim's
-    place took to start; for an engine until it had joined, where that was seen. None where the start was not
-    seen."""
+    place took to start, nor the time-out that finds what hangs; for an engine until it had joined, where that
+    was seen. None where the start was not seen."""
+    found_after = record.get("time_out_seconds", 0.0)
     recovery, start = record["recovery_seconds"], record.get("start_seconds")
-    if record.get("replaced_seconds") is not None and record.get("engine_start_seconds") is not None:
-        return max(recovery, record["replaced_seconds"] - record["engine_start_seconds"])
+    if recovery > found_after:  # else the step did not wait for what hangs
+        recovery -= found_after
     if "driver_status" in record:
         return None if start is None else recovery - start
+    engine_start = record.get("engine_start_seconds")
+    if record.get("engines_left") == 0:  # the next step had to wait for it
+        return None if engine_start is None else max(recovery - engine_start, 0.0)
+    if record.get("replaced_seconds") is not None and engine_start is not None:
+        return max(recovery, record["replaced_seconds"] - found_after - engine_start)
     return recovery - (start or 0.0)
 
 

@@ -17,16 +17,18 @@ from simulated_cluster import SimulatedCluster
 from chaos.processes import below, gone_within, of_place, shared_memory_of
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, PROMPTS, RESPONSES = 60, 4, 4
+STEPS, PROMPTS, RESPONSES, ENGINES = 80, 4, 4, 2
+HANGS_S = 5.0
+"""After which something that does nothing is taken to hang."""
 FLAGS = [
     *("--config", str(ROOT / "examples/recipes/small_dense_cpu.yaml")),
     *("--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), "--num-trainers", "1"),
-    *("--no-colocate", "--rollout-num-gpus", "2", "--max-staleness", "1"),
+    *("--no-colocate", "--rollout-num-gpus", str(ENGINES), "--max-staleness", "1"),
     *("--num-rollout", str(STEPS), "--rollout-batch-size", str(PROMPTS)),
     *("--n-samples-per-prompt", str(RESPONSES), "--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
     *("--journal-keep", "100", "--save-interval", "5"),
-    # what hangs is to be found soon
-    *("--engine-stall-timeout", "6", "--update-weight-timeout", "6", "--reward-timeout", "5"),
+    *("--engine-stall-timeout", str(HANGS_S), "--update-weight-timeout", str(HANGS_S)),
+    *("--reward-timeout", str(HANGS_S)),
 ]
 ORPHANS_S = 10.0
 """In which what a dead driver has started must have ended by itself."""
