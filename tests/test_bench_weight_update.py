@@ -20,6 +20,7 @@ def run(*arguments: str, timeout: float) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_prediction_counts_the_bytes_of_the_plan(tmp_path):
     saved = tmp_path / "predicted.json"
     said = run("predict", "--models", "30B-A3B", "--gpus", "8", "--save", str(saved), timeout=120)

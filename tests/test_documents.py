@@ -22,7 +22,7 @@ from megatron_ibpo.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
-TAKES_ANYTHING = {"tests/run.sh", "tests/native.sh", "tests/chaos.sh", ".ci/run", ".ci/lint"}
+TAKES_ANYTHING = {"tests/run.sh", "tests/native.sh", "tests/chaos.sh", "tests/soak.sh", ".ci/run", ".ci/lint"}
 BOOTSTRAPPED_PYTHON = "$(bash tools/bootstrap.sh)"
 
 

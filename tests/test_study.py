@@ -43,6 +43,7 @@ def outcomes(rng, seeds, problems, accuracy, between_seeds=0.0, between_problems
     return (rng.random((seeds, problems)) < chance).astype(float)
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     """Over 60 studies of 8 seeds, whose runs and problems both vary."""
     rng = np.random.default_rng(0)

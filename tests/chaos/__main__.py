@@ -14,6 +14,8 @@ from chaos.results import append, read, so_far, table
 from chaos.trial import ROOT
 
 KILLS_OF_A_RUN = 25
+MOST_SAID = 6000
+"""Characters of the last driver's output, where something was wrong."""
 
 
 def main() -> int:
@@ -35,7 +37,8 @@ def main() -> int:
         append(results, [*records, run])
         print(f"run {number}: {len(records)} kills in {run['seconds']} s", flush=True)
         if run["problems"]:
-            print("\n".join([*run["problems"], f"all of it is kept in {place}"]), flush=True)
+            said = sorted(place.glob("driver_*.log"))[-1].read_text(errors="replace")[-MOST_SAID:]
+            print("\n".join([said, *run["problems"], f"all of it is kept in {place}"]), flush=True)
             return 1
     print(table(read(results)))
     return 0
