@@ -362,8 +362,10 @@ NOT_OF_A_STEP = ("start", "evaluate", "save")
 
 
 def run_steps(staleness: int, steps: int, run_dir: Path) -> list[float]:
-    """Seconds of each step of the default recipe, without evaluation and saving. No step is left out: of a run
-    ahead of training the first one samples more than its own batch, and the last one less."""
+    """Seconds of each step of the default recipe, without evaluation and saving.
+
+    No step is left out: ahead of training the first one samples more than its own batch, and the last less.
+    """
     command = [
         sys.executable, "-m", "megatron_ibpo.train",
         "--config", str(RECIPE),
