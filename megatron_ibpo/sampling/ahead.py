@@ -24,8 +24,8 @@ class Pace:
     staleness: int
     """S: steps by which the oldest weights behind a batch may be older than those that it trains."""
     over_sampling: int = 0
-    """Groups under way beyond those of a batch. With it a batch takes the first that are complete, and does
-    not wait for those that will be too old for the next."""
+    """Groups under way beyond those that the batches within S steps take. With it a batch takes the first
+    that are complete, and does not wait for those that will be too old for the next."""
     keep_order: bool = False
     """Take groups in the order of their prompts."""
     last_step: int | None = None
@@ -155,8 +155,7 @@ class Ahead:
         if self._pace.last_step is not None:
             ahead = min(ahead, self._pace.last_step)
         batches = ahead - self._next
-        # what is over and above both could not be trained on before it is too old
-        return max(batches * self._wanted, self._wanted + self._pace.over_sampling) if batches > 0 else 0
+        return batches * self._wanted + self._pace.over_sampling if batches > 0 else 0
 
     @property
     def _exhausted(self) -> bool:
