@@ -400,6 +400,15 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
 
 
+def test_an_update_that_was_only_begun_is_begun_anew_by_other_trainers(
+    updated: tuple[Engine, Transport, CheckpointSource],
+) -> None:
+    engine, _, source = updated
+    engine.call("start_weight_update", False, timeout=TIMEOUT)
+    update(connect(engine, source), engine, source, 7)
+    engine.generate(make_requests(2), version=7, timeout=TIMEOUT)
+
+
 def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(fresh: Engine) -> None:
     fresh.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
     deadline = time.monotonic() + TIMEOUT

@@ -148,6 +148,7 @@ class Engines:
 
     def meet_trainers(self) -> None:
         """Let trainers that have just started get ready to send weights; they know no engine yet."""
+        self.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
         self.trainers.all("open_transport", self.settings.transport, len(self.placement.engines))
         self.connected.clear()
 

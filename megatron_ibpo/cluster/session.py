@@ -30,6 +30,8 @@ QUIET = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without GPUs of Ray's may be given some by us
     "RAY_SCHEDULER_EVENTS": "0",
+    # engines and verifiers end with their owner by themselves and clear up; killed by Ray they could not
+    "RAY_kill_child_processes_on_worker_exit": "0",
 }
 LOOPBACK = "127.0.0.1"
 """The one address for which Ray's servers listen on nothing else; for another of 127.0.0.0/8 they would

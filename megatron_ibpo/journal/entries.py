@@ -126,6 +126,7 @@ def encode(entry: Entry) -> bytes:
     Raises:
         TypeError: an array of a sample has another dtype than `Sample` says, and would come back changed.
     """
+    fields: list[Any]
     match entry:
         case Begin():
             steps = [entry.saved, entry.last_step, entry.needed_from, entry.rewound]

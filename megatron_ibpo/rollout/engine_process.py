@@ -142,6 +142,8 @@ class SamplingEngine:
         self._llm.set_weight_version("0")
         self.paused = False
         """Weights are being replaced: nothing is sampled until they are whole."""
+        self._begun = False
+        """An update has begun, and nothing of it has come yet."""
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
@@ -208,24 +210,28 @@ class SamplingEngine:
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
         """What each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
         afterwards until it is given some."""
-        self._pause()
-        self._llm.set_weight_version(NO_VERSION)
-        self._llm.collective_rpc("start_weight_update")
-        self._llm.collective_rpc("update_weights", args=({"rehearse": tensors},))
+        self._begin_update()
+        self.update_weights({"rehearse": tensors})
         self._llm.collective_rpc("finish_weight_update")
         return self._llm.collective_rpc("take_rehearsal")
 
     def start_weight_update(self, record_receipt: bool) -> None:
         """Get ready for new weights; with `record_receipt` keep checksums of what arrives. Until the update
         is finished the engine does not sample."""
-        self._pause()
-        self._llm.set_weight_version(NO_VERSION)
         if record_receipt:
             self._llm.collective_rpc("record_receipt")
-        self._llm.collective_rpc("start_weight_update")
+        self._begin_update()
+
+    def _begin_update(self) -> None:
+        self._pause()
+        self._llm.set_weight_version(NO_VERSION)
+        if not self._begun:  # else the trainers have died before they sent anything, and others begin anew
+            self._llm.collective_rpc("start_weight_update")
+            self._begun = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load tensors."""
+        self._begun = False
         self._llm.collective_rpc("update_weights", args=(update_info,))
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
