@@ -53,14 +53,9 @@ def raylets_above(engines: Iterable[psutil.Process]) -> list[psutil.Process]:
     return list(found.values())
 
 
-def actors_among(processes: Iterable[psutil.Process], since: float) -> list[psutil.Process]:
-    """The processes of Ray's that hold something of the run and were created after `since` (time.time())."""
-    found = []
-    for process in processes:
-        with suppress(psutil.Error):
-            if process.create_time() >= since and ACTOR in title(process):
-                found.append(process)
-    return found
+def actors_among(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The processes of Ray's that hold something of the run."""
+    return [process for process in processes if ACTOR in title(process)]
 
 
 def title(process: psutil.Process) -> str:

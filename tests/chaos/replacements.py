@@ -102,19 +102,26 @@ class NewTrainer:
 
     def __init__(self, driver: int) -> None:
         self.start_seconds: float | None = None
-        """From its process's creation until its part of the model was built."""
+        """From the first sight of the process that is to hold it until its part of the model was built."""
         self._driver = driver
-        self._since = time.time()
+        self._known = {one.pid for one in actors_among(below(driver))}
+        self._seen: dict[int, float] = {}
         self._building: set[int] = set()
         self._next = time.monotonic()
 
     def look(self) -> None:
-        """Called often. Ray shows in a process's title what it runs."""
-        if self.start_seconds is not None or time.monotonic() < self._next:
+        """Called often. Ray shows in a process's title what it runs. It holds processes ready, so that a new
+        trainer's may be older than the fault."""
+        now = time.monotonic()
+        if self.start_seconds is not None or now < self._next:
             return
-        self._next = time.monotonic() + LOOK_EVERY_S
-        actors = {one.pid: one for one in actors_among(below(self._driver), since=self._since)}
-        titles = {pid: title(one) for pid, one in actors.items()}
-        built = [pid for pid in self._building & actors.keys() if ".build" not in titles[pid]]
-        self._building |= {pid for pid, said in titles.items() if ".build" in said}
-        self.start_seconds = next((_age(pid) for pid in built if has_torch(pid)), None)
+        self._next = now + LOOK_EVERY_S
+        titles = {
+            one.pid: title(one) for one in actors_among(below(self._driver)) if one.pid not in self._known
+        }
+        for pid, said in titles.items():
+            self._seen.setdefault(pid, now)
+            if ".build" in said:
+                self._building.add(pid)
+            elif pid in self._building and has_torch(pid):
+                self.start_seconds = now - self._seen[pid]
