@@ -45,6 +45,9 @@ def main() -> int:
         if status != 0:
             print((place / "log").read_text()[-3000:])
             return status
+    if not memory:
+        print(f"{steps} steps are too few to tell")
+        return 1
     growth = {process: _growth(series, WARM * steps) for process, series in memory.items()}
     for process, grown in sorted(growth.items()):
         print(f"{process}: {memory[process][-1][1]:.0f} MiB, {grown:+.1f} MiB since step {WARM * steps:.0f}")

@@ -140,12 +140,12 @@ class Engine:
         return self.result(timeout)
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Ask without waiting.
+        """Ask without waiting. What was asked before, by somebody who is gone, gets no answer then.
 
         Raises:
             EngineDiedError: the engine has ended.
         """
-        self._inbox.owed = True
+        self._inbox.ask()
         self._send(method, *arguments)
 
     def result(self, timeout: float) -> Any:
@@ -248,10 +248,16 @@ class _Inbox:
         self._refusal: str | None = None
         """Why requests were not sampled."""
         self._answer: tuple[str, Any] | None = None
-        self.owed = True
-        """The engine owes an answer; the first is that it is ready."""
+        """To what was asked last, until somebody has taken it."""
+        self._asked, self._answered = 1, 0
+        """How many answers there will be, and have been; the first is that the engine is ready."""
         self.closed = False
         self._heard = time.monotonic()
+
+    @property
+    def owed(self) -> bool:
+        """The engine owes an answer."""
+        return self._answered < self._asked
 
     @property
     def idle(self) -> bool:
@@ -288,7 +294,9 @@ class _Inbox:
                 for number in numbers:
                     self._open.pop(number, None)
             else:
-                self._answer, self.owed = (kind, value), False
+                self._answered += 1
+                if not self.owed:  # else somebody has asked for more since
+                    self._answer = kind, value
             self._news.notify_all()
 
     def _sampled(self, finished: Sequence[tuple[Any, ...]]) -> None:
@@ -326,10 +334,21 @@ class _Inbox:
                 raise EngineError(refusal)
             return None if self.closed else []
 
+    def ask(self) -> None:
+        """Something is going to be asked."""
+        with self._news:
+            self._asked, self._answer = self._asked + 1, None
+            self._news.notify_all()
+
     def answer(self, timeout: float) -> tuple[str, Any] | None:
         """The answer, or None if there is none in time or none will come."""
         with self._news:
-            self._news.wait_for(lambda: self._answer is not None or self.closed, timeout)
+            asked = self._asked
+            self._news.wait_for(
+                lambda: self._answer is not None or self._asked > asked or self.closed, timeout
+            )
+            if self._asked > asked:
+                return "refused", "something else was asked before the answer came"
             answer, self._answer = self._answer, None
             return answer
 
