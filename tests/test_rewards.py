@@ -100,13 +100,16 @@ USERS_REWARDS = """
 
 
 FRAGILE_REWARDS = """
-    import os
+    import os, time
     from pathlib import Path
 
-    deaths = Path(__file__).with_name("deaths")
+    deaths, hangs = (Path(__file__).with_name(name) for name in ("deaths", "hangs"))
     if left := int(deaths.read_text() if deaths.exists() else 0):
         deaths.write_text(str(left - 1))
         os._exit(7)
+    if hangs.exists():
+        hangs.unlink()
+        time.sleep(600)
 
     def pid(prompt, response, label, metadata):
         return os.getpid()
@@ -235,6 +238,21 @@ def test_a_successor_that_dies_while_it_loads_has_successors_in_turn_but_not_for
         else:
             with pytest.raises(WorkerError, match=r"ended while loading it \(status 7\)"):
                 fragile.score(asked("1"))
+
+
+def test_a_successor_that_hangs_while_it_loads_is_found_by_how_long_the_first_one_took(
+    users_module, monkeypatch
+):
+    monkeypatch.setattr("megatron_ibpo.rewards.workers._SHORTEST_START_TIMEOUT", 1.0)
+    with verifier("fragile_rewards:pid", reward_workers=1) as fragile:
+        (before,) = fragile.score(asked("1"))
+        (users_module / "hangs").write_text("")
+        os.kill(int(before.reward), signal.SIGKILL)
+        time.sleep(0.1)
+        began = time.monotonic()
+        (after,) = fragile.score(asked("1"))
+        assert after.reward not in (None, before.reward)
+        assert time.monotonic() - began < 60, "it would hang for ten minutes"
 
 
 def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(graded, caplog):

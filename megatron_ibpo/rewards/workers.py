@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from megatron_ibpo.words import counted
 
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start: the imports of the reward function are in them."""
+_SHORTEST_START_TIMEOUT = 10.0
+_START_SLACK = 10.0
+"""How many times longer than the first ones a successor may take to start; then it hangs."""
 _CLOSE_TIMEOUT = 5.0
 _STARTS = 3
 """Of a successor: it may be killed while it loads the function as the one before was; not over and over."""
@@ -69,8 +73,10 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self.deaths = 0
         """Processes that died by themselves or by another's hand; those ended here do not count."""
+        self._started_in = 0.0
+        """Seconds, of the slowest of the first processes."""
         self._lock = threading.Lock()
-        """Over `_workers`, `deaths` and `_closed`."""
+        """Over `_workers`, `deaths`, `_started_in` and `_closed`."""
         self._closed = False
         starts: list[Future[None]] = [Future() for _ in range(size)]
         self._threads = [
@@ -121,11 +127,14 @@ class WorkerPool:
 
     def _run_worker(self, started: Future[None]) -> None:
         """The thread of one worker and its successors."""
+        began = time.monotonic()
         try:
-            worker = self._start()
+            worker = self._start(_START_TIMEOUT)
         except WorkerError as error:
             started.set_exception(error)
             return
+        with self._lock:
+            self._started_in = max(self._started_in, time.monotonic() - began)
         started.set_result(None)
         while calls := self._next_calls(_LARGEST_BATCH if worker.batched else 1):
             try:
@@ -181,10 +190,12 @@ class WorkerPool:
         if not worker.ended:
             self._count_death(worker.how_it_died(), "it had nothing to do")
         self._end(worker)
+        with self._lock:
+            timeout = max(_SHORTEST_START_TIMEOUT, _START_SLACK * self._started_in)
         for _ in range(_STARTS - 1):
             with suppress(_NotLoadedError):
-                return self._start()
-        return self._start()
+                return self._start(timeout)
+        return self._start(timeout)
 
     def _count_death(self, why: str, so: str) -> None:
         with self._lock:
@@ -195,14 +206,14 @@ class WorkerPool:
         if deaths <= _DEATHS_TOLD or deaths.bit_count() == 1:
             _log.warning("%s: %s; %s (death %d)", self._target, why, so, deaths)
 
-    def _start(self) -> _Worker:
+    def _start(self, timeout: float) -> _Worker:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
             worker = _Worker(self._target)
             self._workers.append(worker)
         try:
-            worker.await_ready()
+            worker.await_ready(timeout)
         except WorkerError:
             self._end(worker)
             raise
@@ -261,10 +272,10 @@ class _Worker:
         self.batched = False
         """The function takes many calls at once; known once it is loaded."""
 
-    def await_ready(self) -> None:
+    def await_ready(self, timeout: float) -> None:
         """Wait until the function is loaded; raise WorkerError if it cannot be."""
-        if not self._connection.poll(_START_TIMEOUT):
-            raise _NotLoadedError(f"reward function {self._target}: not loaded after {_START_TIMEOUT:g} s")
+        if not self._connection.poll(timeout):
+            raise _NotLoadedError(f"reward function {self._target}: not loaded after {timeout:.0f} s")
         try:
             status, content = self._connection.recv()
         except (EOFError, OSError):
