@@ -400,14 +400,18 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
 
 
-def test_an_update_that_was_only_begun_is_begun_anew_by_other_trainers(
+def test_an_update_whose_trainers_died_is_begun_anew_by_others(
     updated: tuple[Engine, Transport, CheckpointSource],
 ) -> None:
     engine, _, source = updated
     engine.begin("digests")  # what they were asked for and did not come to take is nobody's
     assert engine.call("start_weight_update", False, timeout=TIMEOUT) is None
-    update(connect(engine, source), engine, source, 7)
-    engine.generate(make_requests(2), version=7, timeout=TIMEOUT)
+    transport = connect(engine, source)
+    update(transport, engine, source, 7)
+    engine.call("start_weight_update", False, timeout=TIMEOUT)
+    assert transport.send(source, {0: engine}, [0], check=False).failures == {}
+    update(connect(engine, source), engine, source, 8)
+    engine.generate(make_requests(2), version=8, timeout=TIMEOUT)
 
 
 def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(fresh: Engine) -> None:

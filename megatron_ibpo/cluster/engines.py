@@ -27,6 +27,8 @@ MOST_DEATHS, WITHIN_S = 3, 60.0
 does not mend. Starting does not count, since a large model takes minutes for it."""
 END_TIMEOUT_S = 10.0
 """For an engine that died to be taken away in order; then its process is ended by force."""
+CLOSE_TIMEOUT_S = 45.0
+"""For an engine to be stopped in order: twice the time that it gives vLLM itself, and some more."""
 FACTORY = "megatron_ibpo.rollout.engine:Engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
@@ -306,7 +308,7 @@ class Engines:
 
     def _stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""
-        self._finish(engines, self.start_timeout, "close")
+        self._finish(engines, CLOSE_TIMEOUT_S, "close")
 
     def _wait(self, engines: Iterable[int]) -> None:
         hosts = [self.hosts[index] for index in engines]

@@ -16,7 +16,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -142,8 +142,8 @@ class SamplingEngine:
         self._llm.set_weight_version("0")
         self.paused = False
         """Weights are being replaced: nothing is sampled until they are whole."""
-        self._begun = False
-        """An update has begun, and nothing of it has come yet."""
+        self._update: Literal["none", "begun", "loaded"] = "none"
+        """How far the present update is."""
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
@@ -212,7 +212,7 @@ class SamplingEngine:
         afterwards until it is given some."""
         self._begin_update()
         self.update_weights({"rehearse": tensors})
-        self._llm.collective_rpc("finish_weight_update")
+        self._finish_update()
         return self._llm.collective_rpc("take_rehearsal")
 
     def start_weight_update(self, record_receipt: bool) -> None:
@@ -225,14 +225,20 @@ class SamplingEngine:
     def _begin_update(self) -> None:
         self._pause()
         self._llm.set_weight_version(NO_VERSION)
-        if not self._begun:  # else the trainers have died before they sent anything, and others begin anew
+        if self._update == "loaded":  # the trainers have died since, and others begin anew
+            self._finish_update()
+        if self._update == "none":  # else they died before they sent anything
             self._llm.collective_rpc("start_weight_update")
-            self._begun = True
+            self._update = "begun"
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load tensors."""
-        self._begun = False
         self._llm.collective_rpc("update_weights", args=(update_info,))
+        self._update = "loaded"
+
+    def _finish_update(self) -> None:
+        self._llm.collective_rpc("finish_weight_update")
+        self._update = "none"
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
         """Make the received weights those of policy `version`, forget what was computed with the old unless
@@ -241,7 +247,7 @@ class SamplingEngine:
         Returns:
             checksums by tensor name of each worker, where they were asked for.
         """
-        self._llm.collective_rpc("finish_weight_update")
+        self._finish_update()
         self._llm.set_weight_version(str(version))
         recompute = self._settings.recompute_kv_after_update
         if not self._llm.reset_prefix_cache(reset_running_requests=recompute) and (
