@@ -191,6 +191,8 @@ class Engine:
                 return
             self._why_killed = why
             self._killed_by_others = self._process.poll() == -signal.SIGKILL
+            # first of all, since this process may be killed here too; who is left then clears up
+            shutil.rmtree(self._scratch, ignore_errors=True)
             end_group(self._process.pid, self._shared_memory)
             self._process.wait()
             self._reader.join(
