@@ -14,6 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("here")
 
 ROOT = Path(__file__).resolve().parents[1]
 Command = tuple[str, ...]
