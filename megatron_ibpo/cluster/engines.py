@@ -25,14 +25,14 @@ from megatron_ibpo.weights.transfer.order import Order
 MOST_DEATHS, WITHIN_S = 3, 60.0
 """So many deaths of one engine within so many seconds end the run: they have a cause that starting it again
 does not mend. Starting does not count, since a large model takes minutes for it."""
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 5.0
 """For an engine that died to be taken away in order; then its process is ended by force."""
 CLOSE_TIMEOUT_S = 45.0
 """For an engine to be stopped in order: twice the time that it gives vLLM itself, and some more."""
 FACTORY = "megatron_ibpo.rollout.engine:Engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
-SLACK_S = 5.0
+SLACK_S = 2.0
 """For an answer to come back, beyond the time that the engine itself was given."""
 
 Reasons = dict[int, str]

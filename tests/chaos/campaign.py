@@ -23,6 +23,7 @@ from chaos.journal_audit import audit
 from chaos.processes import by_kind, end_all, gone_within
 from chaos.replacements import Engines, NewTrainer, Replacement
 from chaos.trial import HANGS_S, RESPONSES, STEPS, StuckError, Trial, environment_within
+from megatron_ibpo.cluster.session import QUIET
 
 Record = dict[str, Any]
 DISK_MB = 200
@@ -240,7 +241,7 @@ def _cluster(place: Path, nodes: int) -> Iterator[SimulatedCluster | None]:
         yield None
         return
     (place / "tmp").mkdir()
-    environment = environment_within(place) | {"RAY_TMPDIR": str(place / "ray")}
+    environment = environment_within(place) | QUIET | {"RAY_TMPDIR": str(place / "ray")}
     with simulated_cluster(nodes, environment) as cluster:
         yield cluster
 
