@@ -1,0 +1,63 @@
+"""Which processes the driver ends when engines die, and which deaths end a run; with stand-ins for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ibpo.cluster import engines as module
+from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.rollout import EngineError
+from megatron_ibpo.weights.transfer.order import Order
+
+
+class Process:
+    name, built = "engine", None
+
+    def __init__(self):
+        self.killed = False
+
+    def call(self, *_):
+        return None
+
+    def kill(self):
+        self.killed = True
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    monkeypatch.setattr(module, "result", lambda *_: None)
+    order = Order(version=0, sleeping=False, check=False, timeout=1.0)
+    nothing = dict.fromkeys(("trainers", "placement", "group", "settings"))
+    found = Engines(**nothing, logs=Path("logs"), order=order, start_timeout=1.0)
+    found.hosts = {index: Process() for index in range(3)}
+    return found
+
+
+def test_an_update_ends_the_engines_that_died_in_it_and_not_what_took_their_places_meanwhile(
+    engines, monkeypatch
+):
+    first, successor = dict(engines.hosts), Process()
+
+    def update(_):
+        engines.hosts[1] = successor  # who samples has noticed first
+        return 0, 0, {0: "it hangs", 1: "it has ended"}
+
+    monkeypatch.setattr(engines, "_catch_up", update)
+    engines.update_weights(1)
+    assert [first[0].killed, successor.killed, first[2].killed] == [True, False, False]
+
+
+def test_three_deaths_within_a_minute_of_work_end_the_run_unless_trainers_died_in_between(engines):
+    for _ in range(2):
+        engines._count_death(0)
+    with pytest.raises(EngineError, match="engine 0 died 3 times within 0 seconds of work"):
+        engines._count_death(0)
+    for _ in range(2):
+        engines._count_death(1)
+    engines.trainers = type("Trainers", (), {"all": lambda *_: None})()
+    engines.settings = type("Settings", (), {"transport": "gloo"})()
+    engines.placement = type("Placement", (), {"engines": ()})()
+    engines.meet_trainers()
+    engines._count_death(1)
