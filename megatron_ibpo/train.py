@@ -6,7 +6,8 @@ has no model itself.
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ibpo.checks import check_run, check_settings
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from megatron_ibpo.loop import Run
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+STARTS = 3
+"""Of a run that has lost a node: another one may be lost while it starts again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,22 +51,32 @@ def train(config: Config) -> int:
         return INTERRUPTED
 
 
-def _train(config: Config, stop: StopRequest, node_wait: float = 0.0) -> int:
-    from megatron_ibpo.startup import NODE_ERRORS, START_ERRORS, going_on, open_run
+def _train(config: Config, stop: StopRequest) -> int:
+    from megatron_ibpo.startup import NODE_ERRORS, START_ERRORS, ProcessDiedError, going_on, open_run
 
-    with ExitStack() as stack:
-        try:
-            run = stop.cuts_short(lambda: stack.enter_context(open_run(config, node_wait)))
-        except START_ERRORS as error:
-            return refuse(error)
-        if run is None:
-            return INTERRUPTED
-        try:
-            return _steps(run, stop)
-        except NODE_ERRORS as lost:
-            config = going_on(run)
-            run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
-    return _train(config, stop, config.cluster.node_wait)
+    starts_left, node_wait = 1, 0.0
+    while True:
+        with ExitStack() as stack:
+            try:
+                run = stop.cuts_short(partial(_entered, stack, open_run(config, node_wait)))
+            except START_ERRORS as error:
+                starts_left -= 1
+                if starts_left == 0 or not isinstance(error, ProcessDiedError):
+                    return refuse(error)
+                print(f"{error}; starting once more", file=sys.stderr, flush=True)
+                continue
+            if run is None:
+                return INTERRUPTED
+            try:
+                return _steps(run, stop)
+            except NODE_ERRORS as lost:
+                config = going_on(run)
+                run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
+        starts_left, node_wait = STARTS, config.cluster.node_wait
+
+
+def _entered(stack: ExitStack, opening: AbstractContextManager["Run"]) -> "Run":
+    return stack.enter_context(opening)
 
 
 def _steps(run: "Run", stop: StopRequest) -> int:

@@ -154,7 +154,10 @@ class Trial:
         return self.ended() == 0
 
     def orphans_end(self) -> float:
-        """Seconds until all that the driver had started was gone; what is not is a problem."""
+        """Seconds until all that the driver had started was gone; what is not is a problem. Not on a cluster,
+        whose own processes are in this place too."""
+        if self.cluster is not None:
+            return 0.0
         seconds, left = gone_within(self.place, ORPHANS_S)
         if left:
             self.problems.append(f"{ORPHANS_S:.0f} s after the driver's end there runs: {left}")

@@ -1,0 +1,57 @@
+"""A run that has lost a node starts again, and again if another one is lost meanwhile; with a stand-in for it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ibpo import startup, train
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """What happens at each opening, in order: an error then, or else one in the steps, or the exit status."""
+    config = SimpleNamespace(cluster=SimpleNamespace(node_wait=7.0))
+    waits = []
+
+    def trained(*happens):
+        left = list(happens)
+
+        @contextmanager
+        def open_run(config, node_wait):
+            waits.append(node_wait)
+            if isinstance(left[0], startup.ProcessDiedError):
+                raise left.pop(0)
+            yield SimpleNamespace(config=config, reporter=SimpleNamespace(note=lambda _: None))
+
+        def steps(run, stop):
+            if isinstance(end := left.pop(0), Exception):
+                raise end
+            return end
+
+        monkeypatch.setattr(startup, "open_run", open_run)
+        monkeypatch.setattr(startup, "going_on", lambda run: run.config)
+        monkeypatch.setattr(train, "_steps", steps)
+        return train._train(config, SimpleNamespace(cuts_short=lambda work: work())), waits
+
+    return trained
+
+
+LOST, DIED = startup.NodeLostError("a node is lost"), startup.ProcessDiedError("engine 1 has ended")
+
+
+def test_a_lost_node_is_waited_for(opened):
+    assert opened(LOST, train.DONE) == (train.DONE, [0.0, 7.0])
+
+
+def test_so_is_one_that_is_lost_while_the_run_starts_again(opened):
+    assert opened(LOST, DIED, DIED, LOST, DIED, train.DONE) == (train.DONE, [0.0, 7.0, 7.0, 7.0, 7.0, 7.0])
+
+
+def test_but_not_for_good_and_not_at_the_first_start(opened, capsys):
+    assert opened(LOST, DIED, DIED, DIED) == (train.BAD_INPUT, [0.0, 7.0, 7.0, 7.0])
+    assert capsys.readouterr().err.count("starting once more") == 2
+    status, waits = opened(DIED)
+    assert (status, len(waits)) == (train.BAD_INPUT, 5)
