@@ -1,4 +1,4 @@
-"""A run that has lost a node starts again, and again if another one is lost meanwhile; with a stand-in for it."""
+"""A run that has lost a node starts again, and again if another one is lost meanwhile; with a stand-in."""
 
 from __future__ import annotations
 

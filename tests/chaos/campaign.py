@@ -73,9 +73,8 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
             "problems": problems,
         }
         if problems:
-            shutil.copytree(
-                place, kept := Path(f"{place}-kept"), symlinks=True, ignore_dangling_symlinks=True
-            )
+            kept, but = Path(f"{place}-kept"), shutil.ignore_patterns("sockets")  # which cannot be copied
+            shutil.copytree(place, kept, symlinks=True, ignore_dangling_symlinks=True, ignore=but)
             return records, run, kept
     return records, run, place
 
