@@ -30,6 +30,7 @@ QUIET = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without GPUs of Ray's may be given some by us
     "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_task_events_report_interval_ms": "0",  # a record of every call, for a dashboard: 5 MB per 100 steps
     # engines and verifiers end with their owner by themselves and clear up; killed by Ray they could not
     "RAY_kill_child_processes_on_worker_exit": "0",
 }
