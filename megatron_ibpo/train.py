@@ -6,7 +6,7 @@ has no model itself.
 
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ def _train(config: Config, stop: StopRequest) -> int:
     while True:
         with ExitStack() as stack:
             try:
-                run = stop.cuts_short(partial(_entered, stack, open_run(config, node_wait)))
+                run = stop.cuts_short(partial(stack.enter_context, open_run(config, node_wait)))
             except START_ERRORS as error:
                 starts_left -= 1
                 if starts_left == 0 or not isinstance(error, ProcessDiedError):
@@ -73,10 +73,6 @@ def _train(config: Config, stop: StopRequest) -> int:
                 config = going_on(run)
                 run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
         starts_left, node_wait = STARTS, config.cluster.node_wait
-
-
-def _entered(stack: ExitStack, opening: AbstractContextManager["Run"]) -> "Run":
-    return stack.enter_context(opening)
 
 
 def _steps(run: "Run", stop: StopRequest) -> int:
