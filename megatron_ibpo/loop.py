@@ -232,7 +232,7 @@ class Run:
         """
         run, step = self.config.run, self.progress.step
         if not run.save:
-            if self.journal.pending_bytes > run.journal_keep * 1024**3:
+            if self._journal_is_full():
                 self.journal.saved(step)  # nothing can go on from before it, and it must not fill the disk
             return
         with self.stages("save"):
@@ -267,12 +267,15 @@ class Run:
     def _save_is_due(self) -> bool:
         run, minutes = self.config.run, self.config.run.save_interval_minutes
         at_interval = run.save_interval is not None and self.progress.step % run.save_interval == 0
-        too_much = self.journal.pending_bytes > run.journal_keep * 1024**3
         return (
             at_interval
-            or too_much
+            or self._journal_is_full()
             or (minutes is not None and time.monotonic() - self.progress.saved_at >= 60 * minutes)
         )
+
+    def _journal_is_full(self) -> bool:
+        """It holds more than is kept, all of it needed until a checkpoint is saved."""
+        return self.journal.pending_bytes > self.config.run.journal_keep * 1024**3
 
     def _begin_save(self) -> None:
         run = self.config.run

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from chaos.processes import below, by_kind, engine_index, title
+from chaos.processes import below, by_kind, end_on_sigterm, engine_index, title
 from chaos.trial import STEP_LINE, environment_within
 
 from megatron_ibpo.versions import machine
@@ -35,6 +35,7 @@ Series = list[tuple[int, float]]
 
 
 def main() -> int:
+    end_on_sigterm()
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         place = Path(name)

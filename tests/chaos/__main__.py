@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 from chaos.campaign import one_run
+from chaos.processes import end_on_sigterm
 from chaos.results import append, read, so_far, table
 from chaos.trial import ROOT
 
@@ -20,9 +20,7 @@ MOST_SAID = 6000
 
 def main() -> int:
     """Returns the exit status: 1 if a run was not as it must be."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that nothing is left running
+    end_on_sigterm()
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     minutes = float(sys.argv[3]) if len(sys.argv) > 3 else math.inf
