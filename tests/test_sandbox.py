@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -19,8 +20,11 @@ import psutil
 import pytest
 from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
+from megatron_ibpo.rewards.code import CodeExecution
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, process
 from megatron_ibpo.rewards.sandbox.control_groups import PREFIX, parents
+from megatron_ibpo.rewards.verifier import VERIFIERS
+from megatron_ibpo.rewards.workers import WorkerPool
 
 pytestmark = needs_sandbox
 needs_groups = pytest.mark.skipif(not parents(), reason="this user can make no control groups here")
@@ -46,10 +50,10 @@ def tried(action, *arguments):
 
 @pytest.fixture(autouse=True)
 def host_is_as_it_was():
-    """No process, mount, descriptor, directory or control group is left of what a test ran."""
+    """No process, mount, descriptor, directory or process in a control group is left of what a test ran."""
 
     def state():
-        return Path("/proc/self/mountinfo").read_text(), len(os.listdir("/proc/self/fd")), own_groups()
+        return Path("/proc/self/mountinfo").read_text(), len(os.listdir("/proc/self/fd")), groups_in_use()
 
     run("")  # what is imported, cached or mapped at the first use
     before, others = state(), children()
@@ -58,9 +62,13 @@ def host_is_as_it_was():
     assert state() == before
 
 
-def own_groups():
-    """Control groups that this process has made."""
-    return [group for parent in parents() for group in parent.glob(f"{PREFIX}{os.getpid()}-*")]
+def groups_of(owner):
+    """Control groups that a process has made."""
+    return [group for parent in parents() for group in parent.glob(f"{PREFIX}{owner}-*")]
+
+
+def groups_in_use():
+    return [group for group in groups_of(os.getpid()) if (group / "cgroup.procs").read_text()]
 
 
 def children():
@@ -186,14 +194,44 @@ def test_a_sandbox_is_in_control_groups_of_its_own():
     with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)) as started:
         bounds = {
             path.name: int(path.read_text())
-            for group in own_groups()
+            for group in groups_in_use()
             for path in (*group.glob("memory.limit_in_bytes"), *group.glob("*.max"))
             if path.read_text().strip().isdigit()
         }
         assert 1 << 30 < max(bounds.values()) < 5 << 28
         assert bounds.get("pids.max", 9) == 9
         inside = {line.split(":", 2)[2].rpartition("/")[2] for line in cgroups_of(started.first)}
-        assert {group.name for group in own_groups()} <= inside
+        assert {group.name for group in groups_in_use()} <= inside
+        with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)):
+            assert len(groups_in_use()) == 2 * len(parents())
+
+
+@needs_groups
+def test_a_control_group_is_used_again_and_holds_nothing_of_the_last_program():
+    source = """
+        with open("filled", "wb") as file:
+            file.write(bytes(15 << 20))
+        held = bytearray(800 << 20)
+        say(len(held))
+    """
+    ends, groups = [], set()
+    for _ in range(3):
+        ends.append(run(source, tasks=6))
+        groups.add(tuple(groups_of(os.getpid())))
+    assert [end.stdout for end in ends] == [b"838860800\n"] * 3
+    assert len(groups) == 1
+
+
+@needs_groups
+def test_the_control_groups_of_a_verifier_end_with_it():
+    label = json.dumps({"inputs": [""], "outputs": ["3"]})
+    others = children()
+    with WorkerPool([VERIFIERS["code"]], size=1, timeout=60.0) as pool:
+        asked = "", "```python\nprint(3)\n```", label, CodeExecution().as_metadata()
+        assert pool.submit(VERIFIERS["code"], asked).result(60).value == 1.0
+        (verifier,) = [child.pid for child in children() - others]
+        assert len(groups_of(verifier)) == len(parents())
+    assert groups_of(verifier) == []
 
 
 @needs_groups

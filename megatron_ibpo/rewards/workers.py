@@ -19,6 +19,7 @@ from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_ibpo.rewards.sandbox.control_groups import remove_groups
 from megatron_ibpo.words import counted
 
 _START_TIMEOUT = 120.0
@@ -339,4 +340,5 @@ class _Worker:
         self.ended = True
         self.kill()
         self.process.wait(_CLOSE_TIMEOUT)
+        remove_groups(self.process.pid)
         self._connection.close()

@@ -48,6 +48,7 @@ def bubblewrap() -> str:
     return path
 
 
+@functools.cache
 def python() -> str:
     """The interpreter that programs run on: the one that this one's virtual environment was made from,
     without its packages."""
@@ -106,10 +107,11 @@ def visible_paths() -> tuple[str, ...]:
     return tuple(path for path in existing if not any(_within(path, other) for other in existing))
 
 
-def _standard_library() -> set[str]:
+@functools.cache
+def _standard_library() -> frozenset[str]:
     """Of the interpreter itself, also where this one runs in a virtual environment."""
     base = {"platbase": sys.base_exec_prefix, "base": sys.base_prefix}
-    return {sysconfig.get_path("stdlib", vars=base), sysconfig.get_path("platstdlib", vars=base)}
+    return frozenset(sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib"))
 
 
 def _parents(paths: Sequence[str]) -> list[str]:

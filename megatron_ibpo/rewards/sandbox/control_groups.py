@@ -1,33 +1,59 @@
 """Control groups around sandboxes, where this user may make any: they bound what limits of a process do not
 see, such as the kernel's memory for a million empty files.
 
+They are used again, since the kernel takes long to take down one that bounds memory: without that, a tenth
+fewer programs run per second.
+
 Both versions of the kernel's interface; only the first one has been run. Source: cgroups(7).
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "ibpo-sandbox-"
 _ROOT = Path("/sys/fs/cgroup")
+_PROCESSES = "cgroup.procs"
 _CONTROLLERS = {"memory", "pids"}
 _numbers = itertools.count()
 
 
 @contextmanager
 def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
-    """New groups with these bounds, to be entered by writing a process id to their `cgroup.procs`; none where
-    none can be made. They are removed at the end, when all their processes must have ended.
+    """Groups with these bounds, to be entered by writing a process id to their `cgroup.procs`; none where
+    none can be made. At the end, when all their processes must have ended, they are kept for the next sandbox of
+    this process.
 
     Args:
         memory_bytes: with what the kernel holds for the processes, and no swap on top.
         tasks: processes and threads.
     """
+    kept = _kept(os.getpid(), memory_bytes, tasks)
+    groups = kept.pop() if kept else _make(memory_bytes, tasks)
+    try:
+        yield groups
+    finally:
+        if any((group / _PROCESSES).read_text() for group in groups):  # the kernel has not ended them in time
+            _remove(groups)
+        else:
+            kept.append(groups)
+
+
+@functools.cache
+def _kept(process: int, memory_bytes: int, tasks: int) -> list[list[Path]]:
+    """Groups with these bounds that no sandbox uses. By process, since a fork must not share them."""
+    atexit.register(remove_groups, process)
+    return []
+
+
+def _make(memory_bytes: int, tasks: int) -> list[Path]:
     bounds = {
         "memory.limit_in_bytes": memory_bytes,  # version 1; the next one counts memory and swap together
         "memory.memsw.limit_in_bytes": memory_bytes,
@@ -42,9 +68,24 @@ def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
             for name, most in bounds.items():
                 if (group / name).exists():
                     (group / name).write_text(str(most))
-        yield groups
-    finally:
+    except BaseException:
         _remove(groups)
+        raise
+    return groups
+
+
+def remove_groups(owner: int) -> None:
+    """Those that a process with this id has made, once it has ended or needs them no more. One whose last
+    processes are still being killed is waited for, one second at most; the next owner removes what is left.
+    """
+    deadline = time.monotonic() + 1.0
+    left = [group for parent in _own_groups() for group in parent.glob(f"{PREFIX}{owner}-*")]
+    while left:
+        _remove(left)
+        left = [group for group in left if group.exists()]
+        if not left or time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
 
 
 @functools.cache
@@ -65,7 +106,10 @@ def parents() -> tuple[Path, ...]:
 def _own_groups() -> set[Path]:
     """Of this process, where groups below them would have a controller that is needed here."""
     found = set()
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    lines = ""
+    with suppress(OSError):  # a kernel without them
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    for line in lines.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: a group with processes hands nothing down, its parent may
             own = _ROOT / path.lstrip("/")

@@ -72,7 +72,7 @@ def load(source: str, name: str, first: str = "") -> "ModuleType":
     module = type(sys)(name)
     sys.modules[name] = module
     exec(first, vars(module))
-    exec(compile(source, "program.py", "exec", dont_inherit=True), vars(module))
+    exec(source, vars(module))  # `compile` would first make the types of `ast`, a tenth of a sandbox's time
     return module
 
 
@@ -253,7 +253,7 @@ def _check(tests: str, entry_point: str = "") -> None:
         else:
             namespace[name] = ask("global", name)[0]
     candidate = namespace.get(entry_point)
-    exec(compile(tests, "tests.py", "exec", dont_inherit=True), namespace)
+    exec(tests, namespace)
     if entry_point:
         namespace["check"](candidate)
     ask("list", [])  # tests that expect any exception must not take the end of the program for one
