@@ -28,8 +28,8 @@ _numbers = itertools.count()
 @contextmanager
 def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
     """Groups with these bounds, to be entered by writing a process id to their `cgroup.procs`; none where
-    none can be made. At the end, when all their processes must have ended, they are kept for the next sandbox of
-    this process.
+    none can be made. At the end, when all their processes must have ended, they are kept for the next
+    sandbox of this process.
 
     Args:
         memory_bytes: with what the kernel holds for the processes, and no swap on top.
