@@ -111,6 +111,16 @@ def test_a_function_that_cannot_be_loaded_on_a_node_is_refused(cluster):
         verifiers.wait_ready()
 
 
+def test_a_node_that_cannot_run_programs_is_refused_before_anything_starts(cluster):
+    """Programs would run on a server that is not there; a missing sandbox is found by the same check."""
+    nowhere = DataConfig(
+        rm_type="code", reward_workers=1, reward_timeout=60.0, code_executor="http://127.0.0.1:1"
+    )
+    refused = pytest.raises(WorkerError, match=r"verifier of .*: code rewards: .*127\.0\.0\.1:1")
+    with open_pool(DATA) as own, Verifiers(own, cluster_nodes(), nowhere) as verifiers, refused:
+        verifiers.wait_ready()
+
+
 def test_a_node_alone_is_asked_without_a_detour(cluster):
     class Own:
         answer = Future()

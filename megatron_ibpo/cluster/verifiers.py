@@ -17,8 +17,8 @@ import ray
 
 from megatron_ibpo.cluster.host import Host, on_node, result
 from megatron_ibpo.cluster.placement import Node
-from megatron_ibpo.config import DataConfig, user_directory
-from megatron_ibpo.rewards import Outcome, Pool, WorkerError, WorkerPool, reward_functions
+from megatron_ibpo.config import ConfigError, DataConfig, user_directory
+from megatron_ibpo.rewards import Outcome, Pool, WorkerError, open_pool
 from megatron_ibpo.words import counted
 
 FACTORY = "megatron_ibpo.cluster.verifiers:NodePool"
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 class NodePool:
     """Runs inside the actor: a pool that is handed calls and asked for what is finished."""
 
-    def __init__(self, targets: Sequence[str], size: int, timeout: float) -> None:
-        """See `WorkerPool`."""
-        self._pool = WorkerPool(targets, size=size, timeout=timeout)
+    def __init__(self, data: DataConfig, rm_types: Sequence[str]) -> None:
+        """See `open_pool`."""
+        self._pool = open_pool(data, rm_types)
         self._finished: queue.SimpleQueue[tuple[int, Future[Outcome]]] = queue.SimpleQueue()
         self._deaths_told = 0
 
@@ -105,7 +105,7 @@ class Verifiers:
         self._deaths_elsewhere = 0
         """Actors that died in this run, and worker processes of actors."""
         self._per_node = data.reward_workers
-        self._settings = (reward_functions(data, rm_types), data.reward_workers, data.reward_timeout)
+        self._settings = (data, tuple(rm_types))
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         """Over the lanes and what is counted here."""
@@ -126,13 +126,14 @@ class Verifiers:
         """Wait until every actor can be asked.
 
         Raises:
-            WorkerError: the function cannot be loaded on one of the nodes.
+            WorkerError: the function cannot be loaded on one of the nodes, or one has no sandbox for programs
+                that are to be run.
             ProcessDiedError: an actor did not start.
         """
         for lane in self._lanes:
             try:
                 self._await_built(lane)
-            except WorkerError as error:
+            except (WorkerError, ConfigError) as error:
                 raise WorkerError(f"{lane.host.name}: {error}") from None
         for thread in self._threads:
             thread.start()
