@@ -362,8 +362,8 @@ class Engines:
         seconds = sum(worked for _, worked in last[1:])
         if len(last) == MOST_DEATHS and last[0][0] == self.version and seconds < WITHIN_S:
             raise EngineError(
-                f"engine {index} died {MOST_DEATHS} times within {seconds:.0f} seconds of work and one step of "
-                f"the run: starting it again does not help; see {self.logs / f'engine_{index}.log'}"
+                f"engine {index} died {MOST_DEATHS} times within {seconds:.0f} seconds of work and one step "
+                f"of the run: starting it again does not help; see {self.logs / f'engine_{index}.log'}"
             )
 
     def _start_again(self, index: int) -> None:
