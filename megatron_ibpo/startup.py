@@ -44,7 +44,7 @@ from megatron_ibpo.report.disk import waiting_for_room
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Verifier, check_labels, named_rm_types, open_pool
 from megatron_ibpo.rollout import EngineError, EngineLostError
-from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 from megatron_ibpo.sampling.memory import JournalMemory
 from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task, with_epochs
@@ -122,7 +122,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                     loss_backend=about.loss_backend,
                 )
             )
-            reporter.note(_where(config, placement))
+            reporter.note(_where(placement, verifiers))
             for note in task.notes:
                 reporter.note(note)
             if config.rollout.max_staleness and not config.loss.corrections:
@@ -228,7 +228,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
         rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
-        yield OpenEvaluation(task, kept, rollouts, engines, verifiers, _where(config, placement))
+        yield OpenEvaluation(task, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 
 
 def _kept_samples(config: Config, hf_dir: Path, task: Task, policy: str) -> KeptSamples:
@@ -336,7 +336,7 @@ def _launch_engines(
             check=rollout.check_weight_update_equal,
             timeout=rollout.update_weight_timeout,
         ),
-        rollout.vllm_start_timeout,
+        start_timeout(rollout, hf_dir),
     )
     stack.callback(engines.close)
     engines.launch()
@@ -429,11 +429,11 @@ def _accelerators(config: Config, placement: Placement) -> int:
     return len(placement.trainers) + (own if any(node.gpus for node in placement.nodes) else 0)
 
 
-def _where(config: Config, placement: Placement) -> str:
+def _where(placement: Placement, verifiers: Verifiers) -> str:
     """What sits where, a line for each node."""
     return "\n".join(
-        f"{node}: trainers {trainers}, engines {engines}, {verifiers} verifiers"
-        for node, trainers, engines, verifiers in placement.rows(config.data.reward_workers)
+        f"{address}: trainers {trainers}, engines {engines}, {verifiers.workers(node)} verifiers"
+        for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
     )
 
 

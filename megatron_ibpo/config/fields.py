@@ -305,9 +305,9 @@ class DataConfig:
     reward_timeout: Annotated[float, SECONDS] = 10.0
     """Seconds a verifier may take for one response before it is killed and counted as an error. Other than
     after a death it is not asked again: it would only take as long once more."""
-    reward_workers: Annotated[int, within(1, 1024)] = 2
-    """Verifier processes on each node of the cluster. 2: scoring is quick, and trainers and engines share
-    the processors."""
+    reward_workers: Annotated[int | None, within(1, 1024)] = None
+    """Verifier processes on each node of the cluster. None: half as many as the node has processors, at least
+    2; the other half is for trainers and engines."""
     code_timeout: Annotated[float, SECONDS] = 6.0
     """Seconds that a program may take for one test of a code problem. All tests of a response have to fit
     into --reward-timeout. 6: LiveCodeBench's."""
@@ -372,8 +372,9 @@ class RolloutConfig:
     """Sequences decoded at once by one engine."""
     vllm_enforce_eager: bool = False
     """Do not compile or capture graphs. Always so on CPUs, where compiling was 20x slower."""
-    vllm_start_timeout: Annotated[float, SECONDS] = 600.0
-    """Seconds an engine may take to start."""
+    vllm_start_timeout: Annotated[float | None, SECONDS] = None
+    """Seconds an engine may take to start. None: 600, for compiling and capturing graphs, and what reading
+    the model's files takes at 0.25 GB/s; 1,240 for 160 GB."""
     engine_stall_timeout: Annotated[float, SECONDS] = 300.0
     """Seconds in which an engine that has requests must write a token; one that does not is ended and
     replaced. 300: the longest step, many long prompts at once, takes a minute."""

@@ -209,8 +209,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
             "each node's main memory"
         )
     elif plan.placement is not None:
-        placed = plan.placement.rows(config.data.reward_workers)
-        rows = [f"{node}: {engines}" for node, _, engines, _ in placed if engines != "–"]
+        rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
         where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     state = state_bytes_per_sequence(plan.shape, config)
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""

@@ -70,6 +70,9 @@ class PackedBatch:
     """Without the padding."""
     rows_R: Lengths
     """Row of each response token."""
+    loss_rows: Tensor
+    """[T] int64, rising: the rows that are in the loss, as the mask says too. Taking rows by their numbers
+    asks nothing of the device; by a mask the host would wait for how many there are."""
 
 
 def pack(micro_batch: MicroBatch) -> PackedArrays:
@@ -169,13 +172,26 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
         values_N=per_row(arrays.values_R) if both else None,
         num_sequences=len(lengths),
         rows_R=rows_R,
+        loss_rows=tensor(rows_R[arrays.loss_mask_R], torch.int64),
     )
 
 
-def response_values(batch: PackedBatch, values_N: Tensor) -> Floats:
-    """[R] float32: `values_N` of each response token; 0 where a token is not in the loss."""
-    kept_N = torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0)
-    return kept_N.float().cpu().numpy()[batch.rows_R]
+def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> list[Floats]:
+    """[R] float32 of each micro-batch: the value of each response token, 0 where a token is not in the loss.
+    All come from the device in one copy.
+
+    Args:
+        values: [N] of each micro-batch.
+    """
+    if not batches:
+        return []
+    kept = [
+        torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0).float()
+        for batch, values_N in zip(batches, values, strict=True)
+    ]
+    bounds = np.cumsum([len(kept_N) for kept_N in kept])[:-1]
+    whole = np.split(torch.cat(kept).cpu().numpy(), bounds)
+    return [values_N[batch.rows_R] for batch, values_N in zip(batches, whole, strict=True)]
 
 
 def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, Floats]]:
@@ -184,3 +200,16 @@ def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, F
     starts = ends - arrays.response_lengths_S
     spans = zip(arrays.members_S.tolist(), starts.tolist(), ends.tolist(), strict=True)
     return [(member, values_R[start:end]) for member, start, end in spans]
+
+
+def packed_values(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Floats]]) -> list[Floats | None]:
+    """[R] of each micro-batch, from values by sequence as `split_sequences` gives them; None where a sequence
+    of it has none, as on pipeline stages that compute none."""
+    by_member = dict(found)
+    wanted = [arrays.members_S.tolist() for arrays in packs]
+    return [
+        _joined([by_member[member] for member in members], np.float32)
+        if by_member.keys() >= set(members)
+        else None
+        for members in wanted
+    ]
