@@ -5,11 +5,10 @@ names) and of `--print-config`. Spelling follows Megatron-LM where it has the fl
 of Megatron-based RL systems type.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-from tyro.conf import UseAppendAction
+from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config.paths import Kind
 from megatron_ibpo.config.ranges import (
@@ -35,6 +34,11 @@ from megatron_ibpo.config.ranges import (
     or_word,
     within,
 )
+
+UseAppendAction: Any = None
+"""tyro's mark of a flag that may be repeated. A trainer reads no flags, so that it does without tyro."""
+with suppress(ModuleNotFoundError):
+    from tyro.conf import UseAppendAction
 
 
 @dataclass
