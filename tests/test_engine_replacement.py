@@ -57,7 +57,7 @@ def test_three_deaths_within_a_minute_of_work_end_the_run_unless_trainers_died_i
     for _ in range(2):
         engines._count_death(1)
     engines.trainers = type("Trainers", (), {"all": lambda *_: None})()
-    engines.settings = type("Settings", (), {"transport": "gloo"})()
+    engines.settings = type("Settings", (), {"transport": "gloo", "sleep_mode": False})()
     engines.placement = type("Placement", (), {"engines": ()})()
     engines.meet_trainers()
     engines._count_death(1)
