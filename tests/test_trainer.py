@@ -259,7 +259,7 @@ def golden_loss(world, hf_dir, rows):
         ratio = math.exp(sum(n - o for n, o in zip(new, before, strict=True)) / len(new))
         clipped = min(max(ratio, 0.8), 1.2)
         total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
-    return sum(piece.sums["loss"] for piece in pieces), total
+    return sum(piece["loss"] for piece in pieces), total
 
 
 def with_holes(rows):
@@ -297,7 +297,7 @@ def masked_step(world, hf_dir, rows, variant):
     # Adam's first step is LR · g / (|g| + EPSILON)
     moved = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
     close_trainer()
-    return [sum(piece.sums[name] for piece in pieces) for name in ("loss", "ratio", "tokens")], moved
+    return [sum(piece[name] for piece in pieces) for name in ("loss", "ratio", "tokens")], moved
 
 
 def masked_by_autograd(hf_dir, rows, variant):

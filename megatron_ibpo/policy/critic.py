@@ -10,8 +10,14 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.forward_backward import accumulate_gradients, by_sequence, infer, make_trainable
-from megatron_ibpo.policy.packing import PackedBatch, pack, response_values
+from megatron_ibpo.policy.forward_backward import (
+    Observed,
+    accumulate_gradients,
+    infer,
+    is_reporting_rank,
+    make_trainable,
+)
+from megatron_ibpo.policy.packing import PackedBatch, pack
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
@@ -63,7 +69,8 @@ class Critic:
         """What it expects before each response token: (index in the list that was planned, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
         packs = [pack(micro_batch) for micro_batch in share]
-        return by_sequence(packs, infer(self.chunks, packs, _values_output, self.world.device))
+        found = infer(self.chunks, packs, _values_output, self.world.device)
+        return found if is_reporting_rank() else []
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """One rollout's optimizer steps towards the `returns` of the sequences; every trained token of a
@@ -87,8 +94,9 @@ class Critic:
         tokens = max(1, minibatch.trained_tokens)
         output = partial(_loss_output, tokens, self.config.loss.value_clip)
         pieces = accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world)
-        sums = [sum(column) for column in zip(*pieces, strict=True)]
-        loss, error, clipped = (total / tokens for total in sums)
+        loss, error, clipped = (
+            sum(piece[name] for piece in pieces) / tokens for name in ("loss", "error", "clipped")
+        )
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         finite = math.isfinite(norm) and math.isfinite(loss)
@@ -103,18 +111,19 @@ class Critic:
         }
 
 
-def _values_output(batch: PackedBatch, values_1N1: Tensor) -> tuple[Tensor, Floats]:
-    return values_1N1.new_zeros(()), response_values(batch, values_1N1[0, :, 0])
+def _values_output(_: PackedBatch, values_1N1: Tensor) -> Tensor:
+    return values_1N1[0, :, 0]
 
 
 def _loss_output(
     tokens: int, clip: float, scale: float, batch: PackedBatch, values_1N1: Tensor
-) -> tuple[Tensor, tuple[float, float, float]]:
+) -> tuple[Tensor, Observed]:
     """(scaled loss, sums over trained rows of loss, |v - R| and clipped rows)."""
     if batch.returns_N is None or batch.values_N is None:  # nothing but padding: `plan_value_update` checked
-        return values_1N1.sum() * 0.0, (0.0, 0.0, 0.0)
+        return values_1N1.sum() * 0.0, {"loss": 0.0, "error": 0.0, "clipped": 0.0}
     mask_N, values_N = batch.rows.response_mask_N, values_1N1[0, :, 0]
     loss_N, clipped_N = value_loss(values_N, batch.values_N, batch.returns_N, clip)
     loss = (loss_N * mask_N).sum()
-    error = ((values_N - batch.returns_N).abs() * mask_N).sum()
-    return loss * (scale / tokens), (loss.item(), error.item(), (clipped_N * mask_N).sum().item())
+    error = ((values_N.detach() - batch.returns_N).abs() * mask_N).sum()
+    observed = {"loss": loss.detach(), "error": error, "clipped": (clipped_N * mask_N).sum()}
+    return loss * (scale / tokens), observed

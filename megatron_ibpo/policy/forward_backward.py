@@ -1,6 +1,6 @@
 """Packed micro-batches through a Megatron model, and its optimizer: what policy and critic share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, lay_out, split_sequences
+from megatron_ibpo.policy.packing import (
+    PackedArrays,
+    PackedBatch,
+    lay_out,
+    response_values,
+    split_sequences,
+)
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
-Output = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, output of the last stage) → (loss, what is kept of it)."""
+Values = Callable[[PackedBatch, Tensor], Tensor]
+"""(micro-batch, output of the last stage) → [N], a value of each row."""
+Observed = Mapping[str, Tensor | float]
+"""Numbers of a micro-batch by name. Those that are computed stay scalars on the device, without a gradient:
+the host, which launches the next micro-batch meanwhile, waits for none of them."""
+Loss = Callable[[float, PackedBatch, Tensor], tuple[Tensor, Observed]]
+"""(scale, micro-batch, output of the last stage) → (loss times scale, what was observed)."""
 
 
 def make_trainable(
@@ -53,35 +64,37 @@ def make_trainable(
 def infer(
     chunks: list[Any],
     packs: Sequence[PackedArrays],
-    output: Output,
+    values: Values,
     device: torch.device,
     processor: Callable[..., Tensor] | None = None,
-) -> list[Any]:
-    """What `output` keeps of every micro-batch in a pass without gradients and dropout, on ranks of the last
-    stage; None of each elsewhere. Collective.
+) -> list[tuple[int, Floats]]:
+    """`values` of every response token in a pass without gradients and dropout. Collective.
 
     Args:
         processor: GPTModel's `output_processor`, instead of its output layer.
+
+    Returns:
+        (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
+        False) of each sequence of this rank, on ranks of the last stage; nothing elsewhere.
     """
     if not packs:
         return []
+    batches = _lay_out_all(packs, device)
+
+    def output(batch: PackedBatch, result: Tensor) -> tuple[Tensor, Tensor]:
+        return result.new_zeros(()), values(batch, result)
+
     for chunk in chunks:
         chunk.eval()
     try:
         with torch.no_grad():
-            found = _run(chunks, _lay_out_all(packs, device), output, processor, forward_only=True)
+            found = _run(chunks, batches, output, processor, forward_only=True)
     finally:
         for chunk in chunks:
             chunk.train()
-    return found or [None] * len(packs)
-
-
-def by_sequence(packs: Sequence[PackedArrays], found: Sequence[Any]) -> list[tuple[int, Floats]]:
-    """(index in the list that was planned, values of its response tokens) of each sequence of this rank, from
-    those of micro-batches; nothing on ranks that do not report."""
-    if not is_reporting_rank():
+    if not parallel_state.is_pipeline_last_stage():
         return []
-    pairs = zip(packs, found, strict=True)
+    pairs = zip(packs, response_values(batches, found), strict=True)
     return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
 
 
@@ -89,18 +102,16 @@ def accumulate_gradients(
     chunks: list[Any],
     optimizer: Any,
     packs: Sequence[PackedArrays],
-    output: Callable[[float, PackedBatch, Tensor], tuple[Tensor, Any]],
+    loss: Loss,
     world: World,
     processor: Callable[..., Tensor] | None = None,
-) -> list[Any]:
+) -> list[dict[str, float]]:
     """Fill the gradient buffers with the gradient of the sum of losses over the micro-batches of all ranks,
     which must not be empty, reduced over the ranks; what was in them is gone. Collective.
 
-    Args:
-        output: as `Output`, called with what the loss is to be multiplied by first.
-
     Returns:
-        what it kept of every rank's micro-batches, the same on every rank.
+        what was observed of every rank's micro-batches, in the order of ranks and micro-batches, the same on
+        every rank.
     """
     batches = _lay_out_all(packs, world.device)
     for chunk in chunks:
@@ -108,9 +119,19 @@ def accumulate_gradients(
     optimizer.zero_grad()
     # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
-    stored = _run(chunks, batches, partial(output, scale), processor, forward_only=False)
-    parts = world.all_gather(stored if is_reporting_rank() else [])
+    observed = _run(chunks, batches, partial(loss, scale), processor, forward_only=False)
+    parts = world.all_gather(_on_host(observed) if is_reporting_rank() else [])
     return [piece for part in parts for piece in part]
+
+
+def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
+    """As plain numbers; all come from the device in one copy."""
+    tensors = [value.double() for own in observed for value in own.values() if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [
+        {name: next(numbers) if isinstance(value, Tensor) else float(value) for name, value in own.items()}
+        for own in observed
+    ]
 
 
 def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[PackedBatch]:
@@ -122,12 +143,19 @@ def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[Pa
 def _run(
     chunks: list[Any],
     batches: list[PackedBatch],
-    output: Output,
+    output: Callable[[PackedBatch, Tensor], tuple[Tensor, Any]],
     processor: Callable[..., Tensor] | None,
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Every micro-batch through the pipeline; what `output` kept of each, on ranks of the last stage."""
+    """Every micro-batch through the pipeline.
+
+    Args:
+        output: (micro-batch, output of the last stage) → (loss, what is kept of it).
+
+    Returns:
+        what was kept of each, on ranks of the last stage.
+    """
 
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         batch: PackedBatch = next(iterator)

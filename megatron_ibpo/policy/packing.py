@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss import LossRows
+from megatron_ibpo.loss import LossRows, RowIndex
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
 
@@ -61,8 +61,8 @@ class PackedBatch:
     position_ids_1N: Tensor
     max_seqlen: int
     rows: LossRows
-    """The padding sequence included; the mask is float32. Without old log-probs the forward pass itself gives
-    them; without a reference policy there are none of it."""
+    """With an index, and the padding sequence included; the mask is float32. Without old log-probs the
+    forward pass itself gives them; without a reference policy there are none of it."""
     rollout_logprobs_N: Tensor | None
     returns_N: Tensor | None
     values_N: Tensor | None
@@ -70,6 +70,12 @@ class PackedBatch:
     """Without the padding."""
     rows_R: Lengths
     """Row of each response token."""
+
+    def loss_rows(self) -> Tensor:
+        """[T] int64, rising: the rows that are in the loss. Taking them by number asks nothing of the device;
+        by a mask the host would wait for how many there are."""
+        assert self.rows.index is not None  # `lay_out` made it
+        return self.rows.index.response_rows_R
 
 
 def pack(micro_batch: MicroBatch) -> PackedArrays:
@@ -147,6 +153,12 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
     assert mask_N is not None
     token_advantages_N = per_row(arrays.token_advantages_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
+    loss_rows = rows_R[arrays.loss_mask_R]
+    index = RowIndex(
+        bounds=tuple(bounds.tolist()),
+        response_rows_R=tensor(loss_rows, torch.int64),
+        ends=tuple(np.searchsorted(loss_rows, bounds[1:]).tolist()),
+    )
     return PackedBatch(
         input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
         position_ids_1N=tensor(positions, torch.int64)[None],
@@ -163,6 +175,7 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
             token_weights_N=per_row(arrays.token_weights_R),
             sequence_weights_S=sequences(arrays.weights_S, 0.0),
             temperature=sequences(arrays.temperature_S, 1.0),
+            index=index,
         ),
         rollout_logprobs_N=per_row(arrays.rollout_logprobs_R),
         returns_N=per_row(arrays.returns_R) if both else None,
@@ -172,10 +185,22 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
     )
 
 
-def response_values(batch: PackedBatch, values_N: Tensor) -> Floats:
-    """[R] float32: `values_N` of each response token; 0 where a token is not in the loss."""
-    kept_N = torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0)
-    return kept_N.float().cpu().numpy()[batch.rows_R]
+def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> list[Floats]:
+    """[R] float32 of each micro-batch: the value of each response token, 0 where a token is not in the loss.
+    All come from the device in one copy.
+
+    Args:
+        values: [N] of each micro-batch.
+    """
+    if not batches:
+        return []
+    kept = [
+        torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0).float()
+        for batch, values_N in zip(batches, values, strict=True)
+    ]
+    bounds = np.cumsum([len(kept_N) for kept_N in kept])[:-1]
+    whole = np.split(torch.cat(kept).cpu().numpy(), bounds)
+    return [values_N[batch.rows_R] for batch, values_N in zip(batches, whole, strict=True)]
 
 
 def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, Floats]]:
@@ -184,3 +209,16 @@ def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, F
     starts = ends - arrays.response_lengths_S
     spans = zip(arrays.members_S.tolist(), starts.tolist(), ends.tolist(), strict=True)
     return [(member, values_R[start:end]) for member, start, end in spans]
+
+
+def packed_values(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Floats]]) -> list[Floats | None]:
+    """[R] of each micro-batch, from values by sequence as `split_sequences` gives them; None where a sequence
+    of it has none, as on pipeline stages that compute none."""
+    by_member = dict(found)
+    wanted = [arrays.members_S.tolist() for arrays in packs]
+    return [
+        _joined([by_member[member] for member in members], np.float32)
+        if by_member.keys() >= set(members)
+        else None
+        for members in wanted
+    ]

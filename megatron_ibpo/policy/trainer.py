@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,15 +27,15 @@ from megatron_ibpo.loss import (
     packed_sequence_loss,
 )
 from megatron_ibpo.policy.forward_backward import (
+    Observed,
     accumulate_gradients,
-    by_sequence,
     infer,
     is_reporting_rank,
     make_trainable,
 )
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
-from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, response_values
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, packed_values
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
 from megatron_ibpo.records import Floats
@@ -102,8 +102,8 @@ class Trainer:
             (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
             False) of each sequence of this rank; nothing on ranks that do not report.
         """
-        packs = [pack(micro_batch) for micro_batch in share]
-        return by_sequence(packs, self._logprobs(packs))
+        found = self._logprobs([pack(micro_batch) for micro_batch in share])
+        return found if is_reporting_rank() else []
 
     def as_trained(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
         """As the first optimizer step of an update trains on them: with the engine's log-probs as old ones,
@@ -122,19 +122,19 @@ class Trainer:
             return _with_engine_logprobs(packs)
         return self._with_old_logprobs(packs) if part.needs_old_logprobs else packs
 
-    def _logprobs(self, packs: Sequence[PackedArrays]) -> list[Any]:
-        """[R] float32 of each micro-batch, on ranks of the last stage; None of each elsewhere."""
+    def _logprobs(self, packs: Sequence[PackedArrays]) -> list[tuple[int, Floats]]:
+        """As `infer`."""
         return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
-        found = self._logprobs(packs)
+        found = packed_values(packs, self._logprobs(packs))
         return [replace(a, old_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
     def _with_reference(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
         if self.reference is None:
             return list(packs)
         with self.reference.swapped_in(self.chunks):
-            found = self._logprobs(packs)
+            found = packed_values(packs, self._logprobs(packs))
         return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
     def _corrected(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Corrected]]:
@@ -157,8 +157,8 @@ class Trainer:
             totals.sums["updates_empty"] += 1
             return totals
         objective = self.objective(aggregation(self.config, mean_length))
-        for piece in self.accumulate_gradients(packs, objective):
-            totals.merge(piece)
+        for observed in self.accumulate_gradients(packs, objective):
+            totals.see(observed)
         norm = self.gradient_norm()
         totals.sums["updates_computed"] += 1
         totals.sums["learning_rate"] += self.scheduler.get_lr(self.optimizer.param_groups[0])
@@ -175,10 +175,12 @@ class Trainer:
         """The run's loss, with the divisor of a mini-batch (`aggregation`)."""
         return run_objective(self.config, divisor, self.loss_backend)
 
-    def accumulate_gradients(self, packs: Sequence[PackedArrays], objective: Objective) -> list[_Totals]:
+    def accumulate_gradients(
+        self, packs: Sequence[PackedArrays], objective: Objective
+    ) -> list[dict[str, float]]:
         """Fill the gradient buffers with the gradient of Σ weight x loss over the micro-batches of all ranks,
         which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
-        was observed on the way, the same on every rank."""
+        was observed of each micro-batch (`_observed`), the same on every rank."""
         output = partial(self._loss_output, objective)
         return accumulate_gradients(
             self.chunks, self.optimizer, self._with_reference(packs), output, self.world, self._processor
@@ -200,7 +202,7 @@ class Trainer:
 
     def _loss_output(
         self, objective: Objective, scale: float, batch: PackedBatch, output: Tensor
-    ) -> tuple[Tensor, _Totals]:
+    ) -> tuple[Tensor, Observed]:
         if self.config.loss.fuse_lm_head:
             weight = _head_weight(self.chunks[-1].module)
             loss, stats = linear_packed_sequence_loss(
@@ -214,7 +216,7 @@ class Trainer:
         trainer_N = batch.rows.old_logprobs_N if recomputed else None
         return loss * scale, _observed(batch, loss, stats, trainer_N)
 
-    def _logprob_output(self, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Floats]:
+    def _logprob_output(self, batch: PackedBatch, output: Tensor) -> Tensor:
         rows: dict[str, Any] = {
             "targets_N": batch.rows.targets_N,
             "response_mask_N": batch.rows.response_mask_N.bool(),
@@ -223,11 +225,10 @@ class Trainer:
         }
         if self.config.loss.fuse_lm_head:
             weight = _head_weight(self.chunks[-1].module)
-            logprobs_N = linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
-        else:
-            vocabulary = self._vocabulary(output.shape[-1])
-            logprobs_N, _ = packed_logprobs(output[0], entropy=False, **rows, **vocabulary)
-        return output.new_zeros(()), response_values(batch, logprobs_N)
+            rows["response_rows_R"] = batch.loss_rows()
+            return linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
+        vocabulary = self._vocabulary(output.shape[-1])
+        return packed_logprobs(output[0], entropy=False, **rows, **vocabulary)[0]
 
     def _vocabulary(self, width: int) -> dict[str, Any]:
         """This rank's columns of the vocabulary, of which there are `width` with padding."""
@@ -259,6 +260,10 @@ def _head_weight(model: Any) -> Tensor:
     return model.output_layer.weight
 
 
+_MAXIMA = ("ratio_max", "logprob_diff_abs_max")
+"""Of what is observed, those of which the largest counts; all others are sums."""
+
+
 @dataclass
 class _Totals:
     """Sums and maxima that add up over micro-batches, ranks and mini-batches."""
@@ -266,11 +271,16 @@ class _Totals:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = field(default_factory=dict)
 
+    def see(self, observed: Mapping[str, float]) -> None:
+        for name, value in observed.items():
+            if name in _MAXIMA:
+                self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+            else:
+                self.sums[name] += value
+
     def merge(self, other: _Totals) -> None:
-        for name, value in other.sums.items():
-            self.sums[name] += value
-        for name, value in other.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+        self.see(other.sums)
+        self.see(other.maxima)
 
     def metrics(self) -> dict[str, float]:
         sums, out = self.sums, {}
@@ -296,38 +306,38 @@ class _Totals:
         return out | self.maxima
 
 
-def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> _Totals:
-    """Plain numbers of one micro-batch; the padding sequence is left out.
+def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:
+    """Sums and `_MAXIMA` of one micro-batch; the padding sequence is left out.
 
     Args:
         trainer_N: log-probs to compare the engine's with; None: those of the present weights.
     """
-    count = batch.num_sequences
-    totals = _Totals({"loss": loss.item()})
+    count, rows = batch.num_sequences, batch.loss_rows()
+    loss = loss.detach()
     if count == 0:
-        return totals
-    mask_N = batch.rows.response_mask_N.bool()
+        return {"loss": loss}
     ratio_S = stats.mean_log_ratio_S[:count].exp()
-    tokens = mask_N.sum().item()
-    totals.sums |= {
+    by_token = len(stats.clipped) == len(batch.rows.targets_N)
+    observed: dict[str, Tensor | float] = {
+        "loss": loss,
         "sequences": count,
-        "tokens": tokens,
-        "clip_terms": count if len(stats.clipped) != len(mask_N) else tokens,
-        "clipped": stats.clipped.sum().item(),
-        "ratio": ratio_S.sum().item(),
-        "entropy": stats.entropy_N.sum().item(),
+        "tokens": len(rows),
+        "clip_terms": len(rows) if by_token else count,
+        "clipped": stats.clipped.sum(),
+        "ratio": ratio_S.sum(),
+        "ratio_max": ratio_S.max(),
+        "entropy": stats.entropy_N.sum(),
     }
-    totals.maxima["ratio_max"] = ratio_S.max().item()
     if stats.kl_N is not None:
-        totals.sums["kl"] = stats.kl_N.sum().item()
+        observed["kl"] = stats.kl_N.sum()
     if batch.rollout_logprobs_N is not None:
         trainer_N = stats.logprobs_N if trainer_N is None else trainer_N
-        gap = (trainer_N - batch.rollout_logprobs_N)[mask_N]
-        totals.sums |= {
-            "compared_tokens": len(gap),
-            "logprob_diff": gap.sum().item(),
-            "logprob_diff_abs": gap.abs().sum().item(),
-            "logprob_diff_k3": (gap.exp() - 1 - gap).sum().item(),
+        gap = (trainer_N - batch.rollout_logprobs_N)[rows]
+        observed |= {
+            "compared_tokens": len(rows),
+            "logprob_diff": gap.sum(),
+            "logprob_diff_abs": gap.abs().sum(),
+            "logprob_diff_k3": (gap.exp() - 1 - gap).sum(),
+            "logprob_diff_abs_max": gap.abs().max(),
         }
-        totals.maxima["logprob_diff_abs_max"] = gap.abs().max().item()
-    return totals
+    return observed
