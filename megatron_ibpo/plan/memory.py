@@ -220,7 +220,7 @@ def host_memory(
     """The node that needs most; a node holds ranks of one stage, or of several that are as large."""
     rollout = config.rollout
     trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
-    saved = checkpoint_bytes(census.total, bf16=config.model.bf16) if config.run.save else 0
+    saved = checkpoint_bytes(census.total, bf16=bool(config.model.bf16)) if config.run.save else 0
     models = 2 if config.algorithm.advantages == "critic" else 1
     reference = max(stage.weights for stage in stages) // models if config.loss.kl_coef > 0 else 0
     return HostMemory(

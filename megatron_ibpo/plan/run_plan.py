@@ -10,6 +10,7 @@ from rich.table import Table
 from megatron_ibpo.config import Config
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import ModelConfigError
+from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
 from megatron_ibpo.plan.census import Census
 from megatron_ibpo.plan.feasibility import (
@@ -74,7 +75,9 @@ def _print_plan(plan: Plan, console: Console) -> None:
     say()
     say("Sizes")
     parameters = None if plan.census is None else plan.census.total
-    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=plan.num_engines or None)
+    layers = served_by(plan.shape, FAST, bf16=bool(config.model.bf16))
+    engines = plan.num_engines or None
+    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=engines, layers=layers)
     console.print(sizes_table(sizes))
     if plan.census is not None:
         say()
@@ -256,6 +259,11 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted on the real model",
     ]
+    if config.model.allow_local_modules:
+        lines.append(
+            f"* {ALLOW}: what is not installed where the run takes place runs in plain torch, which keeps "
+            "more activations than estimated here"
+        )
     if plan.shape.is_moe:
         lines.append(
             f"* the fullest expert-parallel rank is taken to get {EXPERT_IMBALANCE:g} times its even share "
@@ -305,10 +313,10 @@ def _disk_bytes(config: Config, parameters: int) -> int:
     if not config.run.save:
         return 0
     checkpoints, exports = kept_at_once(config)
-    export = export_bytes(parameters, bf16=config.model.bf16)
+    export = export_bytes(parameters, bf16=bool(config.model.bf16))
     return checkpoints * _checkpoint_bytes(config, parameters) + exports * export
 
 
 def _checkpoint_bytes(config: Config, parameters: int) -> int:
     models = 2 if config.algorithm.advantages == "critic" else 1
-    return models * checkpoint_bytes(parameters, bf16=config.model.bf16)
+    return models * checkpoint_bytes(parameters, bf16=bool(config.model.bf16))
