@@ -1,6 +1,6 @@
 """Transports by their names, and one weight update of running engines, the same over all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from megatron_ibpo.weights.layout.regions import WeightSource
@@ -64,6 +64,7 @@ def update_engines(
     order: Order,
     links: Mapping[int, EngineLink],
     engines: Sequence[int],
+    make_room: Callable[[], None] = lambda: None,
 ) -> Sent:
     """Give idle `engines` the weights of `source`; collective.
 
@@ -71,6 +72,8 @@ def update_engines(
 
     Args:
         links: those of `engines` that this rank owns.
+        make_room: collective; lets the ranks give memory back before sleeping engines wake their caches,
+            when the weights have been sent.
 
     Returns:
         what this rank sent, and the failures that it saw.
@@ -86,6 +89,7 @@ def update_engines(
     failures = sent.failures | failures  # what was known first is the cause
     receipts = ask(links, failures, order.timeout, "finish_weight_update", order.version)
     if order.sleeping:
+        make_room()
         ask(links, failures, order.timeout, "wake", "kv_cache")
     if order.check:
         sums: dict[str, int] = {}
