@@ -22,7 +22,7 @@ from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, plac
 from megatron_ibpo.cluster.session import open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.evaluate import KeptSamples, set_settings
@@ -44,7 +44,7 @@ from megatron_ibpo.report.disk import waiting_for_room
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Verifier, check_labels, named_rm_types, open_pool
 from megatron_ibpo.rollout import EngineError, EngineLostError
-from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 from megatron_ibpo.sampling.memory import JournalMemory
 from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task, with_epochs
@@ -97,6 +97,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             placement = placed_within(node_wait, lambda: _placed(config))
             world_size = len(placement.trainers)
             config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
+            config = on_device(config, on_gpu=any(node.gpus for node in placement.nodes))
             _check_layout(shape, config, world_size)
             verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data, rm_types))
             group = stack.enter_context(reserved(placement))
@@ -120,9 +121,10 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                     parameters=about.parameters,
                     engines=len(placement.engines) or None,
                     loss_backend=about.loss_backend,
+                    layers=about.layers,
                 )
             )
-            reporter.note(_where(config, placement))
+            reporter.note(_where(placement, verifiers))
             for note in task.notes:
                 reporter.note(note)
             if config.rollout.max_staleness and not config.loss.corrections:
@@ -228,7 +230,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
         rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
-        yield OpenEvaluation(task, kept, rollouts, engines, verifiers, _where(config, placement))
+        yield OpenEvaluation(task, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 
 
 def _kept_samples(config: Config, hf_dir: Path, task: Task, policy: str) -> KeptSamples:
@@ -336,7 +338,7 @@ def _launch_engines(
             check=rollout.check_weight_update_equal,
             timeout=rollout.update_weight_timeout,
         ),
-        rollout.vllm_start_timeout,
+        start_timeout(rollout, hf_dir),
     )
     stack.callback(engines.close)
     engines.launch()
@@ -416,7 +418,7 @@ def _checkpoint_bytes(config: Config) -> int:
     assert config.model.hf_checkpoint is not None
     size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
     models = 2 if config.algorithm.advantages == "critic" else 1
-    parameters, bf16 = size // 2, config.model.bf16
+    parameters, bf16 = size // 2, config.model.bf16 is not False
     checkpoints, exports = kept_at_once(config)
     return models * checkpoints * checkpoint_bytes(parameters, bf16=bf16) + exports * export_bytes(
         parameters, bf16=bf16
@@ -429,11 +431,11 @@ def _accelerators(config: Config, placement: Placement) -> int:
     return len(placement.trainers) + (own if any(node.gpus for node in placement.nodes) else 0)
 
 
-def _where(config: Config, placement: Placement) -> str:
+def _where(placement: Placement, verifiers: Verifiers) -> str:
     """What sits where, a line for each node."""
     return "\n".join(
-        f"{node}: trainers {trainers}, engines {engines}, {verifiers} verifiers"
-        for node, trainers, engines, verifiers in placement.rows(config.data.reward_workers)
+        f"{address}: trainers {trainers}, engines {engines}, {verifiers.workers(node)} verifiers"
+        for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
     )
 
 

@@ -16,6 +16,10 @@ import psutil
 import pytest
 from waiting import eventually
 
+from megatron_ibpo.cluster.host import listening_on
+from megatron_ibpo.cluster.nodes import numeric_address
+from megatron_ibpo.cluster.session import ClusterError
+
 ROOT = Path(__file__).resolve().parents[1]
 
 OWN_RAY = """
@@ -154,6 +158,38 @@ def test_nodes_form_a_cluster_for_one_command_and_all_end_with_it(scratch):
     assert follower.returncode == 0, output
     assert eventually(lambda: rays(scratch) == [], seconds=20)
     assert list(scratch.iterdir()) == []
+
+
+def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch):
+    known = {"node0": ["fd00::7", "127.0.1.1", "10.0.0.7"], "alone": ["127.0.1.1"]}
+
+    def resolve(host, port, **_):
+        if host not in known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, None, None, None, (address, 0)) for address in known[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert numeric_address("node0", 2) == "10.0.0.7"
+    assert numeric_address("alone", 1) == "127.0.1.1"
+    assert numeric_address("127.0.0.1", 2) == "127.0.0.1", "nodes that are simulated on one machine"
+    with pytest.raises(ClusterError, match=r"MASTER_ADDR=alone means 127\.0\.1\.1 here, which other"):
+        numeric_address("alone", 2)
+    with pytest.raises(ClusterError, match="MASTER_ADDR=nowhere: no such host is known here"):
+        numeric_address("nowhere", 2)
+
+
+def test_libraries_listen_on_the_interface_of_the_nodes_address(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "IBPO_NODE_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    loopback = {"IBPO_NODE_ADDRESS": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1"}
+    loopback |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert listening_on("127.0.0.1", "127.0.0.1:6379") == loopback
+    assert listening_on("node0.example", "127.0.0.1:6379") == loopback, "by the way to the head"
+    assert listening_on("203.0.113.9", "127.0.0.1:6379") == loopback, "that no interface here has"
+    nowhere = {"IBPO_NODE_ADDRESS": "203.0.113.9", "VLLM_HOST_IP": "203.0.113.9"}
+    assert listening_on("203.0.113.9", "no-such-host.invalid:6379") == nowhere
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert listening_on("127.0.0.1", "127.0.0.1:6379")["NCCL_SOCKET_IFNAME"] == "ib0", "the user's stays"
 
 
 def test_a_port_that_is_taken_is_said_at_once(scratch):

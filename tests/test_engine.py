@@ -25,7 +25,7 @@ from megatron_ibpo.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.process_group import shared_memory
-from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids
+from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids, start_timeout
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
 from megatron_ibpo.weights.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
@@ -130,6 +130,17 @@ def test_transport_follows_the_devices() -> None:
     assert choose_transport(on_gpu=False, colocate=True) == "gloo"
     assert choose_transport(on_gpu=True, colocate=True) == "ipc"
     assert choose_transport(on_gpu=True, colocate=False) == "nccl"
+
+
+def test_a_large_model_has_longer_to_start(tmp_path):
+    rollout = Config().rollout
+    assert start_timeout(rollout, tmp_path) == 600
+    for part in range(2):
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.truncate(80 * 10**9)  # takes no room
+    assert start_timeout(rollout, tmp_path) == 600 + 160e9 / 0.25e9 == 1240
+    rollout.vllm_start_timeout = 5.0
+    assert start_timeout(rollout, tmp_path) == 5
 
 
 def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:

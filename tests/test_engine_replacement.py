@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,15 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_what_took_their_plac
     assert [first[0].killed, successor.killed, first[2].killed] == [True, False, False]
 
 
-def test_three_deaths_within_a_minute_of_work_end_the_run_unless_trainers_died_in_between(engines):
-    for _ in range(2):
+def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
+    for version in (1, 1, 2, 2):
+        engines.order = replace(engines.order, version=version)
         engines._count_death(0)
     with pytest.raises(EngineError, match="engine 0 died 3 times within 0 seconds of work"):
         engines._count_death(0)
+
+
+def test_engines_that_died_before_their_trainers_did_start_anew(engines):
     for _ in range(2):
         engines._count_death(1)
     engines.trainers = type("Trainers", (), {"all": lambda *_: None})()

@@ -429,6 +429,19 @@ def test_a_full_disk_is_refused_before_work_starts(config, monkeypatch):
     prepare_run_dir(config, checkpoint_bytes=needed)
 
 
+def test_a_run_that_goes_on_writes_in_the_place_of_what_it_has_saved(config, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 2**30))
+    for name in ("checkpoints/step_000010/shard", "hf_step_5/model.safetensors"):
+        file = config.run.run_dir / name
+        file.parent.mkdir(parents=True)
+        with file.open("wb") as whole:
+            whole.truncate(7 * 2**30)  # takes no room
+    prepare_run_dir(config, checkpoint_bytes=14 * 2**30 + 2**29)
+    with pytest.raises(ConfigError, match=r"need 2.06 GiB more.*--keep-checkpoints"):
+        prepare_run_dir(config, checkpoint_bytes=16 * 2**30)
+
+
 def test_inner_stages_are_not_counted_twice(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 10.0, 10.0, 14.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))

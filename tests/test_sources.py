@@ -617,6 +617,25 @@ def test_questions_that_differ_in_white_space_alone_are_duplicates(tmp_path, req
     assert (source.num_prompts(), source.tallies[0].counts) == (25, {"duplicates": 25})
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_ids_that_two_rows_share_are_named_or_left_out(tmp_path, request, size):
+    if size == "large":
+        request.getfixturevalue("everything_is_large")
+    content = [{"prompt": f"{i} =", "label": str(i), "id": i % 49} for i in range(50)]
+    path = jsonl(tmp_path / "rows.jsonl", content)
+    with pytest.raises(DataError, match="line 50: id 0 is that of"):
+        opened(path, data=DataConfig(deduplicate=True))
+    source = opened(path, data=DataConfig(deduplicate=True, skip_bad_rows=True))
+    assert sorted(labels(source, 49), key=int) == [str(i) for i in range(49)]
+    assert (source.num_prompts(), source.tallies[0].counts["bad rows"]) == (49, 1)
+
+
+def test_a_large_file_is_refused_for_ids_among_the_rows_that_are_checked_first(tmp_path, everything_is_large):
+    content = [{"prompt": f"{i} =", "label": str(i), "id": "same"} for i in range(5)]
+    with pytest.raises(DataError, match="line 2: id 'same' is that of"):
+        opened(jsonl(tmp_path / "rows.jsonl", content))
+
+
 def test_prompts_outside_the_window_of_pass_rates_are_left_out(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", rows(10))
     by_label = {prompt.label: prompt_fingerprint(prompt) for prompt in opened(path).batch(0, 10)}

@@ -17,7 +17,7 @@ from megatron_ibpo.cluster.session import open_ray
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.records import Prompt, token_ids
-from megatron_ibpo.rewards import Verifier, WorkerError, open_pool
+from megatron_ibpo.rewards import Verifier, WorkerError, open_pool, worker_count
 
 OWNERS = """
 import os, time
@@ -109,6 +109,23 @@ def test_a_function_that_cannot_be_loaded_on_a_node_is_refused(cluster):
     refused = pytest.raises(WorkerError, match=r"verifier of .*: .*defines no 'nobody'")
     with open_pool(DATA) as own, Verifiers(own, cluster_nodes(), missing) as verifiers, refused:
         verifiers.wait_ready()
+
+
+def test_a_node_that_cannot_run_programs_is_refused_before_anything_starts(cluster):
+    """Programs would run on a server that is not there; a missing sandbox is found by the same check."""
+    nowhere = DataConfig(
+        rm_type="code", reward_workers=1, reward_timeout=60.0, code_executor="http://127.0.0.1:1"
+    )
+    refused = pytest.raises(WorkerError, match=r"verifier of .*: code rewards: .*127\.0\.0\.1:1")
+    with open_pool(DATA) as own, Verifiers(own, cluster_nodes(), nowhere) as verifiers, refused:
+        verifiers.wait_ready()
+
+
+def test_half_the_processors_of_a_node_score_responses():
+    on = {cpus: worker_count(DataConfig(), cpus) for cpus in (1, 2, 5, 192)}
+    assert on == {1: 2, 2: 2, 5: 2, 192: 96}
+    assert worker_count(DataConfig(reward_workers=3), 192) == 3
+    assert worker_count(DataConfig()) == max(2, len(os.sched_getaffinity(0)) // 2)
 
 
 def test_a_node_alone_is_asked_without_a_detour(cluster):

@@ -23,8 +23,9 @@ from megatron_ibpo.rollout.settings import EngineSettings
 from megatron_ibpo.weights.transfer.order import Order
 
 MOST_DEATHS, WITHIN_S = 3, 60.0
-"""So many deaths of one engine within so many seconds end the run: they have a cause that starting it again
-does not mend. Starting does not count, since a large model takes minutes for it."""
+"""So many deaths of one engine within so many seconds, and without a step of the run between, end the run:
+they have a cause that starting it again does not mend. Starting does not count, since a large model takes
+minutes for it."""
 END_TIMEOUT_S = 5.0
 """For an engine that died to be taken away in order; then its process is ended by force."""
 CLOSE_TIMEOUT_S = 45.0
@@ -124,8 +125,8 @@ class Engines:
     """Engines that the trainers have met for weight updates."""
     since: dict[int, float] = field(default_factory=dict)
     """By engine: when it began to work (time.monotonic())."""
-    deaths: dict[int, list[float]] = field(default_factory=dict)
-    """By engine: how long it had worked when it died, of its last deaths."""
+    deaths: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """By engine, of its deaths: the version of the weights then, and how long it had worked."""
     joining: dict[int, Future[None] | None] = field(default_factory=dict)
     """Engines that are being started again, and what tells that they have joined; None until they are up."""
 
@@ -217,7 +218,7 @@ class Engines:
         when `admit` gives it the present weights.
 
         Raises:
-            EngineError: the same engine died several times within a minute of work.
+            EngineError: the same engine died several times within a minute of work and one step.
             EngineLostError: there is no place for it now.
         """
         self.joining[index] = None
@@ -356,12 +357,13 @@ class Engines:
         """
         now = time.monotonic()
         worked = now - self.since.pop(index, now)
-        self.deaths.setdefault(index, []).append(worked)
+        self.deaths.setdefault(index, []).append((self.version, worked))
         last = self.deaths[index][-MOST_DEATHS:]
-        if len(last) == MOST_DEATHS and sum(last[1:]) < WITHIN_S:
+        seconds = sum(worked for _, worked in last[1:])
+        if len(last) == MOST_DEATHS and last[0][0] == self.version and seconds < WITHIN_S:
             raise EngineError(
-                f"engine {index} died {MOST_DEATHS} times within {sum(last[1:]):.0f} seconds of work: "
-                f"starting it again does not help; see {self.logs / f'engine_{index}.log'}"
+                f"engine {index} died {MOST_DEATHS} times within {seconds:.0f} seconds of work and one step "
+                f"of the run: starting it again does not help; see {self.logs / f'engine_{index}.log'}"
             )
 
     def _start_again(self, index: int) -> None:

@@ -41,7 +41,8 @@ class _Process:
     """Runs inside the actor."""
 
     def __init__(self, name: str, environment: Mapping[str, str], paths: Sequence[str]) -> None:
-        os.environ.update(_of_this_node(ray.util.get_node_ip_address()) | dict(environment))
+        head = ray.get_runtime_context().gcs_address
+        os.environ.update(listening_on(ray.util.get_node_ip_address(), head) | dict(environment))
         sys.path += [path for path in paths if path not in sys.path]
         self._name = name
         self._built: Any = None
@@ -209,18 +210,41 @@ def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[st
     raise errors[0]
 
 
-def _of_this_node(address: str) -> dict[str, str]:
-    """What has gloo, NCCL and vLLM listen on the interface with this address and on no other. What the user
-    has set stays."""
+def listening_on(address: str, head: str) -> dict[str, str]:
+    """What has gloo, NCCL and vLLM listen on the interface with this node's address and on no other. What the
+    user has set stays.
+
+    Args:
+        address: as Ray knows the node. Where no interface has it, as behind a translated address or where Ray
+            was started with a name, that of the interface which reaches the head is taken.
+        head: HOST:PORT of the cluster's head.
+    """
+    interface = _interface(address)
+    if interface is None and (facing := _facing(head)) is not None:
+        address, interface = facing, _interface(facing)
     wanted = {NODE_ADDRESS: address, "VLLM_HOST_IP": address}
-    names = [
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(own.address == address for own in addresses)
-    ]
-    if names:
-        wanted |= {"GLOO_SOCKET_IFNAME": names[0], "NCCL_SOCKET_IFNAME": names[0]}
+    if interface is not None:
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def _interface(address: str) -> str | None:
+    """Name of the interface of this machine that has the address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(own.address == address for own in addresses):
+            return name
+    return None
+
+
+def _facing(head: str) -> str | None:
+    """This machine's address on the way to the head; None without such a way."""
+    host, _, port = head.rpartition(":")
+    with suppress(OSError, ValueError):
+        family, kind, protocol, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # chooses the route and sends nothing
+            return str(probe.getsockname()[0])
+    return None
 
 
 def _ray_logs() -> Path | None:

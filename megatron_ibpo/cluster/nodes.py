@@ -7,14 +7,16 @@ RAY_ADDRESS set, and ends the cluster with it; the others join, and end when nod
 """
 
 import argparse
+import ipaddress
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -57,12 +59,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        host = numeric_address(host, asked.num_nodes)
         if asked.node_rank == 0:
             return _lead(host, int(port), asked.num_nodes, asked.timeout, command)
         return _follow(host, int(port), asked.timeout)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
+
+
+def numeric_address(host: str, num_nodes: int) -> str:
+    """The address of node 0 in digits. Ray hands it on as it is given, and a name belongs to no interface
+    that gloo and NCCL could be told to listen on.
+
+    Raises:
+        ClusterError: there is no such host, or its name means this machine alone, as /etc/hosts often has it,
+            and there are other nodes.
+    """
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ClusterError(f"MASTER_ADDR={host}: no such host is known here ({error})") from None
+    addresses = [str(entry[4][0]) for entry in found]
+    addresses.sort(key=lambda address: ":" in address)  # IPv4 first
+    reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if num_nodes > 1 and not reached:
+        raise ClusterError(
+            f"MASTER_ADDR={host} means {addresses[0]} here, which other nodes do not reach: set it to the "
+            "address of node 0 (`hostname -I` there shows what it has)"
+        )
+    return (reached or addresses)[0]
 
 
 def _lead(host: str, port: int, num_nodes: int, timeout: float, command: Sequence[str]) -> int:

@@ -59,15 +59,11 @@ class Placement:
     ranks that an engine is next to."""
     colocated: bool
 
-    def rows(self, verifiers: int) -> list[tuple[str, str, str, str]]:
-        """(node, trainers, engines, number of verifiers) for people to read.
-
-        Args:
-            verifiers: processes on each node, --reward-workers.
-        """
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(node, trainers, engines) for people to read."""
         ranks, engines = _by_node(self.trainers), _by_node(self.engines)
         return [
-            (node.address, _ranges(ranks[index]), _ranges(engines[index]), str(verifiers))
+            (node.address, _ranges(ranks[index]), _ranges(engines[index]))
             for index, node in enumerate(self.nodes)
         ]
 

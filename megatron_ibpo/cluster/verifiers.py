@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ import ray
 
 from megatron_ibpo.cluster.host import Host, on_node, result
 from megatron_ibpo.cluster.placement import Node
-from megatron_ibpo.config import DataConfig, user_directory
-from megatron_ibpo.rewards import Outcome, Pool, WorkerError, WorkerPool, reward_functions
+from megatron_ibpo.config import ConfigError, DataConfig, user_directory
+from megatron_ibpo.rewards import Outcome, Pool, WorkerError, open_pool, worker_count
 from megatron_ibpo.words import counted
 
 FACTORY = "megatron_ibpo.cluster.verifiers:NodePool"
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 class NodePool:
     """Runs inside the actor: a pool that is handed calls and asked for what is finished."""
 
-    def __init__(self, targets: Sequence[str], size: int, timeout: float) -> None:
-        """See `WorkerPool`."""
-        self._pool = WorkerPool(targets, size=size, timeout=timeout)
+    def __init__(self, data: DataConfig, rm_types: Sequence[str]) -> None:
+        """See `open_pool`."""
+        self._pool = open_pool(data, rm_types)
         self._finished: queue.SimpleQueue[tuple[int, Future[Outcome]]] = queue.SimpleQueue()
         self._deaths_told = 0
 
@@ -79,6 +79,8 @@ class _Lane:
 
     node: Node
     host: Host
+    workers: int
+    """Processes of its pool."""
     takes_calls: bool = False
     open: dict[int, _Call] = field(default_factory=dict)
 
@@ -104,14 +106,18 @@ class Verifiers:
         self._own, self._own_open = own, 0
         self._deaths_elsewhere = 0
         """Actors that died in this run, and worker processes of actors."""
-        self._per_node = data.reward_workers
-        self._settings = (reward_functions(data, rm_types), data.reward_workers, data.reward_timeout)
+        self._own_workers = worker_count(data)
+        self._data, self._rm_types = data, tuple(rm_types)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         """Over the lanes and what is counted here."""
         self._closed = False
         here = ray.get_runtime_context().get_node_id()
-        self._lanes = [_Lane(node, self._launch(node)) for node in nodes if node.node_id != here]
+        self._lanes = []
+        for node in nodes:
+            if node.node_id != here:
+                workers = worker_count(data, node.cpus)
+                self._lanes.append(_Lane(node, self._launch(node, workers), workers))
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=lane.host.name, daemon=True)
             for lane in self._lanes
@@ -122,17 +128,22 @@ class Verifiers:
         """Verifiers that died in this run: worker processes, and the actors that hold those of a node."""
         return self._own.deaths + self._deaths_elsewhere
 
+    def workers(self, node: Node) -> int:
+        """Verifier processes on a node of the run."""
+        return next((lane.workers for lane in self._lanes if lane.node == node), self._own_workers)
+
     def wait_ready(self) -> None:
         """Wait until every actor can be asked.
 
         Raises:
-            WorkerError: the function cannot be loaded on one of the nodes.
+            WorkerError: the function cannot be loaded on one of the nodes, or one has no sandbox for programs
+                that are to be run.
             ProcessDiedError: an actor did not start.
         """
         for lane in self._lanes:
             try:
                 self._await_built(lane)
-            except WorkerError as error:
+            except (WorkerError, ConfigError) as error:
                 raise WorkerError(f"{lane.host.name}: {error}") from None
         for thread in self._threads:
             thread.start()
@@ -174,8 +185,8 @@ class Verifiers:
         """The node where a call waits for the fewest others, per worker; None: the driver's, which is
         preferred, since nothing has to travel."""
         lanes = [lane for lane in self._lanes if lane.takes_calls]
-        least = min(lanes, key=lambda lane: len(lane.open), default=None)
-        if least is None or self._own_open // self._per_node <= len(least.open) // self._per_node:
+        least = min(lanes, key=lambda lane: len(lane.open) / lane.workers, default=None)
+        if least is None or self._own_open // self._own_workers <= len(least.open) // least.workers:
             return None
         return least
 
@@ -185,7 +196,7 @@ class Verifiers:
 
     # --------------------------------------------------------------------------------------- one node
 
-    def _launch(self, node: Node) -> Host:
+    def _launch(self, node: Node, workers: int) -> Host:
         host = Host(
             f"verifier of {node.address}",
             on_node(node.node_id),
@@ -193,7 +204,7 @@ class Verifiers:
             threads=CALLS_AT_ONCE,
             environment={"IBPO_CWD": str(user_directory())},  # where import paths are looked for
         )
-        host.build(FACTORY, {}, *self._settings)
+        host.build(FACTORY, {}, replace(self._data, reward_workers=workers), self._rm_types)
         return host
 
     def _await_built(self, lane: _Lane) -> None:
@@ -218,7 +229,7 @@ class Verifiers:
 
     def _restart(self, lane: _Lane) -> None:
         log.warning("starting %s again", lane.host.name)
-        lane.host = self._launch(lane.node)
+        lane.host = self._launch(lane.node, lane.workers)
         if self._closed:  # meanwhile, and not seen this one
             lane.host.kill()
         self._await_built(lane)

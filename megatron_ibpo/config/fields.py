@@ -5,11 +5,10 @@ names) and of `--print-config`. Spelling follows Megatron-LM where it has the fl
 of Megatron-based RL systems type.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-from tyro.conf import UseAppendAction
+from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config.paths import Kind
 from megatron_ibpo.config.ranges import (
@@ -36,6 +35,11 @@ from megatron_ibpo.config.ranges import (
     within,
 )
 
+UseAppendAction: Any = None
+"""tyro's mark of a flag that may be repeated. A trainer reads no flags, so that it does without tyro."""
+with suppress(ModuleNotFoundError):
+    from tyro.conf import UseAppendAction
+
 
 @dataclass
 class ModelConfig:
@@ -46,8 +50,12 @@ class ModelConfig:
     ref_load: Path | None = None
     """Directory in Hugging Face format of the reference policy of --kl-coef. None: the policy that the run
     starts from."""
-    bf16: bool = False
-    """Train in bfloat16 with float32 master weights and gradients; otherwise in float32."""
+    bf16: bool | None = None
+    """Train in bfloat16 with float32 master weights and gradients; otherwise in float32. None: on GPUs yes,
+    since attention in float32 has no fast kernel there; on CPUs no, where float32 is as fast."""
+    allow_local_modules: bool = False
+    """On GPUs, train without Transformer Engine or flash-linear-attention where these are not installed. Off:
+    plain torch takes tens of times as long there, and a run that is so slow is most often a mistake."""
     max_tokens_per_gpu: Annotated[int, at_least(1)] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
     micro-batch of its own. Bounds activation memory."""
@@ -311,9 +319,9 @@ class DataConfig:
     reward_timeout: Annotated[float, SECONDS] = 10.0
     """Seconds a verifier may take for one response before it is killed and counted as an error. Other than
     after a death it is not asked again: it would only take as long once more."""
-    reward_workers: Annotated[int, within(1, 1024)] = 2
-    """Verifier processes on each node of the cluster. 2: scoring is quick, and trainers and engines share
-    the processors."""
+    reward_workers: Annotated[int | None, within(1, 1024)] = None
+    """Verifier processes on each node of the cluster. None: half as many as the node has processors, at least
+    2; the other half is for trainers and engines."""
     code_timeout: Annotated[float, SECONDS] = 6.0
     """Seconds that a program may take for one test of a code problem. All tests of a response have to fit
     into --reward-timeout. 6: LiveCodeBench's."""
@@ -378,8 +386,9 @@ class RolloutConfig:
     """Sequences decoded at once by one engine."""
     vllm_enforce_eager: bool = False
     """Do not compile or capture graphs. Always so on CPUs, where compiling was 20x slower."""
-    vllm_start_timeout: Annotated[float, SECONDS] = 600.0
-    """Seconds an engine may take to start."""
+    vllm_start_timeout: Annotated[float | None, SECONDS] = None
+    """Seconds an engine may take to start. None: 600, for compiling and capturing graphs, and what reading
+    the model's files takes at 0.25 GB/s; 1,240 for 160 GB."""
     engine_stall_timeout: Annotated[float, SECONDS] = 300.0
     """Seconds in which an engine that has requests must write a token; one that does not is ended and
     replaced. 300: the longest step, many long prompts at once, takes a minute."""

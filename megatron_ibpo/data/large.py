@@ -2,9 +2,11 @@
 drawn."""
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from rich.progress import track
@@ -14,7 +16,7 @@ from megatron_ibpo.data.order import Place, TableOrder
 from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.rows import Reader, layout_note, normalised
 from megatron_ibpo.data.tables import Counted, Row, Table, WithoutRows
-from megatron_ibpo.data.tally import DUPLICATE, Tally
+from megatron_ibpo.data.tally import BAD_ROW, DUPLICATE, Tally
 from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.seeds import derive_seed
@@ -102,8 +104,9 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
         block = rng.randrange(table.num_blocks)
         if count := order.counted[block]:
             places.append((block, rng.randrange(count)))
-    for place in places:
-        _prompt(table, looked, place)
+    ids: set[int] = set()
+    for place in dict.fromkeys(places):
+        looked.prompt(place, partial(table.where, *place), partial(_row_with_new_id, table, place, ids))
     left = looked.tally.lines()
     count = len(set(places))
     note = f"{reader.source.location}: large, so {count} rows are checked now and the others when drawn"
@@ -111,25 +114,60 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
 
 
 def _without_duplicates(table: Table, reader: Reader) -> Table:
-    """The table without rows whose question an earlier one has; reads it through, with progress."""
+    """The table without rows whose question an earlier one has; reads it through, with progress, and so finds
+    ids that two rows share, too."""
     seen: set[int] = set()
+    ids: set[int] = set()
     left_out: dict[int, list[int]] = {}
+    duplicates = 0
     blocks = track(range(table.num_blocks), f"comparing the questions of {reader.source.location}")
     for block in blocks:
         for number in range(table.count(block)):
             try:
-                question = _question(table.row(block, number), reader.input_key)
+                row = table.row(block, number)
             except DataError:
                 continue  # it is told when it is drawn
+            question = _question(row, reader.input_key)
             if question is None:
                 continue
             key = derive_seed(normalised(question))
             if key in seen:
+                duplicates += 1
                 left_out.setdefault(block, []).append(number)
+                continue
             seen.add(key)
-    tally = reader.tally
-    tally.counts[DUPLICATE] = sum(map(len, left_out.values()))
+            try:
+                _check_id(row, ids)
+            except DataError as error:
+                _refuse(reader, (block, number), f"{table.where(block, number)}: {error}")
+                left_out.setdefault(block, []).append(number)
+    reader.tally.counts[DUPLICATE] = duplicates
     return WithoutRows(table, {block: np.array(numbers, np.int64) for block, numbers in left_out.items()})
+
+
+def _refuse(reader: Reader, place: Place, why: str) -> None:
+    if not reader.data.skip_bad_rows:
+        raise DataError(why)
+    reader.tally.add(BAD_ROW, ("id", place), lambda: why)
+
+
+def _row_with_new_id(table: Table, place: Place, ids: set[int]) -> Row:
+    row = table.row(*place)
+    _check_id(row, ids)
+    return row
+
+
+def _check_id(row: Row, ids: set[int]) -> None:
+    """Add the row's id to `ids`: hashes, since they may be many.
+
+    Raises:
+        DataError: it is there already.
+    """
+    if (own := row.get("id")) is not None:
+        key = derive_seed(json.dumps(own, default=str))
+        if key in ids:
+            raise DataError(f"id {own!r} is that of an earlier row too")
+        ids.add(key)
 
 
 def _question(row: Row, input_key: str) -> str | None:

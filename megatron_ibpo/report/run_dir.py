@@ -50,12 +50,15 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--run-dir: {run_dir} cannot be written: {error.strerror}") from error
-    needed = (checkpoint_bytes if config.run.save else 0) + _SPARE_BYTES
+    needed = _SPARE_BYTES
+    if config.run.save:  # a run that goes on writes in the place of what it has
+        needed += max(0, checkpoint_bytes - _saved_bytes(run_dir))
     free = shutil.disk_usage(run_dir).free
     if free < needed:
         raise ConfigError(
             f"--run-dir: the disk of {run_dir} has {free / 1024**3:.2f} GiB free, checkpoints and logs need "
-            f"{needed / 1024**3:.2f} GiB; free some room, choose another --run-dir, or pass --no-save"
+            f"{needed / 1024**3:.2f} GiB more; free some room, choose another --run-dir, lower "
+            "--keep-checkpoints, or pass --no-save"
         )
     write_config(config, run_dir / CONFIG_FILE)
     if (hf_dir := config.model.hf_checkpoint) is not None:
@@ -164,6 +167,12 @@ def how_to_go_on(run_dir: Path) -> str:
         f"to go on after step {int(steps[-1].name.removeprefix('step_'))} (a run on several nodes: by its "
         f"script on every node, with --load {here}):\n  {command}"
     )
+
+
+def _saved_bytes(run_dir: Path) -> int:
+    """What checkpoints and exports of the run take on the disk already."""
+    files = (path for part in ("checkpoints", "hf*") for path in run_dir.glob(f"{part}/**/*"))
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _copy_tokenizer(hf_dir: Path, target: Path) -> None:

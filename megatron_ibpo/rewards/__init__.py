@@ -13,6 +13,7 @@ from megatron_ibpo.rewards.verifier import (
     open_pool,
     open_verifier,
     reward_functions,
+    worker_count,
 )
 from megatron_ibpo.rewards.workers import Outcome, WorkerError, WorkerPool
 
@@ -36,4 +37,5 @@ __all__ = [
     "open_pool",
     "open_verifier",
     "reward_functions",
+    "worker_count",
 ]

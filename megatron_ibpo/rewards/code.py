@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards.executors import Executor, open_executor
-from megatron_ibpo.rewards.sandbox import Limits
+from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
 
 SETTINGS = "code_execution"
@@ -120,10 +120,14 @@ def check_execution(prompt: str, response: str, label: str, metadata: dict[str, 
     """Whether programs can be run as the metadata says, asked like `score`.
 
     Raises:
-        SandboxError: no sandbox can be had on this machine; with what to do.
+        SandboxError: no sandbox can be had on this machine (with what to do), or the server runs no programs.
         ValueError: the server's URL is none.
     """
-    CodeExecution(**metadata[SETTINGS]).open()
+    execution = CodeExecution(**metadata[SETTINGS])
+    limits = Limits(execution.seconds, execution.memory_mb << 20)
+    ran = execution.open().run("print('ran')", "", "", limits)
+    if (ran.stdout.strip(), ran.status) != (b"ran", 0):
+        raise SandboxError(f"a first program did not run (status {ran.status}): {ran.stderr.strip()[-500:]}")
     return 1.0
 
 

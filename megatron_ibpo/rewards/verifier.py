@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -184,13 +185,20 @@ def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
             programs that are to be run.
     """
     targets = reward_functions(data, rm_types)
-    pool = WorkerPool(targets, size=data.reward_workers, timeout=data.reward_timeout)
+    pool = WorkerPool(targets, size=worker_count(data), timeout=data.reward_timeout)
     if VERIFIERS["code"] in targets:
         checked = pool.submit(CHECK, ("", "", "", CodeExecution.of(data).as_metadata())).result()
         if checked.error is not None:
             pool.close()
             raise ConfigError(f"code rewards: {checked.error}")
     return pool
+
+
+def worker_count(data: DataConfig, processors: int | None = None) -> int:
+    """Verifier processes of a node with so many processors; of this one when None."""
+    if processors is None:
+        processors = len(os.sched_getaffinity(0))
+    return data.reward_workers or max(2, processors // 2)
 
 
 def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str]:

@@ -12,6 +12,10 @@ from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
 from megatron_ibpo.weights.transfer.order import TransportName
 
 CPU_KV_CACHE_BYTES = 512 * 1024**2
+START_S = 600.0
+"""For an engine to start, beyond reading its weights."""
+READ_BYTES_PER_S = 0.25e9
+"""Of weights: what a disk gives that many nodes read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,14 @@ def engine_settings(
         stall_timeout=rollout.engine_stall_timeout,
         extra_arguments=vllm_arguments(rollout.vllm_arg),
     )
+
+
+def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
+    """Seconds that an engine may take to start, by the size of the model's files where nothing is said."""
+    if rollout.vllm_start_timeout is not None:
+        return rollout.vllm_start_timeout
+    weights = sum(file.stat().st_size for file in hf_dir.glob("*.safetensors"))
+    return START_S + weights / READ_BYTES_PER_S
 
 
 def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.seeds import derive_seed
@@ -232,7 +232,7 @@ def _open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
         config.run.run_dir / "logs" / "engine.log",
     )
     stack.callback(engine.close)
-    engine.wait_ready(rollout.vllm_start_timeout)
+    engine.wait_ready(start_timeout(rollout, hf_dir))
     return engine
 
 

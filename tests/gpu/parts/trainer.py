@@ -1,0 +1,133 @@
+"""Five steps of a trainer with random weights: do they train, how fast, and in how much memory beside what
+the dry run predicts."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from job import Job, check
+from training import load_of, make_config, make_sequences, model_of, start_policy
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import forward_flops, read_hf_config
+
+STEPS = 5
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""bf16 without sparsity, from the makers' data sheets, by what a device's name contains."""
+
+
+def run(job: Job) -> None:
+    load = load_of(job)
+    model = model_of(job, job.variant)
+    config = make_config(job, model, load)
+    shape = read_hf_config(model)
+    job.note(model=job.variant, load=vars(load), predicted_bytes=predict_apart(config, device_bytes(job)))
+
+    policy, ranks = start_policy(config)
+    job.note(parameters=ranks.rank.about().parameters, loss_backend=ranks.rank.about().loss_backend)
+    job.note(classes=classes(ranks.rank.trainer.chunks[0]), built_bytes=memory(job))
+    sequences = make_sequences(load, shape.vocab_size)
+    before = gap(policy, sequences)
+    policy.take_passes()
+    steps: list[dict[str, float]] = []
+    for _ in range(STEPS):
+        if job.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        metrics = policy.update(sequences)
+        if job.on_gpu:
+            torch.cuda.synchronize()
+        metrics["seconds"] = time.perf_counter() - started
+        steps.append(metrics)
+        job.note(steps=steps, memory_bytes=memory(job))
+    passes = policy.take_passes()[0]
+    flops = sum(forward_flops(shape, n) for n in passes.forward)
+    flops += 3 * sum(forward_flops(shape, n) for n in passes.updates)
+    after = gap(policy, sequences)
+    job.note(logprob_gap_before=before, logprob_gap_after=after, flops_per_step=flops)
+    speed = note_speed(job, [step["seconds"] for step in steps[1:]], sum(passes.updates), flops)
+
+    for step in steps:
+        check(step["updates_skipped"] == 0 and math.isfinite(step["grad_norm"]), f"a step was lost: {step}")
+    check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
+    job.note(summary=speed)
+
+
+def classes(chunk: torch.nn.Module) -> list[str]:
+    """What serves in the model."""
+    return sorted({type(module).__name__ for module in chunk.modules()})
+
+
+def gap(policy: Any, sequences: list[Any]) -> float:
+    """Mean log-prob of tokens with a positive advantage, less that of the others."""
+    found = policy.logprobs(sequences)
+    means = {
+        sign: statistics.fmean(
+            float(own.mean()) for own, s in zip(found, sequences, strict=True) if s.advantage == sign
+        )
+        for sign in (1.0, -1.0)
+    }
+    return means[1.0] - means[-1.0]
+
+
+def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> str:
+    median = statistics.median(seconds)
+    rate = flops / median
+    name = torch.cuda.get_device_name(0) if job.on_gpu else ""
+    peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+    job.note(
+        seconds_per_step=median,
+        tokens_per_step=tokens,
+        tokens_per_second=tokens / median,
+        flops_per_second=rate,
+        mfu=None if peak is None else rate / peak,
+    )
+    share = "" if peak is None else f", MFU {rate / peak:.1%}"
+    used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
+    return f"{tokens / median:,.0f} tokens/s{share}{used}"
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+
+def device_bytes(job: Job) -> int:
+    return torch.cuda.get_device_properties(0).total_memory if job.on_gpu else 80 * 2**30
+
+
+def memory(job: Job) -> dict[str, int]:
+    """Of this process, and `used` of the whole device: contexts and other processes count in it."""
+    if not job.on_gpu:
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "used": total - free,
+    }
+
+
+def predict_apart(config: Config, total: int) -> dict[str, int]:
+    """In another process: counting parameters makes Megatron's groups, and a context on the GPU."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(predict, config, total).result()
+
+
+def predict(config: Config, total: int) -> dict[str, int]:
+    """What the dry run says of this trainer's GPU."""
+    from megatron_ibpo.plan.feasibility import make_plan
+
+    config.run.dry_run_gpu_memory_gib = total / 2**30
+    config.run.dry_run_gpus_per_node = 1
+    plan = make_plan(config, 1)
+    assert plan.stages is not None, plan.problems
+    stage = plan.stages[0]
+    named = vars(stage) | {"resident": stage.resident, "training": stage.training}
+    return {name: int(value) for name, value in named.items()}
