@@ -151,7 +151,7 @@ class Engines:
     def meet_trainers(self) -> None:
         """Let trainers that have just started get ready to send weights; they know no engine yet."""
         self.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
-        self.trainers.all("open_transport", self.settings.transport, len(self.placement.engines))
+        self.trainers.all("open_transport", self.settings.transport)
         self.connected.clear()
 
     def clients(self) -> list[RemoteEngine]:
@@ -247,12 +247,8 @@ class Engines:
             return
         dead: Reasons = {}
         if self.version > 0:  # else it has loaded them
-            # where engines share a group, one that died has broken it for all
-            shared = self.settings.transport == "nccl"
-            absent = self.joining.keys() - ready.keys()
-            everyone = sorted(self.hosts.keys() - absent) if shared else sorted(ready)
-            self.connected -= set(everyone)
-            _, _, dead = self._catch_up(everyone)
+            self.connected -= ready.keys()
+            _, _, dead = self._catch_up(sorted(ready))
         self._end(dead)
         for index, told in ready.items():
             del self.joining[index]

@@ -113,13 +113,12 @@ class TrainerRank:
         assert self.config.model.hf_checkpoint is not None
         save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
 
-    def open_transport(self, name: TransportName, num_engines: int) -> None:
+    def open_transport(self, name: TransportName) -> None:
         """Get ready to send weights; before `connect`."""
         rollout = self.config.rollout
         self.transport = open_transport(
             name,
             self.world,
-            num_engines=num_engines,
             workers_per_engine=rollout.rollout_num_gpus_per_engine,
             bucket_bytes=rollout.update_weight_buffer_size,
             timeout=rollout.update_weight_timeout,
