@@ -58,14 +58,14 @@ def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
 
 
 def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
-    """Random tokens; half of the sequences with advantage 1, half with -1."""
+    """Random tokens; half of the sequences with a positive advantage."""
     generator = np.random.default_rng(seed)
     return [
         TrainSequence(
             token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
             token_ids(generator.integers(vocabulary, size=length).tolist()),
             np.ones(length, bool),
-            advantage=1.0 if number % 2 else -1.0,
+            advantage=1.0 if number % 2 else -0.5,
             weight=1.0 / load.sequences,
             prompt_index=number // 2,
             group=number // 2,

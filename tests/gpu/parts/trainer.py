@@ -67,13 +67,9 @@ def classes(chunk: torch.nn.Module) -> list[str]:
 def gap(policy: Any, sequences: list[Any]) -> float:
     """Mean log-prob of tokens with a positive advantage, less that of the others."""
     found = policy.logprobs(sequences)
-    means = {
-        sign: statistics.fmean(
-            float(own.mean()) for own, s in zip(found, sequences, strict=True) if s.advantage == sign
-        )
-        for sign in (1.0, -1.0)
-    }
-    return means[1.0] - means[-1.0]
+    pairs = [(float(own.mean()), s.advantage > 0) for own, s in zip(found, sequences, strict=True)]
+    wanted, others = ([mean for mean, good in pairs if good is kind] for kind in (True, False))
+    return statistics.fmean(wanted) - statistics.fmean(others)
 
 
 def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> str:
