@@ -22,7 +22,7 @@ from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, plac
 from megatron_ibpo.cluster.session import open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.evaluate import KeptSamples, set_settings
@@ -97,6 +97,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             placement = placed_within(node_wait, lambda: _placed(config))
             world_size = len(placement.trainers)
             config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
+            config = on_device(config, on_gpu=any(node.gpus for node in placement.nodes))
             _check_layout(shape, config, world_size)
             verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data, rm_types))
             group = stack.enter_context(reserved(placement))
@@ -120,6 +121,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                     parameters=about.parameters,
                     engines=len(placement.engines) or None,
                     loss_backend=about.loss_backend,
+                    layers=about.layers,
                 )
             )
             reporter.note(_where(placement, verifiers))
@@ -416,7 +418,7 @@ def _checkpoint_bytes(config: Config) -> int:
     assert config.model.hf_checkpoint is not None
     size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
     models = 2 if config.algorithm.advantages == "critic" else 1
-    parameters, bf16 = size // 2, config.model.bf16
+    parameters, bf16 = size // 2, config.model.bf16 is not False
     checkpoints, exports = kept_at_once(config)
     return models * checkpoints * checkpoint_bytes(parameters, bf16=bf16) + exports * export_bytes(
         parameters, bf16=bf16

@@ -23,6 +23,7 @@ from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
+from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats import convert
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
@@ -265,7 +266,7 @@ def mtp_keys(world, path):
     shape = read_hf_config(path)
     core = transformer_config(shape, Config())
     core.mtp_num_layers, core.use_cpu_initialization = 1, True
-    backend = specs.local_backend()
+    backend = specs.make_backend(LOCAL)
     spec = specs.block_spec(shape, backend, 0, shape.num_layers)
     names = SimpleNamespace(
         column_parallel_linear=lambda: backend.column_linear, layer_norm=lambda: backend.norm
@@ -445,7 +446,7 @@ def interleaved(world, hf_dir, stored, virtual_stages):
         count = shape.num_layers // (2 * virtual_stages)
         chunk = GPTModel(
             config=core,
-            transformer_layer_spec=specs.block_spec(shape, specs.local_backend(), offset, count),
+            transformer_layer_spec=specs.block_spec(shape, specs.make_backend(LOCAL), offset, count),
             vocab_size=shape.vocab_size,
             max_sequence_length=64,
             pre_process=(rank, stage) == (0, 0),

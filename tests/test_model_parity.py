@@ -170,7 +170,7 @@ def megatron_result(world, path, parallel_config, bf16):
 
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(path)
-    config = Config(model=ModelConfig(bf16=bf16), parallel=parallel_config)
+    config = Config(model=ModelConfig(bf16=bf16, allow_local_modules=True), parallel=parallel_config)
     chunks = build_model(shape, config, device=DEVICE)
     load_hf(chunks, shape, path)
     core = get_model_config(chunks[0])
@@ -287,8 +287,11 @@ def norm(tensors):
 
 def with_recomputation(world, path):
     """Gradients without recomputation, with that of attention, and with that of whole layers."""
-    kinds = ("none", "selective", "full")
-    return [gradients_with(world, Path(path), ModelConfig(recompute_granularity=kind)) for kind in kinds]
+    configs = [
+        ModelConfig(recompute_granularity=kind, allow_local_modules=True)
+        for kind in ("none", "selective", "full")
+    ]
+    return [gradients_with(world, Path(path), config) for config in configs]
 
 
 def gradients_with(world, path, model_config):

@@ -216,7 +216,7 @@ def main(arguments: Arguments) -> None:
     world = start_world()
     tp = arguments.tensor_parallel
     config = Config(
-        model=ModelConfig(),
+        model=ModelConfig(allow_local_modules=True),
         parallel=ParallelConfig(
             tensor_model_parallel_size=tp,
             expert_model_parallel_size=tp if arguments.family == "qwen3_next" else 1,

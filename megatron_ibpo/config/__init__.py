@@ -1,6 +1,7 @@
 """What a run is told: fields with range and reason, flags, recipes, presets, and what cannot work."""
 
 from megatron_ibpo.config.checks import check_config
+from megatron_ibpo.config.device import on_device
 from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.eval_sampling import EVAL_PRESETS, EvalSampling, eval_sampling
 from megatron_ibpo.config.fields import (
@@ -43,6 +44,7 @@ __all__ = [
     "load_hook",
     "named_values",
     "nearest",
+    "on_device",
     "parse_config",
     "path_in_recipe",
     "path_of_user",

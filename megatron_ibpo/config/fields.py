@@ -50,8 +50,12 @@ class ModelConfig:
     ref_load: Path | None = None
     """Directory in Hugging Face format of the reference policy of --kl-coef. None: the policy that the run
     starts from."""
-    bf16: bool = False
-    """Train in bfloat16 with float32 master weights and gradients; otherwise in float32."""
+    bf16: bool | None = None
+    """Train in bfloat16 with float32 master weights and gradients; otherwise in float32. None: on GPUs yes,
+    since attention in float32 has no fast kernel there; on CPUs no, where float32 is as fast."""
+    allow_local_modules: bool = False
+    """On GPUs, train without Transformer Engine or flash-linear-attention where these are not installed. Off:
+    plain torch takes tens of times as long there, and a run that is so slow is most often a mistake."""
     max_tokens_per_gpu: Annotated[int, at_least(1)] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
     micro-batch of its own. Bounds activation memory."""

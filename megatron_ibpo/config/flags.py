@@ -7,6 +7,7 @@ given, flags. `megatron_ibpo.config.presets` says where a preset counts.
 
 import argparse
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from megatron_ibpo.config.entries import ENTRIES, flag
 from megatron_ibpo.config.errors import ConfigError
@@ -50,6 +51,7 @@ def parse_config(
         "--eval-prompt-data", "--eval_prompt_data", nargs="+", action="extend", default=argparse.SUPPRESS
     )
     known, flags = early.parse_known_args(list(argv))
+    flags = _with_values(flags)
 
     layers = [read_recipe(path) for path in known.config]
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
@@ -74,6 +76,19 @@ def parse_config(
         print(config_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def _with_values(words: Sequence[str]) -> list[str]:
+    """A switch that has a third position, to be left to the device, is typed like any other; tyro wants its
+    value."""
+    switches = {flag(name) for name, entry in ENTRIES.items() if entry.type == bool | None}
+    spelled = {switch: [switch, "True"] for switch in switches}
+    spelled |= {switch.replace("--", "--no-", 1): [switch, "False"] for switch in switches}
+    found: list[str] = []
+    for word, following in zip_longest(words, words[1:]):
+        has_value = following in ("None", "True", "False")
+        found += [word] if has_value else spelled.get(word.replace("_", "-"), [word])
+    return found
 
 
 _NEVER_DASHES = ("--config", "--advantage-estimator", "--loss-variant")

@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_ibpo.models import local_modules
+from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import ModelShape
 
@@ -45,7 +46,7 @@ MLPAndNorm = tuple[Callable[..., Any], Callable[..., Any]]
 class Backend:
     """The classes a spec is made of."""
 
-    uses_transformer_engine: bool
+    libraries: Backends
     norm: type
     norm_column_linear: type
     column_linear: type
@@ -56,9 +57,18 @@ class Backend:
     grouped_row_linear: type
 
 
-def local_backend() -> Backend:
+def make_backend(libraries: Backends) -> Backend:
+    """The classes by which these libraries compute.
+
+    Raises:
+        ImportError: Transformer Engine is wanted and not installed.
+    """
+    return _transformer_engine(libraries) if libraries.transformer_engine else _local(libraries)
+
+
+def _local(libraries: Backends) -> Backend:
     return Backend(
-        uses_transformer_engine=False,
+        libraries=libraries,
         norm=local_modules.RMSNorm,
         norm_column_linear=local_modules.NormColumnParallelLinear,
         column_linear=ColumnParallelLinear,
@@ -70,14 +80,13 @@ def local_backend() -> Backend:
     )
 
 
-def transformer_engine_backend() -> Backend:
-    """Raises ImportError where Transformer Engine is not installed."""
+def _transformer_engine(libraries: Backends) -> Backend:
     from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:
         raise ImportError("Transformer Engine is not installed")
     return Backend(
-        uses_transformer_engine=True,
+        libraries=libraries,
         norm=te.TENorm,
         norm_column_linear=te.TELayerNormColumnParallelLinear,
         column_linear=te.TEColumnParallelLinear,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
-from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.plan.census import Census, take_census
 from megatron_ibpo.plan.memory import (
@@ -32,7 +32,7 @@ class Plan:
     """A configuration on a cluster. `problems` is empty when it can work as far as this can tell."""
 
     config: Config
-    """With the context length resolved."""
+    """With the context length, and what depends on the device, resolved."""
     shape: ModelShape
     world_size: int
     problems: list[str]
@@ -57,6 +57,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     assert config.model.hf_checkpoint is not None  # check_config saw to it
     shape = read_hf_config(config.model.hf_checkpoint)
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
+    config = on_device(config, on_gpu=True)
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
     problems = check_layout(shape, config.parallel, world_size)
     placement = _placement(config, world_size, problems)

@@ -10,6 +10,7 @@ from rich.table import Table
 from megatron_ibpo.config import Config
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import ModelConfigError
+from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
 from megatron_ibpo.plan.census import Census
 from megatron_ibpo.plan.feasibility import Plan, full_contexts, make_plan, peaks, ranks_per_node, usable_bytes
@@ -66,7 +67,9 @@ def _print_plan(plan: Plan, console: Console) -> None:
     say()
     say("Sizes")
     parameters = None if plan.census is None else plan.census.total
-    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=plan.num_engines or None)
+    layers = served_by(plan.shape, FAST, bf16=bool(config.model.bf16))
+    engines = plan.num_engines or None
+    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=engines, layers=layers)
     console.print(sizes_table(sizes))
     if plan.census is not None:
         say()
@@ -197,7 +200,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
     assert plan.engine is not None
     config, rollout = plan.config, plan.config.rollout
     sent, _ = sync_bytes(census, config)
-    bf16 = config.model.bf16
+    bf16 = bool(config.model.bf16)
     saved = checkpoint_bytes(census.total, bf16=bf16) + export_bytes(census.total, bf16=bf16)
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
@@ -224,6 +227,11 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted on the real model",
     ]
+    if config.model.allow_local_modules:
+        lines.append(
+            f"* {ALLOW}: what is not installed where the run takes place runs in plain torch, which keeps "
+            "more activations than estimated here"
+        )
     if plan.shape.is_moe:
         lines.append(
             f"* the fullest expert-parallel rank is taken to get {EXPERT_IMBALANCE:g} times its even share "

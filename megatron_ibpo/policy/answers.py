@@ -11,6 +11,8 @@ class About:
     """Of the whole model."""
     loss_backend: str
     """What computes the loss, and why."""
+    layers: dict[str, tuple[str, str]]
+    """Part of a layer → (the library that computes it, how)."""
 
 
 @dataclass(frozen=True, slots=True)

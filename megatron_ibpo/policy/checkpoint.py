@@ -1,5 +1,6 @@
 """What a Megatron distributed checkpoint of policy and critic holds, and how any layout loads it."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.errors import CheckpointError, first_line
+from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import read_layout
@@ -100,7 +101,19 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path) -> Non
         for name, value in state[f"model{index}"].items():
             if isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
-        getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"])
+        # not strict: Transformer Engine's modules miss their extra state, which `_models` does not ask for
+        filled = getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"], strict=False)
+        lacks = [name for name in filled.missing_keys if not _is_extra_state(name)]
+        if lacks or filled.unexpected_keys:
+            raise CheckpointError(
+                f"--load {checkpoint}: is of another model: it leaves {listed(lacks) or 'nothing'} unfilled, "
+                f"and has {listed(filled.unexpected_keys) or 'nothing'} beyond it"
+            )
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether this is what Transformer Engine keeps for FP8: scales. Its grouped layers number theirs."""
+    return re.fullmatch(r"_extra_state\d*", name.rpartition(".")[2]) is not None
 
 
 def _check_optimizer(trained: Trainer | Critic, directory: Path) -> None:
@@ -130,9 +143,10 @@ def _models(chunks: Sequence[Any], *, is_loading: bool) -> dict[str, Any]:
     }
     if not is_loading:
         return models
-    # without Transformer Engine's FP8 scales: not used here, and not there after a conversion
+    # without Transformer Engine's FP8 scales: they are not there after a conversion, and form anew within a
+    # few steps
     return {
-        name: {key: value for key, value in model.items() if not key.endswith("_extra_state")}
+        name: {key: value for key, value in model.items() if not _is_extra_state(key)}
         for name, model in models.items()
     }
 

@@ -10,18 +10,30 @@ import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.backends import Backends, find_backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.policy import cpu
 
 
 def build_model(
-    shape: ModelShape, config: Config, *, device: Literal["cpu", "cuda", "meta"] = "cpu"
+    shape: ModelShape,
+    config: Config,
+    *,
+    device: Literal["cpu", "cuda", "meta"] = "cpu",
+    libraries: Backends | None = None,
 ) -> list[Any]:
     """Build this rank's part of the model, a list of one GPTModel (there is no virtual pipelining).
 
     Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf`
-    fills every one of them. Transformer Engine's layers are used where it is installed, except on CPUs.
-    "meta" builds without memory, for counting. Parameters are bfloat16 under config.model.bf16, else float32.
+    fills every one of them. "meta" builds without memory, for counting. Parameters are bfloat16 under
+    config.model.bf16, else float32.
+
+    Args:
+        libraries: that compute the layers; None: those that `find_backends` finds for the device. Names and
+            shapes of parameters do not depend on them.
+
+    Raises:
+        BackendError: a library is missing on a GPU.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
     logits [1, N, vocab/TP] on the last pipeline stage and hidden states elsewhere. N must be a multiple
@@ -29,16 +41,17 @@ def build_model(
     """
     cpu.activate()
     from megatron.core import parallel_state
-    from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from megatron_ibpo.models import spec
 
-    use_te = HAVE_TE and device != "cpu"
-    backend = spec.transformer_engine_backend() if use_te else spec.local_backend()
-    core = transformer_config(shape, config, use_te=use_te)
+    if libraries is None:
+        allow_local = config.model.allow_local_modules
+        libraries = find_backends(shape, on_gpu=device == "cuda", allow_local=allow_local)
+    backend = spec.make_backend(libraries)
+    core = transformer_config(shape, config, use_te=libraries.transformer_engine)
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
@@ -68,12 +81,17 @@ def build_model(
 
 
 def build_value_model(
-    shape: ModelShape, config: Config, *, device: Literal["cpu", "cuda", "meta"] = "cpu"
+    shape: ModelShape,
+    config: Config,
+    *,
+    device: Literal["cpu", "cuda", "meta"] = "cpu",
+    libraries: Backends | None = None,
 ) -> list[Any]:
     """The same model with a value head in the place of the LM head: chunk(…) gives values [1, N, 1] in fp32
     on the last pipeline stage. Embeddings are not tied to anything; `weights.load_hf` fills all but the head.
     """
-    chunks = build_model(replace(shape, tie_word_embeddings=False), config, device=device)
+    untied = replace(shape, tie_word_embeddings=False)
+    chunks = build_model(untied, config, device=device, libraries=libraries)
     from megatron_ibpo.policy.critic import ValueHead
 
     for chunk in chunks:

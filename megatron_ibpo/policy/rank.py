@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.backends import find_backends, served_by
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.answers import About, Sent
 from megatron_ibpo.policy.checkpoint import load_checkpoint
@@ -44,15 +47,19 @@ class TrainerRank:
             checkpoint: to go on from; else the weights of --hf-checkpoint.
 
         Raises:
-            ValueError, OSError: a layout, checkpoint or model that does not serve.
+            ValueError, OSError: a layout, checkpoint or model that does not serve, or a machine that lacks a
+                library.
         """
         hush_megatron()
         assert config.model.hf_checkpoint is not None  # check_config saw to it
         self.config = config
+        shape = read_hf_config(config.model.hf_checkpoint)
+        self.libraries = find_backends(
+            shape, on_gpu=torch.cuda.is_available(), allow_local=config.model.allow_local_modules
+        )
         self.world: World = start_world(config.parallel.distributed_timeout_minutes)
         parallel.initialize(config.parallel, self.world, config.run.seed)
-        shape = read_hf_config(config.model.hf_checkpoint)
-        chunks = build_model(shape, config, device=self.world.device_type)
+        chunks = build_model(shape, config, device=self.world.device_type, libraries=self.libraries)
         load_hf(chunks, shape, config.model.hf_checkpoint)
         self.export = HFExport(chunks, shape)
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
@@ -67,8 +74,11 @@ class TrainerRank:
         self.transport: Transport | None = None
 
     def about(self) -> About:
+        assert self.config.model.hf_checkpoint is not None
         parameters = sum(math.prod(meta.shape) for meta in self.export.metadata())
-        return About(parameters, str(self.trainer.loss_backend))
+        shape = read_hf_config(self.config.model.hf_checkpoint)
+        layers = served_by(shape, self.libraries, bf16=bool(self.config.model.bf16))
+        return About(parameters, str(self.trainer.loss_backend), layers)
 
     def update(self, work: RankUpdate) -> dict[str, float]:
         """The policy's optimizer steps of one rollout."""
@@ -142,7 +152,9 @@ class TrainerRank:
             return None
         assert self.config.model.hf_checkpoint is not None
         shape = read_hf_config(self.config.model.hf_checkpoint)
-        chunks = build_value_model(shape, self.config, device=self.world.device_type)
+        chunks = build_value_model(
+            shape, self.config, device=self.world.device_type, libraries=self.libraries
+        )
         load_hf(chunks, shape, self.config.model.hf_checkpoint, head=False)
         return Critic(chunks, self.config, self.world, updates)
 

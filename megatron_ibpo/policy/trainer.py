@@ -225,6 +225,7 @@ class Trainer:
         }
         if self.config.loss.fuse_lm_head:
             weight = _head_weight(self.chunks[-1].module)
+            rows["response_rows_R"] = batch.loss_rows()
             return linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
         vocabulary = self._vocabulary(output.shape[-1])
         return packed_logprobs(output[0], entropy=False, **rows, **vocabulary)[0]
@@ -311,7 +312,7 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Ten
     Args:
         trainer_N: log-probs to compare the engine's with; None: those of the present weights.
     """
-    count, rows = batch.num_sequences, batch.loss_rows
+    count, rows = batch.num_sequences, batch.loss_rows()
     loss = loss.detach()
     if count == 0:
         return {"loss": loss}

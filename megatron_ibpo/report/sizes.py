@@ -1,5 +1,7 @@
 """The named sizes of a run: few, and what each means."""
 
+from collections.abc import Mapping
+
 from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.report.display import Size
 from megatron_ibpo.words import counted
@@ -12,10 +14,12 @@ def run_sizes(
     parameters: int | None = None,
     engines: int | None = None,
     loss_backend: str | None = None,
+    layers: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Size]:
     """What happens how often in one step, and on how many ranks; of the model and engines what is known.
 
     loss_backend: what computes the loss and why, once that is known.
+    layers: part of a layer → (what computes it, how), of those that are known.
     """
     rollout, algorithm, loss, parallel = config.rollout, config.algorithm, config.loss, config.parallel
     prompts, samples, corrections = (
@@ -48,6 +52,8 @@ def run_sizes(
             f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
             f"of {counted(world_size, 'rank')}",
         ),
+        Size("precision", "bfloat16" if config.model.bf16 else "float32", "of the trainer, --bf16"),
+        *(Size(part, library, how) for part, (library, how) in (layers or {}).items()),
         Size("loss", loss.loss_variant, _computed_by(loss, loss_backend)),
     ]
     if parameters is not None:

@@ -9,7 +9,7 @@
 import copy
 from typing import Any
 
-from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -45,12 +45,12 @@ def layer_spec(shape: Qwen3NextShape, layer: int, backend: Backend) -> ModuleSpe
 
 
 def _gated_delta_net(backend: Backend) -> ModuleSpec:
-    fast = backend.uses_transformer_engine
+    libraries = backend.libraries
     return ModuleSpec(
-        module=GatedDeltaNet if fast and HAVE_FLA else PackedGatedDeltaNet,
+        module=GatedDeltaNet if libraries.flash_linear_attention else PackedGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
             in_proj=backend.norm_column_linear,
-            out_norm=TEGatedNorm if fast else GatedNorm,
+            out_norm=TEGatedNorm if libraries.transformer_engine else GatedNorm,
             out_proj=backend.row_linear,
         ),
     )

@@ -1,0 +1,93 @@
+"""Which libraries compute the layers of a model: Transformer Engine and flash-linear-attention on GPUs, plain
+torch on CPUs. Imports neither until it is asked."""
+
+import socket
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+
+from megatron_ibpo.models.shape import ModelShape
+
+ALLOW = "--allow-local-modules"
+
+
+class BackendError(ValueError):
+    """A library that a GPU needs is not there."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The libraries that a model is built on; what they do not compute runs in plain torch."""
+
+    transformer_engine: bool
+    flash_linear_attention: bool
+
+
+LOCAL = Backends(transformer_engine=False, flash_linear_attention=False)
+"""For CPUs."""
+FAST = Backends(transformer_engine=True, flash_linear_attention=True)
+"""For GPUs."""
+
+
+def find_backends(shape: ModelShape, *, on_gpu: bool, allow_local: bool) -> Backends:
+    """What computes the layers in this process.
+
+    Args:
+        allow_local: let plain torch stand in on a GPU for a library that is not installed.
+
+    Raises:
+        BackendError: a library is missing, or fails when it is imported; says which, where and why.
+    """
+    if not on_gpu:
+        return LOCAL
+    failures = {
+        "Transformer Engine": _import_failure("transformer_engine.pytorch"),
+        # only a delta net needs it
+        "flash-linear-attention": _import_failure(
+            "fla.modules.convolution", "fla.modules.l2norm", "fla.ops.gated_delta_rule"
+        )
+        if shape.is_recurrent
+        else None,
+    }
+    missing = [f"{library} ({why})" for library, why in failures.items() if why]
+    if missing and not allow_local:
+        raise BackendError(
+            f"{sys.executable} on {socket.gethostname()} cannot import {' and '.join(missing)}: on a GPU "
+            "the layers would run in plain torch, which waits for the GPU many times in every layer and is "
+            "tens of times slower. Install what is missing with `bash tools/bootstrap.sh` (docs/gpus.md says "
+            f"what its build needs), or accept that with {ALLOW}"
+        )
+    return Backends(
+        transformer_engine=failures["Transformer Engine"] is None,
+        flash_linear_attention=failures["flash-linear-attention"] is None,
+    )
+
+
+def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str, tuple[str, str]]:
+    """Part of a layer → (the library that computes it, how), for the table at the start of a run."""
+    fast = backends.transformer_engine
+    library = "Transformer Engine" if fast else "torch"
+    attention = "cuDNN or flash attention" if bf16 else "unfused and quadratic in memory: fp32 has no other"
+    parts = {
+        "attention": (library, attention if fast else "scaled_dot_product_attention over padded rectangles"),
+        "norms": (library, "fused with the linear layer after them" if fast else "in fp32, not fused"),
+    }
+    if shape.is_moe:
+        parts["experts"] = (library, "grouped products" if fast else "one product after the other")
+    if shape.is_recurrent:
+        parts["delta net"] = (
+            ("flash-linear-attention", "Triton kernels")
+            if backends.flash_linear_attention
+            else ("torch", "chunks one after the other")
+        )
+    return parts
+
+
+def _import_failure(*modules: str) -> str | None:
+    """Why one of the modules cannot be imported; None if all can."""
+    try:
+        for name in modules:
+            import_module(name)
+    except Exception as error:  # a library built for another torch or CUDA raises anything
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,120 @@
+"""Checkpoints of a model with Transformer Engine's layers, which `te_stand_in` stands in for. Run as a
+program, it saves and loads and prints what came back differently:
+
+    python te_checkpoints.py HF_DIR CONVERTED_DIR SCRATCH    ->  {case: [what differs]} as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import te_stand_in
+import torch
+
+STEPS = 2
+"""Before a save, so that the optimizer counts more than one."""
+
+
+def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
+    te_stand_in.install()
+    from test_trainer import config_for, layout
+
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.models.backends import LOCAL, Backends
+    from megatron_ibpo.policy import cpu, parallel
+    from megatron_ibpo.world import start_world
+
+    cpu.activate()
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.saving import save_checkpoint
+    from megatron_ibpo.policy.trainer import Trainer
+    from megatron_ibpo.weights.errors import CheckpointError
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    config = config_for(layout(distributed_optimizer=True))
+    world, shape = start_world(), read_hf_config(hf_dir)
+    parallel.initialize(config.parallel, world, seed=0)
+    te = Backends(transformer_engine=True, flash_linear_attention=False)
+
+    def trainer(libraries: Backends) -> Trainer:
+        chunks = build_model(shape, config, libraries=libraries)
+        load_hf(chunks, shape, hf_dir)
+        return Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
+
+    trained = trainer(te)
+    trained.optimizer.prepare_grads()
+    for _ in range(STEPS):
+        step(trained)
+    saved = save_checkpoint(trained, scratch, STEPS, {})
+    expected = contents(trained)
+
+    found: dict[str, Any] = {"extra states": sum("_extra_state" in name for name in extra_states(trained))}
+    resumed = trainer(te)
+    load_checkpoint(resumed, saved)
+    found["saved, loaded"] = differing(expected, contents(resumed))
+    step(trained), step(resumed)
+    found["and the step after"] = differing(contents(trained), contents(resumed))
+
+    new = trainer(te)
+    for chunk in new.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+    load_checkpoint(new, converted)
+    found["converted, loaded"] = differing(weights(trainer(LOCAL)), weights(new))
+
+    lacking = trainer(te)
+    chunk = lacking.chunks[0].module
+    named = chunk.sharded_state_dict
+    chunk.sharded_state_dict = lambda *given, **more: {
+        name: value for name, value in named(*given, **more).items() if "q_layernorm.weight" not in name
+    }
+    try:
+        load_checkpoint(lacking, converted)
+    except CheckpointError as error:
+        found["without a weight"] = str(error)
+    return found
+
+
+def step(trainer: Any) -> None:
+    """A step along gradients of all ones."""
+    for optimizer in trainer.optimizer.chained_optimizers:
+        for group in optimizer.optimizer.param_groups:
+            group["lr"] = 1e-3
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step_with_ready_grads()
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {f"model {name}": p.detach().clone() for name, p in trainer.chunks[0].named_parameters()}
+
+
+def contents(trainer: Any) -> dict[str, Any]:
+    """Weights, the optimizer's means, and the steps that it has counted."""
+    found: dict[str, Any] = weights(trainer)
+    for which, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+        adam = optimizer.optimizer
+        for number, group in enumerate(adam.param_groups):
+            found[f"steps {which} {number}"] = torch.tensor(group["step"])
+            for index, parameter in enumerate(group["params"]):
+                for name, value in adam.state[parameter].items():
+                    found[f"{name} {which} {number} {index}"] = value.clone()
+    return found
+
+
+def differing(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[str]:
+    assert len(expected) > 10
+    names = expected.keys() ^ got.keys()
+    return sorted(names | {n for n in expected.keys() & got.keys() if not torch.equal(expected[n], got[n])})
+
+
+def extra_states(trainer: Any) -> list[str]:
+    return list(trainer.chunks[0].module.state_dict())
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*map(Path, sys.argv[1:]))))

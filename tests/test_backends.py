@@ -1,0 +1,117 @@
+"""Which libraries compute the layers: found, refused where they are missing, and said at the start."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from tiny_models import make_qwen3, make_qwen3_next
+
+from megatron_ibpo.config import Config, ModelConfig, on_device, parse_config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
+from megatron_ibpo.report.sizes import run_sizes
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models")
+    return {"dense": make_qwen3(place / "dense", 0), "next": make_qwen3_next(place / "next", 0)}
+
+
+@pytest.fixture(scope="module")
+def shapes(models):
+    return {name: read_hf_config(path) for name, path in models.items()}
+
+
+def installed(monkeypatch, *packages):
+    """As if these were installed, and neither Transformer Engine nor flash-linear-attention otherwise."""
+
+    def find(name):
+        if name.partition(".")[0] not in packages:
+            raise ImportError(f"{name}: built for another torch")
+
+    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", find)
+
+
+def test_cpus_need_nothing_and_ask_for_nothing(shapes, monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", None)
+    assert find_backends(shapes["next"], on_gpu=False, allow_local=False) == LOCAL
+
+
+@pytest.mark.parametrize(
+    ("model", "there", "missing"),
+    [
+        ("next", (), ["Transformer Engine", "flash-linear-attention"]),
+        ("next", ("fla",), ["Transformer Engine"]),
+        ("next", ("transformer_engine",), ["flash-linear-attention"]),
+        ("dense", (), ["Transformer Engine"]),
+    ],
+)
+def test_a_gpu_run_without_its_libraries_is_refused_and_says_why_and_what_to_do(
+    shapes, monkeypatch, model, there, missing
+):
+    installed(monkeypatch, *there)
+    with pytest.raises(BackendError) as refused:
+        find_backends(shapes[model], on_gpu=True, allow_local=False)
+    said = str(refused.value)
+    named = [name for name in ("Transformer Engine", "flash-linear-attention") if f"{name} (" in said]
+    assert named == missing
+    assert "ImportError" in said
+    assert "built for another torch" in said
+    assert "tools/bootstrap.sh" in said
+    assert "--allow-local-modules" in said
+    accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
+    assert accepted.transformer_engine == ("Transformer Engine" not in missing)
+    assert accepted.flash_linear_attention == ("flash-linear-attention" not in missing)
+
+
+def test_a_dense_model_needs_no_flash_linear_attention(shapes, monkeypatch):
+    installed(monkeypatch, "transformer_engine")
+    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False).transformer_engine
+
+
+def test_a_trainer_refuses_before_it_meets_the_others(models):
+    from megatron_ibpo.policy.rank import TrainerRank
+
+    config = Config(model=ModelConfig(hf_checkpoint=models["next"]))
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch("megatron_ibpo.policy.rank.start_world", side_effect=AssertionError("met them")),
+        pytest.raises(BackendError, match="Transformer Engine"),
+    ):
+        TrainerRank(config, None)
+
+
+def rows(config, layers):
+    return {size.name: (size.value, size.meaning) for size in run_sizes(config, 1, layers=layers)}
+
+
+def test_the_table_says_what_computes_each_part(shapes):
+    fast = rows(Config(model=ModelConfig(bf16=True)), served_by(shapes["next"], FAST, bf16=True))
+    assert [fast[part][0] for part in ("attention", "norms", "experts")] == ["Transformer Engine"] * 3
+    assert fast["delta net"][0] == "flash-linear-attention"
+    assert fast["precision"][0] == "bfloat16"
+    slow = rows(Config(), served_by(shapes["next"], Backends(True, False), bf16=False))
+    assert slow["delta net"][0] == "torch"
+    assert "unfused" in slow["attention"][1]
+    assert slow["precision"][0] == "float32"
+    dense = rows(Config(), served_by(shapes["dense"], LOCAL, bf16=False))
+    assert dense["attention"][0] == "torch"
+    assert not dense.keys() & {"experts", "delta net"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_cpus", "on_gpus"),
+    [
+        ([], False, True),
+        (["--bf16"], True, True),
+        (["--no-bf16"], False, False),
+        (["--bf16", "None"], False, True),
+    ],
+)
+def test_precision_follows_the_device_unless_it_is_said(flags, on_cpus, on_gpus):
+    config = parse_config(flags)
+    assert on_device(config, on_gpu=False).model.bf16 is on_cpus
+    assert on_device(config, on_gpu=True).model.bf16 is on_gpus

@@ -1,0 +1,55 @@
+"""A run with Transformer Engine's layers saves and loads. The layers are stood in for (`te_stand_in`), with
+what theirs do in a state dict; Megatron's wrappers, its optimizer and its checkpoints are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_qwen3_next
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.weights.formats.convert import hf_to_megatron
+from megatron_ibpo.world import World
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    scratch = tmp_path_factory.mktemp("te")
+    hf_dir = make_qwen3_next(scratch / "hf", 0)
+    hf_to_megatron(hf_dir, scratch / "converted", ParallelConfig(), World(0, 1, torch.device("cpu"), None))
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        HERE / "te_checkpoints.py",
+        hf_dir,
+        scratch / "converted",
+        scratch,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_run_goes_on_from_its_checkpoint_under_transformer_engine(found):
+    """Weights, the optimizer's means and its count of steps, and what the next step makes of them."""
+    assert found["extra states"] > 20
+    assert found["saved, loaded"] == []
+    assert found["and the step after"] == []
+
+
+def test_a_checkpoint_without_extra_state_is_loaded_under_transformer_engine(found):
+    assert found["converted, loaded"] == []
+
+
+def test_a_weight_that_no_checkpoint_fills_is_refused(found):
+    assert "decoder.layers.3.self_attention.q_layernorm.weight unfilled" in found["without a weight"]
