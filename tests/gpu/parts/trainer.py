@@ -8,6 +8,7 @@ import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ def run(job: Job) -> None:
     job.note(model=job.variant, load=vars(load), predicted_bytes=predict_apart(config, device_bytes(job)))
 
     policy, ranks = start_policy(config)
-    job.note(parameters=ranks.rank.about().parameters, loss_backend=ranks.rank.about().loss_backend)
-    job.note(classes=classes(ranks.rank.trainer.chunks[0]), built_bytes=memory(job))
+    job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))
     sequences = make_sequences(load, shape.vocab_size)
     before = gap(policy, sequences)
     policy.take_passes()
@@ -57,11 +57,6 @@ def run(job: Job) -> None:
         check(step["updates_skipped"] == 0 and math.isfinite(step["grad_norm"]), f"a step was lost: {step}")
     check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
     job.note(summary=speed)
-
-
-def classes(chunk: torch.nn.Module) -> list[str]:
-    """What serves in the model."""
-    return sorted({type(module).__name__ for module in chunk.modules()})
 
 
 def gap(policy: Any, sequences: list[Any]) -> float:
