@@ -156,7 +156,7 @@ class Engines:
     def meet_trainers(self) -> None:
         """Let trainers that have just started get ready to send weights; they know no engine yet."""
         self.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
-        self.trainers.all("open_transport", self.settings.transport, len(self.placement.engines))
+        self.trainers.all("open_transport", self.settings.transport)
         self.connected.clear()
         if self.settings.sleep_mode and not self.order.sleeping:
             self.trainers.all("make_room")
@@ -275,12 +275,8 @@ class Engines:
         if self.settings.sleep_mode:
             self._wake(sorted(ready))  # who is up before it joins falls asleep with the others
         if self.version > 0:  # else it has loaded them
-            # where engines share a group, one that died has broken it for all
-            shared = self.settings.transport == "nccl"
-            absent = self.joining.keys() - ready.keys()
-            everyone = sorted(self.hosts.keys() - absent) if shared else sorted(ready)
-            self.connected -= set(everyone)
-            _, _, dead = self._catch_up(everyone)
+            self.connected -= ready.keys()
+            _, _, dead = self._catch_up(sorted(ready))
         self._end(dead)
         for index, told in ready.items():
             del self.joining[index]

@@ -139,13 +139,12 @@ class TrainerRank:
         """Leave the device to engines that share it; what is done next brings back what it needs."""
         self.residence.leave(Held.NOTHING)
 
-    def open_transport(self, name: TransportName, num_engines: int) -> None:
+    def open_transport(self, name: TransportName) -> None:
         """Get ready to send weights; before `connect`."""
         rollout = self.config.rollout
         self.transport = open_transport(
             name,
             self.world,
-            num_engines=num_engines,
             workers_per_engine=rollout.rollout_num_gpus_per_engine,
             bucket_bytes=rollout.update_weight_buffer_size,
             timeout=rollout.update_weight_timeout,

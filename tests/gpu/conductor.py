@@ -44,6 +44,8 @@ PARTS = (
     Part("delta-net", 150),
     Part("trainer-qwen3", 180, "trainer", "qwen3"),
     Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
+    Part("resume", 180),
+    Part("weight-update", 120),
     Part("memcheck", 180, "sanitizer", "memcheck"),
     Part("racecheck", 180, "sanitizer", "racecheck"),
     Part("synccheck", 180, "sanitizer", "synccheck"),

@@ -50,7 +50,12 @@ def model_of(job: Job, family: str) -> Path:
 def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
     """A run's settings, with a learning rate at which five steps show."""
     return Config(
-        model=ModelConfig(hf_checkpoint=model, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens),
+        model=ModelConfig(
+            hf_checkpoint=model,
+            bf16=job.on_gpu,
+            allow_local_modules=True,
+            max_tokens_per_gpu=load.max_tokens,
+        ),
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0),
         rollout=RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response),
         **sections,
@@ -58,14 +63,14 @@ def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
 
 
 def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
-    """Random tokens; half of the sequences with advantage 1, half with -1."""
+    """Random tokens; half of the sequences with a positive advantage."""
     generator = np.random.default_rng(seed)
     return [
         TrainSequence(
             token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
             token_ids(generator.integers(vocabulary, size=length).tolist()),
             np.ones(length, bool),
-            advantage=1.0 if number % 2 else -1.0,
+            advantage=1.0 if number % 2 else -0.5,
             weight=1.0 / load.sequences,
             prompt_index=number // 2,
             group=number // 2,

@@ -8,6 +8,7 @@ import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ def run(job: Job) -> None:
     job.note(model=job.variant, load=vars(load), predicted_bytes=predict_apart(config, device_bytes(job)))
 
     policy, ranks = start_policy(config)
-    job.note(parameters=ranks.rank.about().parameters, loss_backend=ranks.rank.about().loss_backend)
-    job.note(classes=classes(ranks.rank.trainer.chunks[0]), built_bytes=memory(job))
+    job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))
     sequences = make_sequences(load, shape.vocab_size)
     before = gap(policy, sequences)
     policy.take_passes()
@@ -59,21 +59,12 @@ def run(job: Job) -> None:
     job.note(summary=speed)
 
 
-def classes(chunk: torch.nn.Module) -> list[str]:
-    """What serves in the model."""
-    return sorted({type(module).__name__ for module in chunk.modules()})
-
-
 def gap(policy: Any, sequences: list[Any]) -> float:
     """Mean log-prob of tokens with a positive advantage, less that of the others."""
     found = policy.logprobs(sequences)
-    means = {
-        sign: statistics.fmean(
-            float(own.mean()) for own, s in zip(found, sequences, strict=True) if s.advantage == sign
-        )
-        for sign in (1.0, -1.0)
-    }
-    return means[1.0] - means[-1.0]
+    pairs = [(float(own.mean()), s.advantage > 0) for own, s in zip(found, sequences, strict=True)]
+    wanted, others = ([mean for mean, good in pairs if good is kind] for kind in (True, False))
+    return statistics.fmean(wanted) - statistics.fmean(others)
 
 
 def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> str:
