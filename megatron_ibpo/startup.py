@@ -28,7 +28,7 @@ from megatron_ibpo.environment import environment_number
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.loop import Progress, Run
-from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy_digest import policy_digest
 from megatron_ibpo.report import (
@@ -147,7 +147,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             task=task,
             rollouts=rollouts,
             journal=journal,
-            policy=Policy(trainers, config, world_size),
+            policy=Policy(trainers, config, world_size, partial(forward_flops, shape)),
             engines=engines,
             reporter=reporter,
             stages=stages,

@@ -59,6 +59,11 @@ class ModelConfig:
     max_tokens_per_gpu: Annotated[int, at_least(1)] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
     micro-batch of its own. Bounds activation memory."""
+    log_probs_max_tokens_per_gpu: Annotated[int | None, at_least(1)] = None
+    """The same for passes without a gradient, which keep no activations: old and reference log-probs, the
+    critic's values. More tokens make fewer micro-batches; without --fuse-lm-head all their logits are held.
+    None: --max-tokens-per-gpu, and the very micro-batches of the update, so that log-probs under the same
+    weights are the update's to the last bit."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     """Megatron's activation recomputation; "full" for long contexts on GPUs."""
     recompute_method: Literal["uniform", "block"] = "uniform"
@@ -67,6 +72,11 @@ class ModelConfig:
     """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
     moe_aux_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
     """Router load-balancing loss. 0: the objective is the policy loss alone."""
+
+    @property
+    def tokens_without_gradient(self) -> int:
+        """Tokens per micro-batch of a pass without a gradient."""
+        return self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu
 
 
 @dataclass
@@ -360,6 +370,10 @@ class RolloutConfig:
     """Tensor-parallel size of one engine."""
     colocate: bool = True
     """Engines share the trainers' devices and sleep while those train."""
+    offload_train: bool = True
+    """While engines sample on the trainers' GPUs, weights, gradients and optimizer state of the trainers wait
+    in pinned host memory (gradients are dropped): 18 bytes less a parameter of the rank's part on the GPU, 14
+    more in host memory. On: they move in about a second. Has no effect with --no-colocate and on CPUs."""
     rollout_num_gpus: Annotated[int | None, RANKS] = None
     """GPUs of the engines in all, where they have some of their own (--no-colocate)."""
     vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()

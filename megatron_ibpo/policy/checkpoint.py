@@ -131,6 +131,9 @@ def _metadata() -> dict[str, Any]:
         # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
+        # a sharded optimizer's state is gathered in host memory: else every rank would hold a whole buffer in
+        # fp32 on its GPU, and all of them in host memory
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }

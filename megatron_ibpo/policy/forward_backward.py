@@ -54,7 +54,7 @@ def make_trainable(
     )
     model_config = chunks[0].config
     wrapped = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
-    optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = wrapped[0].no_sync

@@ -108,6 +108,11 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
     )
 
 
+def packed(micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
+    """Each of them."""
+    return [pack(micro_batch) for micro_batch in micro_batches]
+
+
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     """float64 becomes float32 here, rounded once."""
     return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
