@@ -47,6 +47,7 @@ PARTS = (
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180),
     Part("weight-update", 120),
+    Part("sleep", 120),
     Part("memcheck", 180, "sanitizer", "memcheck"),
     Part("racecheck", 180, "sanitizer", "racecheck"),
     Part("synccheck", 180, "sanitizer", "synccheck"),
