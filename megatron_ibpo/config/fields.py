@@ -63,6 +63,9 @@ class ModelConfig:
     """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
     moe_aux_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
     """Router load-balancing loss. 0: the objective is the policy loss alone."""
+    model_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    """Any other field of Megatron's TransformerConfig, name=value, such as fp8=hybrid or
+    recompute_modules=[core_attn,moe]; in a recipe also a mapping."""
 
 
 @dataclass
@@ -117,6 +120,8 @@ class OptimizerConfig:
     """0: reinforcement learning moves the weights so little that decay would dominate."""
     clip_grad: Annotated[float, POSITIVE] = 1.0
     """Largest global gradient norm. 1 as in Megatron-LM."""
+    optimizer_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    """The same for Megatron's OptimizerConfig, such as exp_avg_dtype=bf16."""
 
 
 @dataclass

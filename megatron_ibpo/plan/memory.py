@@ -12,6 +12,7 @@ from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.cost import kept_elements, mixer_cost
 from megatron_ibpo.plan.census import Census, StagePart
+from megatron_ibpo.policy.overrides import optimizer_bytes
 
 GIB = 1024**3
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -62,8 +63,7 @@ def rank_memory(
 ) -> RankMemory:
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = 2 if config.model.bf16 else 4
-    # fp32 moments; fp32 master weights beside bf16 ones
-    state = 12 if config.model.bf16 else 8
+    state = optimizer_bytes(config).device
     dense, experts = part.dense, part.experts
     if config.parallel.use_distributed_optimizer:
         dense = -(-dense // census.data_parallel)
@@ -74,7 +74,7 @@ def rank_memory(
     return RankMemory(
         weights=models * part.parameters * element,
         gradients=models * part.parameters * 4,
-        optimizer=models * (dense + experts) * state,
+        optimizer=round(models * (dense + experts) * state),
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
     )

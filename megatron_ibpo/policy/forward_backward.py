@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
+from megatron_ibpo.policy.overrides import as_megatron, optimizer_overrides
 from megatron_ibpo.policy.packing import (
     PackedArrays,
     PackedBatch,
@@ -192,20 +193,21 @@ def is_reporting_rank() -> bool:
 
 
 def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
-    chosen = config.optimizer
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=lr,
-        min_lr=lr * chosen.min_lr_ratio,
-        weight_decay=chosen.weight_decay,
-        adam_beta1=chosen.adam_beta1,
-        adam_beta2=chosen.adam_beta2,
-        adam_eps=chosen.adam_eps,
-        clip_grad=chosen.clip_grad,
-        bf16=config.model.bf16,
-        params_dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-    )
+    chosen, overrides = config.optimizer, optimizer_overrides(config)
+    fields = {
+        "optimizer": "adam",
+        "lr": lr,
+        "min_lr": lr * chosen.min_lr_ratio,
+        "weight_decay": chosen.weight_decay,
+        "adam_beta1": chosen.adam_beta1,
+        "adam_beta2": chosen.adam_beta2,
+        "adam_eps": chosen.adam_eps,
+        "clip_grad": chosen.clip_grad,
+        "bf16": bool(config.model.bf16),
+        "params_dtype": torch.bfloat16 if config.model.bf16 else torch.float32,
+        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+    }
+    return MegatronOptimizerConfig(**fields | as_megatron(overrides, MegatronOptimizerConfig))
 
 
 def _scheduler(
