@@ -45,6 +45,9 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+    """State on the GPU."""
+    optimizer_in_host: int
+    """And what is in main memory all the time (--optimizer-cpu-offload)."""
     activations: int
     logits: int
     """And what the loss holds beside them."""
@@ -120,7 +123,7 @@ class HostMemory:
     """Bytes of a node's main memory that are large; programs, data and Ray's object store come on top."""
 
     trainers: int
-    """What trainers move out while engines sample, in pinned memory."""
+    """What trainers move out while engines sample, and optimizer state that is there all the time."""
     checkpoint: int
     """Copies of what is being written, while training goes on."""
     reference: int
@@ -138,8 +141,7 @@ def rank_memory(
 ) -> RankMemory:
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = _trainer_element(config)
-    # fp32 moments; fp32 master weights beside bf16 ones
-    state = 12 if config.model.bf16 else 8
+    state = optimizer_bytes(config)
     dense, experts = part.dense, part.experts
     if config.parallel.use_distributed_optimizer:
         dense = -(-dense // census.data_parallel)
@@ -150,13 +152,34 @@ def rank_memory(
     return RankMemory(
         weights=models * part.parameters * element,
         gradients=models * part.parameters * 4,
-        optimizer=models * (dense + experts) * state,
+        optimizer=models * (dense + experts) * state.device,
+        optimizer_in_host=models * (dense + experts) * state.host,
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
         without_gradient=_without_gradient(shape, config, part, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.parameters * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
         moves_out=config.rollout.colocate and config.rollout.offload_train,
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What AdamW keeps for one parameter of a rank's part."""
+
+    device: int
+    host: int
+
+
+def optimizer_bytes(config: Config) -> OptimizerBytes:
+    """fp32 means of gradients and of their squares, and a master weight where weights are bf16: in fp32, or
+    the 16 bits that those lack. In host memory there are a copy of the weight and its gradient, all fp32
+    (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)."""
+    chosen, means, bf16 = config.optimizer, 8, config.model.bf16
+    if chosen.optimizer_cpu_offload:
+        return OptimizerBytes(device=0, host=means + 4 + 4)
+    return OptimizerBytes(
+        device=means + (0 if not bf16 else 2 if chosen.use_precision_aware_optimizer else 4), host=0
     )
 
 
@@ -228,10 +251,12 @@ def host_memory(
 ) -> HostMemory:
     """The node that needs most; a node holds ranks of one stage, or of several that are as large."""
     rollout = config.rollout
-    trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
+    trainers = max(
+        stage.optimizer_in_host + (stage.weights + stage.optimizer) * stage.moves_out for stage in stages
+    )
     reference = max(stage.weights for stage in stages) // _models(config) if config.loss.kl_coef > 0 else 0
     return HostMemory(
-        trainers=trainers,
+        trainers=trainers * ranks_per_node,
         checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
         reference=reference * ranks_per_node,
         engines=engine.weights * ranks_per_node if rollout.colocate else 0,
@@ -328,7 +353,7 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
 
 def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
     """One layer's tensors, and on the last stage logits with what the loss takes of them."""
-    tokens = max_tokens
+    tokens = max(max_tokens, config.model.tokens_without_gradient)
     element = _trainer_element(config)
     (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
     widest = max(kept_elements(shape, config.parallel, layer) for layer in layers)
