@@ -151,11 +151,11 @@ def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80
     assert memory.weights == 2 * (part.dense + part.experts), "bf16"
     assert memory.gradients == 4 * (part.dense + part.experts), "fp32"
     own = part.dense // 4 + part.experts
-    assert (memory.optimizer, memory.optimizer_in_host) == (0, 16 * own), (
+    assert (memory.optimizer, memory.host_optimizer) == (0, 16 * own), (
         "weight, gradient and two means in fp32; experts have no data-parallel copies here"
     )
     on_gpu = planner(plan_of, NEXT_80B, 32, "--no-optimizer-cpu-offload").stages[0]
-    assert (on_gpu.optimizer, on_gpu.optimizer_in_host) == (10 * own, 0), "16 bits of the weight, two means"
+    assert (on_gpu.optimizer, on_gpu.host_optimizer) == (10 * own, 0), "16 bits of the weight, two means"
     assert memory.logits == 0, "only the last stage has logits"
     logits = 32768 * 151936 // 2 * 2
     assert logits < plan.stages[-1].logits < 1.1 * logits
@@ -223,7 +223,8 @@ def test_peaks_of_the_phases(plan_80b):
 
 def test_main_memory_of_a_node(plan_80b):
     host = plan_80b.host
-    assert host.trainers == 8 * max(stage.weights + stage.optimizer_in_host for stage in plan_80b.stages)
+    assert host.trainers == 8 * max(stage.weights for stage in plan_80b.stages)
+    assert host.optimizer == 8 * max(stage.host_optimizer for stage in plan_80b.stages)
     dense, experts = max((part.dense, part.experts) for part in plan_80b.census.stages)
     # bf16 weights in four parts; 12 bytes of state, gathered and copied, on two tensor-parallel ranks of a
     # node for what is dense, on all eight for their experts

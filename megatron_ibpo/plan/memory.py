@@ -14,6 +14,7 @@ from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
 from megatron_ibpo.plan.census import Census, Place, StagePart
+from megatron_ibpo.policy.overrides import optimizer_bytes
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
@@ -45,9 +46,8 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
-    """State on the GPU."""
-    optimizer_in_host: int
-    """And what is in main memory all the time (--optimizer-cpu-offload)."""
+    host_optimizer: int
+    """Of its state, in main memory (--optimizer-cpu-offload)."""
     activations: int
     logits: int
     """And what the loss holds beside them."""
@@ -123,7 +123,7 @@ class HostMemory:
     """Bytes of a node's main memory that are large; programs, data and Ray's object store come on top."""
 
     trainers: int
-    """What trainers move out while engines sample, and optimizer state that is there all the time."""
+    """What trainers move out while engines sample, in pinned memory."""
     checkpoint: int
     """Copies of what is being written, while training goes on."""
     reference: int
@@ -131,9 +131,12 @@ class HostMemory:
     engines: int
     """Weights of engines that sleep."""
 
+    optimizer: int
+    """State that is there at all times (--optimizer-cpu-offload)."""
+
     @property
     def total(self) -> int:
-        return self.trainers + self.checkpoint + self.reference + self.engines
+        return self.trainers + self.checkpoint + self.reference + self.engines + self.optimizer
 
 
 def rank_memory(
@@ -152,34 +155,14 @@ def rank_memory(
     return RankMemory(
         weights=models * part.parameters * element,
         gradients=models * part.parameters * 4,
-        optimizer=models * (dense + experts) * state.device,
-        optimizer_in_host=models * (dense + experts) * state.host,
+        optimizer=round(models * (dense + experts) * state.device),
+        host_optimizer=round(models * (dense + experts) * state.host),
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
         without_gradient=_without_gradient(shape, config, part, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.parameters * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
         moves_out=config.rollout.colocate and config.rollout.offload_train,
-    )
-
-
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """What AdamW keeps for one parameter of a rank's part."""
-
-    device: int
-    host: int
-
-
-def optimizer_bytes(config: Config) -> OptimizerBytes:
-    """fp32 means of gradients and of their squares, and a master weight where weights are bf16: in fp32, or
-    the 16 bits that those lack. In host memory there are a copy of the weight and its gradient, all fp32
-    (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)."""
-    chosen, means, bf16 = config.optimizer, 8, config.model.bf16
-    if chosen.optimizer_cpu_offload:
-        return OptimizerBytes(device=0, host=means + 4 + 4)
-    return OptimizerBytes(
-        device=means + (0 if not bf16 else 2 if chosen.use_precision_aware_optimizer else 4), host=0
     )
 
 
@@ -251,15 +234,14 @@ def host_memory(
 ) -> HostMemory:
     """The node that needs most; a node holds ranks of one stage, or of several that are as large."""
     rollout = config.rollout
-    trainers = max(
-        stage.optimizer_in_host + (stage.weights + stage.optimizer) * stage.moves_out for stage in stages
-    )
+    trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
     reference = max(stage.weights for stage in stages) // _models(config) if config.loss.kl_coef > 0 else 0
     return HostMemory(
-        trainers=trainers * ranks_per_node,
+        trainers=trainers,
         checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
         reference=reference * ranks_per_node,
         engines=engine.weights * ranks_per_node if rollout.colocate else 0,
+        optimizer=max(stage.host_optimizer for stage in stages) * ranks_per_node,
     )
 
 
