@@ -335,7 +335,7 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
 
 def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
     """One layer's tensors, and on the last stage logits with what the loss takes of them."""
-    tokens = max_tokens
+    tokens = max(max_tokens, config.model.tokens_without_gradient)
     element = _trainer_element(config)
     (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
     widest = max(kept_elements(shape, config.parallel, layer) for layer in layers)
