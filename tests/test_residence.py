@@ -141,8 +141,6 @@ def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(fou
 class Recorder:
     """A transport that keeps what it is given to send, and what was on the device at each wake."""
 
-    shared_group = False
-
     def __init__(self, rank):
         self.rank, self.sent = rank, {}
 
