@@ -290,6 +290,8 @@ def _placed(config: Config) -> Placement:
             "those train, so sampling cannot run ahead; give them GPUs of their own (--no-colocate "
             "--rollout-num-gpus N)"
         )
+    if not num_gpus and config.optimizer.use_precision_aware_optimizer:
+        raise ValueError("--use-precision-aware-optimizer: is for GPUs, whose memory it saves")
     num_trainers = cluster.num_trainers or max(1, num_gpus - own_gpus)
     return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
 

@@ -102,6 +102,9 @@ class ParallelConfig:
     gradient is wrong across TP ranks without it. Has no effect at TP=1."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks (ZeRO-1). For models that do not fit otherwise."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks in buckets while the backward pass goes on. Off, as in
+    Megatron-LM: one reduction after it, in an order of sums of its own."""
     distributed_timeout_minutes: Annotated[float, MINUTES] = 30.0
     """Minutes after which a collective gives up. 30: a step's longest forward pass stays far below it."""
 
@@ -131,6 +134,15 @@ class OptimizerConfig:
     """0: reinforcement learning moves the weights so little that decay would dominate."""
     clip_grad: Annotated[float, POSITIVE] = 1.0
     """Largest global gradient norm. 1 as in Megatron-LM."""
+    use_precision_aware_optimizer: bool = False
+    """Keep master weights as bf16 weights and the 16 bits that these lack (Transformer Engine's FusedAdam):
+    10 bytes of optimizer state a parameter instead of 12, the same numbers. Off, as in Megatron-LM."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state in host memory at all times and take the optimizer's steps there: nothing of it on
+    the GPU, at the price of a copy of gradients and weights a step. For models that do not fit otherwise."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """With --optimizer-cpu-offload, copy one parameter's gradient while the step of another is taken. Off, as
+    in Megatron-LM."""
 
 
 @dataclass

@@ -11,6 +11,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -50,6 +51,7 @@ def make_trainable(
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
     model_config = chunks[0].config
@@ -192,7 +194,16 @@ def is_reporting_rank() -> bool:
 
 
 def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
+    """
+    Raises:
+        ValueError: --use-precision-aware-optimizer without Transformer Engine.
+    """
     chosen = config.optimizer
+    if chosen.use_precision_aware_optimizer and not (chosen.optimizer_cpu_offload or HAVE_TE):
+        raise ValueError(
+            "--use-precision-aware-optimizer: its steps are Transformer Engine's, which is not installed; "
+            "drop it, or add --optimizer-cpu-offload"
+        )
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=lr,
@@ -205,6 +216,10 @@ def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
         bf16=config.model.bf16,
         params_dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_precision_aware_optimizer=chosen.use_precision_aware_optimizer,
+        optimizer_cpu_offload=chosen.optimizer_cpu_offload,
+        optimizer_offload_fraction=1.0,
+        overlap_cpu_optimizer_d2h_h2d=chosen.overlap_cpu_optimizer_d2h_h2d,
     )
 
 
