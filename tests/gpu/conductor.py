@@ -60,6 +60,8 @@ LEAST_S = 20.0
 """With less time left no part is started."""
 SHOWN = 4000
 """Characters kept of what a part said when it did not pass."""
+LINE = 160
+"""Characters of a part's line on the screen."""
 
 
 def main(argv: list[str]) -> int:
@@ -160,7 +162,8 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 
 def summary(found: dict[str, Any]) -> str:
-    return found.get("reason") or found.get("summary", "")
+    """One line of it."""
+    return (found.get("reason") or found.get("summary", "")).partition("\n")[0][:LINE]
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ def run(job: Job) -> None:
     model = model_of(job, family)
     config = make_config(job, model, load)
     shape = read_hf_config(model)
-    job.note(model=family, load=vars(load), predicted_bytes=predict_apart(config, device_bytes(job)))
-
+    job.note(model=family, load=vars(load))
     policy, ranks = start_policy(config)
     job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))
     sequences = make_sequences(load, shape.vocab_size)
@@ -55,12 +54,12 @@ def run(job: Job) -> None:
     flops += 3 * sum(forward_flops(shape, n) for n in passes.updates)
     after = gap(policy, sequences)
     job.note(logprob_gap_before=before, logprob_gap_after=after, flops_per_step=flops)
-    speed = note_speed(job, [step["seconds"] for step in steps[1:]], sum(passes.updates), flops)
+    note_speed(job, [step["seconds"] for step in steps[1:]], sum(passes.updates), flops)
 
+    job.note(predicted_bytes=predict_apart(config, device_bytes(job)))
     for step in steps:
         check(step["updates_skipped"] == 0 and math.isfinite(step["grad_norm"]), f"a step was lost: {step}")
     check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
-    job.note(summary=speed)
 
 
 def gap(policy: Any, sequences: list[Any]) -> float:
@@ -71,21 +70,21 @@ def gap(policy: Any, sequences: list[Any]) -> float:
     return statistics.fmean(wanted) - statistics.fmean(others)
 
 
-def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> str:
+def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> None:
     median = statistics.median(seconds)
     rate = flops / median
     name = torch.cuda.get_device_name(0) if job.on_gpu else ""
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+    share = "" if peak is None else f", MFU {rate / peak:.1%}"
+    used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
     job.note(
         seconds_per_step=median,
         tokens_per_step=tokens,
         tokens_per_second=tokens / median,
         flops_per_second=rate,
         mfu=None if peak is None else rate / peak,
+        summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
     )
-    share = "" if peak is None else f", MFU {rate / peak:.1%}"
-    used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
-    return f"{tokens / median:,.0f} tokens/s{share}{used}"
 
 
 # ----------------------------------------------------------------------------------------------- memory
