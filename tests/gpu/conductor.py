@@ -43,6 +43,7 @@ PARTS = (
     Part("parity", 300),
     Part("delta-net", 150),
     Part("trainer-qwen3", 180, "trainer", "qwen3"),
+    Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180),
