@@ -137,11 +137,11 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wake
 def test_trainers_that_start_beside_engines_that_are_awake_make_room(engines):
     engines.trainers.all = lambda *call: engines.events.append(call)
     engines.meet_trainers()
-    assert engines.events == [("open_transport", "ipc", 2)]
+    assert engines.events == [("open_transport", "ipc")]
     engines.wake()
     engines.events.clear()
     engines.meet_trainers()
-    assert engines.events == [("open_transport", "ipc", 2), ("make_room",)]
+    assert engines.events == [("open_transport", "ipc"), ("make_room",)]
 
 
 def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):

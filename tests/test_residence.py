@@ -161,7 +161,7 @@ class Link:
         self.asked.append((method, *arguments, {k: v > 0 for k, v in taken(self.rank.trainer).items()}))
 
     def result(self, timeout):
-        return None
+        return []
 
 
 class Copied:
@@ -254,6 +254,7 @@ def test_engines_wake_where_trainers_have_left_the_device(steps):
     assert steps[True][0]["asked"] == [
         ("wake", "weights", only_weights),
         ("start_weight_update", False, only_weights),
+        ("missing_weights", only_weights),
         ("finish_weight_update", 1, only_weights),
         ("wake", "kv_cache", nothing),
     ]

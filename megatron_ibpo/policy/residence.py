@@ -45,6 +45,16 @@ class Residence:
     """Moves what this rank's models hold; where `offload` is off, only caches are given back."""
 
     def __init__(self, trained: Sequence[Trained], world: World, *, offload: bool) -> None:
+        """
+        Raises:
+            ValueError: something on the device would look for the weights where they were.
+        """
+        graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
+        if offload and graphs:
+            raise ValueError(
+                "--offload-train: CUDA graphs of the model remember where its weights lie, and these come back "
+                "elsewhere; use --no-offload-train, or no graphs"
+            )
         self._trained, self._world, self._offload = trained, world, offload
         self._weights, self._states = _HostCopy(), _HostCopy()
         self.held = Held.EVERYTHING
@@ -55,7 +65,7 @@ class Residence:
             self._weights.restore()
         if needed == Held.EVERYTHING > self.held:
             self._states.restore()
-            for chunk in self._chunks():
+            for chunk in _chunks(self._trained):
                 chunk.restore_grad_buffers()
         self.held = max(self.held, needed)
 
@@ -84,18 +94,14 @@ class Residence:
                 own for own in _storages(self._optimizer_tensors()) if own.data_ptr() not in weights
             ]  # some optimizers' parameters are views into the model
             self._states.take(states)
-            for chunk in self._chunks():
+            for chunk in _chunks(self._trained):
                 chunk.offload_grad_buffers(empty_cache=False)
         if self.held >= Held.WEIGHTS > kept:
             self._weights.take(_storages(self._weight_tensors()))
         self.held = min(self.held, kept)
 
-    def _chunks(self) -> Iterator[Any]:
-        for trained in self._trained:
-            yield from trained.chunks
-
     def _weight_tensors(self) -> Iterator[Tensor]:
-        for chunk in self._chunks():
+        for chunk in _chunks(self._trained):
             yield from chunk.parameters()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
@@ -156,6 +162,11 @@ class _HostCopy:
                     f"--offload-train: CUDA could not pin {size / 1024**3:.1f} GiB of host memory (error "
                     f"{error}); the node may have too little of it, else use --no-offload-train"
                 )
+
+
+def _chunks(trained: Sequence[Trained]) -> Iterator[Any]:
+    for one in trained:
+        yield from one.chunks
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
