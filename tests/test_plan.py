@@ -210,7 +210,10 @@ def test_peaks_of_the_phases(plan_80b):
 def test_main_memory_of_a_node(plan_80b):
     host = plan_80b.host
     assert host.trainers == 8 * max(stage.weights + stage.optimizer for stage in plan_80b.stages)
-    assert host.checkpoint == 14 * 79_674_391_296 * 8 // 32
+    dense, experts = max((part.dense, part.experts) for part in plan_80b.census.stages)
+    # bf16 weights in four parts; 12 bytes of state, gathered and copied, on two tensor-parallel ranks of a
+    # node for what is dense, on all eight for their experts
+    assert host.checkpoint == 2 * 79_674_391_296 // 4 + 2 * 12 * (2 * dense + 8 * experts)
     assert host.engines == 8 * plan_80b.engine.weights
     assert host.reference == 0
 

@@ -142,6 +142,7 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     advice = {
         "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer "
         "or --recompute-granularity full, or lower --rollout-max-context-len and --max-tokens-per-gpu",
+        "log-probs": "lower --log-probs-max-tokens-per-gpu",
         "saving": "raise --tensor- or --pipeline-model-parallel-size, or turn on --use-distributed-optimizer",
         "sampling": "lower --vllm-kv-cache-bytes or --vllm-gpu-memory-utilization, or raise "
         "--rollout-num-gpus-per-engine",
@@ -184,12 +185,14 @@ def peaks(plan: Plan, stage: int) -> dict[str, int]:
     if not plan.config.rollout.colocate:
         return {
             "training": trainer.training,
+            "log-probs": trainer.inferring,
             "saving": trainer.resident,
             "weight update": max(trainer.updating + buffers, engine.sampling + engine.loading + buffers),
             "sampling": engine.sampling,
         }
     return {
         "training": trainer.training + engine.asleep,
+        "log-probs": trainer.inferring + engine.asleep,
         "saving": trainer.resident + engine.asleep,
         "weight update": trainer.updating + engine.updating + buffers,
         "sampling": trainer.resting + engine.sampling,

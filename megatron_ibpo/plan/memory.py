@@ -13,7 +13,7 @@ from megatron_ibpo.config import Config, ParallelConfig, named_values
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
-from megatron_ibpo.plan.census import Census, StagePart
+from megatron_ibpo.plan.census import Census, Place, StagePart
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
@@ -32,6 +32,8 @@ ENGINE_PREFILL_TOKENS = 16384
 """Prompt tokens that an engine takes in one step."""
 SAMPLER_BYTES = 14
 """For each logit of a sampled token: as bf16 and fp32, its log-probability and its probability in fp32."""
+_GATHERED_BYTES = 12
+"""Of a parameter's optimizer state in a checkpoint: itself and Adam's two means, in fp32."""
 _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
 """fp32 statistics of the loss, which goes through the logits in chunks."""
 
@@ -46,6 +48,8 @@ class RankMemory:
     activations: int
     logits: int
     """And what the loss holds beside them."""
+    without_gradient: int
+    """Activations and logits of a pass without a gradient, of --log-probs-max-tokens-per-gpu tokens."""
     second_gradients: int
     """The gradient meter's sum, in steps that measure."""
     process: int
@@ -70,6 +74,11 @@ class RankMemory:
     def training(self) -> int:
         """The peak of a forward and backward pass."""
         return self.resident + self.second_gradients + self.activations + self.logits + self.fragments
+
+    @property
+    def inferring(self) -> int:
+        """The peak of a pass without a gradient, as before the first optimizer step of an update."""
+        return self.resident + int((1 + FRAGMENTED) * self.without_gradient)
 
     @property
     def updating(self) -> int:
@@ -136,8 +145,7 @@ def rank_memory(
         dense = -(-dense // census.data_parallel)
         experts = -(-experts // census.expert_data_parallel)
     stages = config.parallel.pipeline_model_parallel_size
-    # a critic is a second model of about this size; its activations are gone before the policy's begin
-    models = 2 if config.algorithm.advantages == "critic" else 1
+    models = _models(config)
     groups = communicators(shape, config, census)
     return RankMemory(
         weights=models * part.parameters * element,
@@ -145,9 +153,10 @@ def rank_memory(
         optimizer=models * (dense + experts) * state,
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
+        without_gradient=_without_gradient(shape, config, part, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.parameters * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
-        moves_out=config.rollout.colocate and getattr(config.rollout, "offload_train", True),
+        moves_out=config.rollout.colocate and config.rollout.offload_train,
     )
 
 
@@ -220,15 +229,34 @@ def host_memory(
     """The node that needs most; a node holds ranks of one stage, or of several that are as large."""
     rollout = config.rollout
     trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
-    saved = checkpoint_bytes(census.total, bf16=bool(config.model.bf16)) if config.run.save else 0
-    models = 2 if config.algorithm.advantages == "critic" else 1
-    reference = max(stage.weights for stage in stages) // models if config.loss.kl_coef > 0 else 0
+    reference = max(stage.weights for stage in stages) // _models(config) if config.loss.kl_coef > 0 else 0
     return HostMemory(
         trainers=trainers,
-        checkpoint=models * saved * ranks_per_node // census.world_size,
+        checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
         reference=reference * ranks_per_node,
         engines=engine.weights * ranks_per_node if rollout.colocate else 0,
     )
+
+
+def _checkpoint_copies(config: Config, census: Census, ranks_per_node: int) -> int:
+    """What a node holds of a checkpoint until it is written. The state of a sharded optimizer is gathered on
+    the first rank of each data-parallel group, and copied there; of everything else ranks have a share."""
+    if not config.parallel.use_distributed_optimizer:
+        whole = checkpoint_bytes(census.total, bf16=bool(config.model.bf16))
+        return _models(config) * whole * ranks_per_node // census.world_size
+    weights = census.total * _trainer_element(config) * ranks_per_node // census.world_size
+    gathered = 0
+    for stage in range(len(census.stages)):
+        first = census.ranks(stage).start // ranks_per_node * ranks_per_node
+        places = [census.place(rank) for rank in range(first, first + ranks_per_node)]
+        gathered = max(gathered, sum(_gathers(census, place) for place in places))
+    return _models(config) * (weights + 2 * _GATHERED_BYTES * gathered)
+
+
+def _gathers(census: Census, place: Place) -> int:
+    """Parameters whose optimizer state comes together on this rank."""
+    part = census.stages[place.pipeline]
+    return part.dense * (place.data == 0) + part.experts * (place.expert_data == 0)
 
 
 def kv_bytes_per_token(shape: ModelShape, config: Config) -> int:
@@ -261,6 +289,11 @@ def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
     return whole, largest + 2 * bucket
 
 
+def _models(config: Config) -> int:
+    """A critic is a second model of about this size; its activations are gone before the policy's begin."""
+    return 2 if config.algorithm.advantages == "critic" else 1
+
+
 def _trainer_element(config: Config) -> int:
     return 2 if config.model.bf16 else 4
 
@@ -291,6 +324,19 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
         return int(in_flight * (chunk * kept + sum(layer_bytes[chunk:])) + working)
     chunks = -(-part.layers // chunk)
     return int(in_flight * chunks * kept + (chunk - 1) * max(layer_bytes) + working)
+
+
+def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
+    """One layer's tensors, and on the last stage logits with what the loss takes of them."""
+    tokens = max_tokens
+    element = _trainer_element(config)
+    (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
+    widest = max(kept_elements(shape, config.parallel, layer) for layer in layers)
+    gathered = _gathered(shape, config.parallel, tokens)
+    is_last = part.pipeline == config.parallel.pipeline_model_parallel_size - 1
+    return int((widest * tokens + gathered) * element) + (
+        _logits(shape, config, tokens, element) if is_last else 0
+    )
 
 
 def _gathered(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:

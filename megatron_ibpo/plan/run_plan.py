@@ -198,6 +198,8 @@ def _memory_table(plan: Plan, census: Census) -> Table:
     row("logits *", lambda trainer: trainer.logits)
     row("fragments *", lambda trainer: trainer.fragments)
     total("training")
+    row("pass without gradient *", lambda trainer: trainer.without_gradient)
+    total("log-probs")
     total("saving")
     row("trainer", lambda trainer: trainer.updating)
     row("engine weights", lambda _: engine.weights)

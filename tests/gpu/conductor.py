@@ -40,12 +40,14 @@ PARTS = (
     Part("machine", 120),
     Part("kernels", 240),
     Part("loss-speed", 240),
-    Part("parity", 240),
+    Part("parity", 300),
     Part("delta-net", 150),
     Part("trainer-qwen3", 180, "trainer", "qwen3"),
     Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
+    Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180),
     Part("weight-update", 120),
+    Part("sleep", 120),
     Part("memcheck", 180, "sanitizer", "memcheck"),
     Part("racecheck", 180, "sanitizer", "racecheck"),
     Part("synccheck", 180, "sanitizer", "synccheck"),
@@ -76,7 +78,7 @@ def main(argv: list[str]) -> int:
             continue
         report["parts"][part.name] = found = run_part(part, arguments, deadline)
         save(report, arguments.save)
-        print(f"{part.name:20} {found['status']:8} {found['seconds']:7.1f} s  {summary(found)}", flush=True)
+        print(f"{part.name:25} {found['status']:8} {found['seconds']:7.1f} s  {summary(found)}", flush=True)
     statuses = [found["status"] for found in report["parts"].values()]
     counts = ", ".join(f"{statuses.count(s)} {s}" for s in ("passed", "failed", "skipped"))
     print(f"{counts}; written to {arguments.save}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from job import Job
 from random_models import SHAPES, TINY_SHAPES, make_random_model
 
 from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
+from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.records import TrainSequence, token_ids
 
 __all__ = ["Load", "OneRank", "load_of", "make_config", "make_sequences", "model_of", "start_policy"]
@@ -34,7 +36,13 @@ class Load:
         return self.prompt + self.response
 
 
-def load_of(job: Job) -> Load:
+def load_of(job: Job, *, slow: bool = False) -> Load:
+    """
+    Args:
+        slow: for a delta net in plain torch, which goes through a sequence in chunks one after the other.
+    """
+    if job.on_gpu and slow:
+        return Load(sequences=8, prompt=256, response=1024, max_tokens=16384)
     if not job.on_gpu:
         return Load(sequences=8, prompt=4, response=28, max_tokens=128)
     return Load(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=16384)
@@ -108,5 +116,7 @@ def start_policy(config: Config, checkpoint: Path | None = None) -> tuple[Any, O
     """The policy as the driver has it, and its only rank."""
     from megatron_ibpo.policy.group import Policy
 
+    assert config.model.hf_checkpoint is not None
+    cost = partial(forward_flops, read_hf_config(config.model.hf_checkpoint))
     ranks = OneRank(config, checkpoint)
-    return Policy(ranks, config, 1), ranks
+    return Policy(ranks, config, 1, cost), ranks

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import statistics
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -24,11 +25,14 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def run(job: Job) -> None:
-    load = load_of(job)
-    model = model_of(job, job.variant)
+    family, _, in_torch = job.variant.partition("/")
+    if in_torch:
+        sys.modules["fla"] = None  # as if it were not installed
+    load = load_of(job, slow=bool(in_torch))
+    model = model_of(job, family)
     config = make_config(job, model, load)
     shape = read_hf_config(model)
-    job.note(model=job.variant, load=vars(load), predicted_bytes=predict_apart(config, device_bytes(job)))
+    job.note(model=family, load=vars(load), predicted_bytes=predict_apart(config, device_bytes(job)))
 
     policy, ranks = start_policy(config)
     job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))

@@ -30,7 +30,7 @@ def run(job: Job) -> None:
         vllm_stand_in.install()
     with beside(Worker) as link:
         rank = ranks.rank
-        rank.open_transport("ipc", 1)
+        rank.open_transport("ipc")
         check(rank.connect({0: link}, [0]) == {}, "the stand-in refused to connect")
         before = send(rank, link, version=1, check_sums=True)
         policy.update(sequences)
