@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from job import Job, check
-from megatron_ibpo.policy.residence import Held
 from processes import PipeLink, beside
 from training import load_of, make_config, make_sequences, model_of, start_policy
 
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.policy.residence import Held
 from megatron_ibpo.weights.transfer.checksum import checksum
 
 MARGIN = 2**30
