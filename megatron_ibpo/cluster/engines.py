@@ -338,8 +338,8 @@ class Engines:
         gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
 
     def _catch_up(self, engines: Sequence[int], order: Order) -> tuple[int, int, Reasons]:
-        """Give `engines` the current weights as `order` says; (bytes sent, bytes that their shards take, those
-        that died)."""
+        """Give `engines` the current weights as `order` says; (bytes sent, bytes that their shards take,
+        those that died)."""
         ranks = range(len(self.placement.trainers))
         strangers = [index for index in engines if index not in self.connected]
         dead: Reasons = {}
