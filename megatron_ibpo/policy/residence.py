@@ -5,7 +5,7 @@ is not used: it gives each of the optimizer's parameters other memory. Where the
 (float32 parameters, or --use-precision-aware-optimizer) they are the model's no more afterwards, and steps
 move nothing. It also brings back to the GPU what --optimizer-cpu-offload keeps off it, and copies through
 pageable memory. Here the memory itself is freed and comes back below the same tensors, whatever views it, as
-Megatron does with its own flat buffers.
+Megatron does with its own flat buffers. Streams have only been run as stand-ins that delay: not on a GPU.
 """
 
 import gc
@@ -52,26 +52,47 @@ class Residence:
         graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
         if offload and graphs:
             raise ValueError(
-                "--offload-train: CUDA graphs of the model remember where its weights lie, and these come back "
-                "elsewhere; use --no-offload-train, or no graphs"
+                "--offload-train: CUDA graphs of the model remember where its weights lie, and these come "
+                "back elsewhere; use --no-offload-train, or no graphs"
             )
         self._trained, self._world, self._offload = trained, world, offload
         self._weights, self._states = _HostCopy(), _HostCopy()
+        self._arrivals = torch.cuda.Stream()
+        for inner in self._optimizers():
+            inner.register_step_pre_hook(self._wait_for_arrivals)
         self.held = Held.EVERYTHING
 
     def bring(self, needed: Held) -> None:
         """Have at least `needed` on the device; values are as they were, gradients 0."""
+        self._fetch(needed)
+        self._wait_for_arrivals()
+
+    def bring_for_steps(self) -> None:
+        """Everything, for optimizer steps: these wait for the optimizer's state, which comes beside the
+        passes before them. Nothing else may look at it."""
+        self._fetch(Held.EVERYTHING)
+
+    def _fetch(self, needed: Held) -> None:
         if needed >= Held.WEIGHTS > self.held:
-            self._weights.restore()
+            self._weights.allocate()
+            self._weights.fill()
         if needed == Held.EVERYTHING > self.held:
-            self._states.restore()
+            self._states.allocate()
+            self._arrivals.wait_stream(torch.cuda.current_stream())  # what had that memory before is done
+            with torch.cuda.stream(self._arrivals):
+                self._states.fill()
             for chunk in _chunks(self._trained):
-                chunk.restore_grad_buffers()
+                chunk.restore_grad_buffers(synchronize=False)
         self.held = max(self.held, needed)
+
+    def _wait_for_arrivals(self, *_: Any) -> None:
+        """What the present stream does next is done when the optimizer's state has come."""
+        torch.cuda.current_stream().wait_stream(self._arrivals)
 
     def leave(self, kept: Held) -> None:
         """Have at most `kept` on the device, and nothing in PyTorch's caches; returns when this holds of all
         ranks, whose devices others may take memory of. Collective."""
+        self._wait_for_arrivals()
         if self._offload:
             self._move_out(kept)
         gc.collect()  # tensors in cycles hold memory, too
@@ -105,10 +126,16 @@ class Residence:
             yield from chunk.parameters()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers():
+            for inner in [optimizer, *getattr(optimizer, "sub_optimizers", [])]:
+                yield from self._here(_tensors_of(inner))
+
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """torch's, inside Megatron's; a rank has none for parameters of a kind that it does not hold."""
         for trained in self._trained:
             for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
-                for inner in [part.optimizer, *getattr(part.optimizer, "sub_optimizers", [])]:
-                    yield from self._here(_tensors_of(inner))
+                if part.optimizer is not None:
+                    yield part.optimizer
 
     def _here(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Those on the device: an optimizer may keep some in host memory at all times."""
@@ -124,7 +151,7 @@ class _HostCopy:
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         """Copy the contents of `storages` to the host, and free them: what views them must not be used until
-        `restore`."""
+        `allocate` and `fill`."""
         sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
         if sum(sizes) > len(self._memory):
             self._grow(sum(sizes), pinned=storages[0].device.type == "cuda")
@@ -137,11 +164,15 @@ class _HostCopy:
         for storage in storages:
             storage.resize_(0)
 
-    def restore(self) -> None:
-        """Give the storages memory again, with the contents that they had."""
+    def allocate(self) -> None:
+        """Give the storages memory again."""
         for storage, content in self._taken:
             storage.resize_(len(content))
-            _bytes_of(storage).copy_(content, non_blocking=True)  # in the order of the stream that uses it
+
+    def fill(self) -> None:
+        """Bring their contents back, in the order of the present stream."""
+        for storage, content in self._taken:
+            _bytes_of(storage).copy_(content, non_blocking=True)
         self._taken.clear()
 
     def _grow(self, size: int, *, pinned: bool) -> None:
@@ -169,10 +200,7 @@ def _chunks(trained: Sequence[Trained]) -> Iterator[Any]:
         yield from one.chunks
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
-    """Parameters and state; of no optimizer, where a rank has no parameters of a kind, none."""
-    if optimizer is None:
-        return
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():

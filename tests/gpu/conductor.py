@@ -43,6 +43,7 @@ PARTS = (
     Part("parity", 300),
     Part("delta-net", 150),
     Part("trainer-qwen3", 180, "trainer", "qwen3"),
+    Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180),
@@ -67,6 +68,7 @@ LINE = 160
 def main(argv: list[str]) -> int:
     """0 when every part passed or was skipped."""
     arguments = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
     report: dict[str, Any] = {
         "format": 1,
@@ -94,7 +96,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if not arguments.save.absolute().parent.is_dir():
+        parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
+    return arguments
 
 
 def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
