@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -138,6 +140,79 @@ def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(fou
         assert seen["same weights"]
 
 
+class Late:
+    """CUDA's streams as they may be at worst: what is copied beside the main stream arrives when that waits
+    for it and not before."""
+
+    def __init__(self):
+        self.pending, self.aside, self.arrived = [], False, 0
+
+    def current_stream(self):
+        return self
+
+    def wait_stream(self, other):
+        if other is not self:
+            self.arrived += len(self.pending)
+            for arrive in self.pending:
+                arrive()
+            self.pending.clear()
+
+    @contextmanager
+    def stream(self, _):
+        self.aside = True
+        yield
+        self.aside = False
+
+    @contextmanager
+    def installed(self):
+        at_once = torch.Tensor.copy_
+
+        def copy_(tensor, content, **_):
+            if self.aside:
+                self.pending.append(partial(at_once, tensor, content))
+                content = torch.full_like(content, 255)  # NaN
+            return at_once(tensor, content)
+
+        with (
+            mock.patch.object(torch.cuda, "current_stream", self.current_stream),
+            mock.patch.object(torch.cuda, "stream", self.stream),
+            mock.patch.object(torch.Tensor, "copy_", copy_),
+        ):
+            yield
+
+
+def with_late_copies(world, hf_dir, rows):
+    """(gradient norms, sums of what a checkpoint keeps) of steps and a save each after a return, whose copies
+    come as late as they may; the same of steps at home; and how many copies were late."""
+    from megatron_ibpo.policy.checkpoint import saved_state
+    from megatron_ibpo.policy.residence import Held, Residence
+
+    def steps(leaves):
+        trainer, _, _ = open_trainer(world, hf_dir, config_of(CASES["dense bf16, sharded"]))
+        residence = Residence([trainer], world, offload=leaves)
+        norms = []
+        for _ in range(3):
+            residence.leave(Held.NOTHING)
+            residence.bring_for_steps()
+            norms.append(planned.update(trainer, rows)["grad_norm"])
+        residence.leave(Held.WEIGHTS)
+        residence.bring(Held.EVERYTHING)
+        state = saved_state(trainer)["optimizer"]["param_state"] or {}
+        sums = [shard.data.double().sum().item() for own in state.values() for shard in own.values()]
+        close_trainer()
+        return norms, sums
+
+    at_home, late = steps(leaves=False), Late()
+    with late.installed():
+        return steps(leaves=True), at_home, late.arrived
+
+
+def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(models):
+    for away, at_home, arrived in run_ranks(with_late_copies, 2, models["dense"], sequences(6)):
+        assert away == at_home
+        assert arrived > 0
+
+
 class Recorder:
     """A transport that keeps what it is given to send, and what was on the device at each wake."""
 
@@ -161,7 +236,7 @@ class Link:
         self.asked.append((method, *arguments, {k: v > 0 for k, v in taken(self.rank.trainer).items()}))
 
     def result(self, timeout):
-        return []  # it lacks nothing
+        return []
 
 
 class Copied:

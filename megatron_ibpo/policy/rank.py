@@ -75,7 +75,8 @@ class TrainerRank:
         trained: list[Trainer | Critic] = [self.trainer]
         if self.critic is not None:
             trained.append(self.critic)
-        self.residence = Residence(trained, self.world, offload=config.rollout.offload_train)
+        offload = config.rollout.colocate and config.rollout.offload_train
+        self.residence = Residence(trained, self.world, offload=offload)
         self.transport: Transport | None = None
 
     def about(self) -> About:
@@ -87,13 +88,13 @@ class TrainerRank:
 
     def update(self, work: RankUpdate) -> dict[str, float]:
         """The policy's optimizer steps of one rollout."""
-        self.residence.bring(Held.EVERYTHING)
+        self.residence.bring_for_steps()
         return self.trainer.update(work)
 
     def update_critic(self, work: RankUpdate) -> dict[str, float]:
         """The critic's."""
         assert self.critic is not None
-        self.residence.bring(Held.EVERYTHING)
+        self.residence.bring_for_steps()
         return self.critic.update(work)
 
     def logprobs(self, work: RankForward) -> list[tuple[int, Floats]]:

@@ -5,7 +5,7 @@ is not used: it gives each of the optimizer's parameters other memory. Where the
 (float32 parameters, or --use-precision-aware-optimizer) they are the model's no more afterwards, and steps
 move nothing. It also brings back to the GPU what --optimizer-cpu-offload keeps off it, and copies through
 pageable memory. Here the memory itself is freed and comes back below the same tensors, whatever views it, as
-Megatron does with its own flat buffers.
+Megatron does with its own flat buffers. Streams have only been run as stand-ins that delay: not on a GPU.
 """
 
 import gc
@@ -45,23 +45,54 @@ class Residence:
     """Moves what this rank's models hold; where `offload` is off, only caches are given back."""
 
     def __init__(self, trained: Sequence[Trained], world: World, *, offload: bool) -> None:
+        """
+        Raises:
+            ValueError: something on the device would look for the weights where they were.
+        """
+        graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
+        if offload and graphs:
+            raise ValueError(
+                "--offload-train: CUDA graphs of the model remember where its weights lie, and these come "
+                "back elsewhere; use --no-offload-train, or no graphs"
+            )
         self._trained, self._world, self._offload = trained, world, offload
         self._weights, self._states = _HostCopy(), _HostCopy()
+        self._arrivals = torch.cuda.Stream()
+        for inner in self._optimizers():
+            inner.register_step_pre_hook(self._wait_for_arrivals)
         self.held = Held.EVERYTHING
 
     def bring(self, needed: Held) -> None:
         """Have at least `needed` on the device; values are as they were, gradients 0."""
+        self._fetch(needed)
+        self._wait_for_arrivals()
+
+    def bring_for_steps(self) -> None:
+        """Everything, for optimizer steps: these wait for the optimizer's state, which comes beside the
+        passes before them. Nothing else may look at it."""
+        self._fetch(Held.EVERYTHING)
+
+    def _fetch(self, needed: Held) -> None:
         if needed >= Held.WEIGHTS > self.held:
-            self._weights.restore()
+            self._weights.allocate()
+            self._weights.fill()
         if needed == Held.EVERYTHING > self.held:
-            self._states.restore()
-            for chunk in self._chunks():
-                chunk.restore_grad_buffers()
+            self._states.allocate()
+            self._arrivals.wait_stream(torch.cuda.current_stream())  # what had that memory before is done
+            with torch.cuda.stream(self._arrivals):
+                self._states.fill()
+            for chunk in _chunks(self._trained):
+                chunk.restore_grad_buffers(synchronize=False)
         self.held = max(self.held, needed)
+
+    def _wait_for_arrivals(self, *_: Any) -> None:
+        """What the present stream does next is done when the optimizer's state has come."""
+        torch.cuda.current_stream().wait_stream(self._arrivals)
 
     def leave(self, kept: Held) -> None:
         """Have at most `kept` on the device, and nothing in PyTorch's caches; returns when this holds of all
         ranks, whose devices others may take memory of. Collective."""
+        self._wait_for_arrivals()
         if self._offload:
             self._move_out(kept)
         gc.collect()  # tensors in cycles hold memory, too
@@ -84,25 +115,27 @@ class Residence:
                 own for own in _storages(self._optimizer_tensors()) if own.data_ptr() not in weights
             ]  # some optimizers' parameters are views into the model
             self._states.take(states)
-            for chunk in self._chunks():
+            for chunk in _chunks(self._trained):
                 chunk.offload_grad_buffers(empty_cache=False)
         if self.held >= Held.WEIGHTS > kept:
             self._weights.take(_storages(self._weight_tensors()))
         self.held = min(self.held, kept)
 
-    def _chunks(self) -> Iterator[Any]:
-        for trained in self._trained:
-            yield from trained.chunks
-
     def _weight_tensors(self) -> Iterator[Tensor]:
-        for chunk in self._chunks():
+        for chunk in _chunks(self._trained):
             yield from chunk.parameters()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers():
+            for inner in [optimizer, *getattr(optimizer, "sub_optimizers", [])]:
+                yield from self._here(_tensors_of(inner))
+
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """torch's, inside Megatron's; a rank has none for parameters of a kind that it does not hold."""
         for trained in self._trained:
             for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
-                for inner in [part.optimizer, *getattr(part.optimizer, "sub_optimizers", [])]:
-                    yield from self._here(_tensors_of(inner))
+                if part.optimizer is not None:
+                    yield part.optimizer
 
     def _here(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Those on the device: an optimizer may keep some in host memory at all times."""
@@ -118,7 +151,7 @@ class _HostCopy:
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         """Copy the contents of `storages` to the host, and free them: what views them must not be used until
-        `restore`."""
+        `allocate` and `fill`."""
         sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
         if sum(sizes) > len(self._memory):
             self._grow(sum(sizes), pinned=storages[0].device.type == "cuda")
@@ -131,11 +164,15 @@ class _HostCopy:
         for storage in storages:
             storage.resize_(0)
 
-    def restore(self) -> None:
-        """Give the storages memory again, with the contents that they had."""
+    def allocate(self) -> None:
+        """Give the storages memory again."""
         for storage, content in self._taken:
             storage.resize_(len(content))
-            _bytes_of(storage).copy_(content, non_blocking=True)  # in the order of the stream that uses it
+
+    def fill(self) -> None:
+        """Bring their contents back, in the order of the present stream."""
+        for storage, content in self._taken:
+            _bytes_of(storage).copy_(content, non_blocking=True)
         self._taken.clear()
 
     def _grow(self, size: int, *, pinned: bool) -> None:
@@ -158,10 +195,12 @@ class _HostCopy:
                 )
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
-    """Parameters and state; of no optimizer, where a rank has no parameters of a kind, none."""
-    if optimizer is None:
-        return
+def _chunks(trained: Sequence[Trained]) -> Iterator[Any]:
+    for one in trained:
+        yield from one.chunks
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():
