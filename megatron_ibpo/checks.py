@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from megatron_ibpo.config import Config, ConfigError, check_config
 from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
+from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.rewards import reward_functions
 
 
@@ -52,6 +53,7 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
     lambda config: find_estimator(config.algorithm.advantages),
     lambda config: find_group_filter(config.algorithm),
     lambda config: reward_functions(config.data),
+    check_overrides,
 )
 
 

@@ -25,6 +25,7 @@ LARGEST_ON_CPUS = 1e9
 """Parameters. A step of more takes longer on CPUs than anybody waits for."""
 LARGEST_TINY = 1e8
 """Parameters up to which a model takes the recipe for CPUs on GPUs too: its texts are as short there."""
+IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
 PER_NODE = 8
 """GPUs of a node, to plan for where none was found and nobody says how many there are."""
 
@@ -93,7 +94,8 @@ class Choice:
 
 def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     """The recipe for the model in `hf_dir`, and the first layout under which its plan fits the devices: the
-    recipe's own, then least tensor parallelism first, which sends least between GPUs.
+    recipe's own, then least tensor parallelism first, which sends least between GPUs; the same again with the
+    optimizer's steps in main memory, which take longer.
 
     Args:
         hf_dir: only config.json is read.
@@ -116,7 +118,8 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
 
     recipe = choose_recipe(shape, devices.gpus)
     problems: list[str] = []
-    for layout in _layouts(shape, devices):
+    layouts = list(_layouts(shape, devices))
+    for layout in [*layouts, *((*layout, *IN_MAIN_MEMORY) for layout in layouts)]:
         arguments = ["--config", str(recipe.path), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
         config = parse_config(arguments)
         config.run.dry_run_gpus_per_node = devices.gpus_per_node

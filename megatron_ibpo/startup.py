@@ -104,10 +104,14 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             trainers = Trainers(group, placement)
             stack.callback(trainers.close)
             engines = _launch_engines(config, hf_dir, trainers, placement, group, stack)
-            building = trainers.build(config, checkpoint)
+            trainers.locate()
             if engines is not None:
                 engines.start()
-            trainers.wait(building)
+                if engines.settings.sleep_mode:
+                    # what trainers took meanwhile would look like the engines' own use of a shared GPU
+                    engines.wait_ready()
+                    engines.sleep()
+            trainers.wait(trainers.build(config, checkpoint))
             if engines is not None:
                 engines.meet_trainers()
             about = trainers.all("about")[0]
@@ -133,7 +137,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                     "--use-tis, --icepop or --sequence-rejection do (docs/loss_variants.md)"
                 )
             verifiers.wait_ready()
-            if engines is not None:
+            if engines is not None and not engines.settings.sleep_mode:
                 engines.wait_ready()
             verifier = Verifier(verifiers, config.data)
             memory = JournalMemory(

@@ -67,6 +67,7 @@ def test_a_large_model_is_refused_on_cpus():
         ("qwen3_0_6b", 1, 1, "qwen3_0_6b_ibpo"),
         ("qwen3_0_6b", 1, 4, "qwen3_0_6b_ibpo"),
         ("qwen3_4b", 1, 8, "qwen3_4b_ibpo"),
+        ("qwen3_30b_a3b", 1, 8, "qwen3_30b_a3b_ibpo"),
         ("qwen3_32b", 4, 8, "qwen3_32b_ibpo"),
     ],
 )
@@ -93,6 +94,11 @@ def test_a_plan_without_gpus_gets_those_of_the_recipe(monkeypatch):
     assert [find_devices(None, None, shape).gpus for shape in shapes] == [0, 8, 32]
     assert find_devices(None, None, None).gpus == 0
     assert find_devices(2, 4, shapes[2]) == Devices(2, 4, 80.0), "what the user names"
+
+
+def test_the_optimizer_moves_to_main_memory_where_nothing_else_fits():
+    choice = choose(MODELS / "qwen3_4b", Devices(1, 1, 80.0))
+    assert choice.layout == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
 
 
 def test_tensor_parallelism_is_as_small_as_memory_allows():

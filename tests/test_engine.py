@@ -24,6 +24,7 @@ from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 from megatron_ibpo.config import Config
 from megatron_ibpo.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.rollout.engine_process import _device_arguments
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.process_group import shared_memory
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids, start_timeout
@@ -187,6 +188,30 @@ def test_vllm_arguments_get_the_type_that_vllm_declares(pair: str, value: object
 def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         vllm_arguments([pair])
+
+
+def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_compile(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    dense, hybrid = (
+        engine_settings(rollout, checkpoints[name], "ipc", gpus=(0,), num_threads=1)
+        for name in ("dense 0", "next 0")
+    )
+    assert (dense.prefix_caching, hybrid.prefix_caching) == (True, False)
+    assert _device_arguments(hybrid)["gdn_prefill_backend"] == "triton"
+    (tmp_path / "flashinfer_jit_cache").mkdir()  # FlashInfer's compiled kernels are there
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "gdn_prefill_backend" not in _device_arguments(hybrid)
+
+
+def test_weights_that_are_quantized_before_they_are_loaded_are_refused_at_once(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    rollout.vllm_arg = ("quantization=awq",)
+    with pytest.raises(ValueError, match=r"quantization=awq: .* trainers give unquantized ones"):
+        engine_settings(rollout, checkpoints["dense 0"], "ipc", gpus=(0,), num_threads=1)
 
 
 # --- one dense engine in float32 ---------------------------------------------------------------------
@@ -495,6 +520,31 @@ def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(
         assert difference([s.logprobs for s in samples], reference).mean() < 0.2
 
 
+# --- fp8 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source = CheckpointSource(checkpoints["dense 1"])
+    first, second = (
+        start_engine(
+            checkpoints[name], tmp_path / f"{name}.log", "bfloat16", ("quantization=fp8_per_channel",)
+        )
+        for name in ("dense 0", "dense 1")
+    )
+    try:
+        for engine in (first, second):
+            engine.wait_ready(TIMEOUT)
+        update(connect(first, source), first, source, 7)
+        compare_probes(probe(first, 7), probe(second, 0))
+        assert left_out_unnoticed(first, source) == []
+    finally:
+        first.close()
+        second.close()
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------
 
 
@@ -502,8 +552,11 @@ def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def start_engine(checkpoint: Path, log: Path, dtype: str = "float32") -> Engine:
+def start_engine(
+    checkpoint: Path, log: Path, dtype: str = "float32", vllm_arg: tuple[str, ...] = ()
+) -> Engine:
     rollout = make_config(log.parent, dtype).rollout
+    rollout.vllm_arg = vllm_arg
     return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
 
 

@@ -45,7 +45,12 @@ def engines(monkeypatch):
         if isinstance(answer, Exception):
             raise answer
 
+    def catch_up(self, engines):
+        self.events.append(("update", engines))
+        return 0, 0, {}
+
     monkeypatch.setattr(module, "result", result)
+    monkeypatch.setattr(Engines, "_catch_up", catch_up)
     monkeypatch.setattr(Engines, "events", [], raising=False)
     trainers = SimpleNamespace(all=lambda method: Engines.events.append(("trainers", method)))
     found = Engines(
@@ -61,27 +66,13 @@ def engines(monkeypatch):
     return found
 
 
-def woken(*engines):
-    return [(f"engine {own}", "call", "wake", part) for part in ("weights", "kv_cache") for own in engines]
-
-
-def test_engines_wake_when_all_trainers_have_made_room_weights_first(engines):
+def test_engines_wake_by_an_update(engines):
+    """In which the trainers make room, rank by rank."""
     engines.wake()
-    assert engines.events == [("trainers", "make_room"), *woken(0, 1)]
+    assert engines.events == [("update", [0, 1])]
     assert not engines.order.sleeping
     engines.wake()
-    assert len(engines.events) == 5
-
-
-def test_engines_sleep_on_when_a_trainer_dies_over_making_room(engines):
-    def died(_):
-        raise ProcessDiedError("trainer 1")
-
-    engines.trainers.all = died
-    with pytest.raises(ProcessDiedError):
-        engines.wake()
-    assert engines.events == []
-    assert engines.order.sleeping
+    assert len(engines.events) == 1
 
 
 def test_an_engine_that_does_not_sleep_is_ended(engines):
@@ -128,7 +119,11 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wake
     engines.events.clear()
     engines.admit()
     revived.result(20)
-    assert engines.events == woken(1)
+    assert engines.events == [
+        ("engine 1", "call", "wake", "weights"),
+        ("engine 1", "call", "wake", "kv_cache"),
+        ("update", [1]),
+    ]
     loop.call_soon_threadsafe(loop.stop)
     thread.join(20)
     loop.close()

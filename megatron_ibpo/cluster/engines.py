@@ -176,7 +176,8 @@ class Engines:
         return len(self.hosts) - len(self.joining)
 
     def sleep(self) -> None:
-        """Let engines on the trainers' GPUs give back their memory; `wake` or an update wakes them.
+        """Let engines on the trainers' GPUs give back their memory, weights too; `wake` or an update wakes
+        them.
 
         All of them have when this returns: one that does not is ended, since its memory is needed. Does
         nothing elsewhere: an idle engine uses no processor.
@@ -186,16 +187,13 @@ class Engines:
             self.order = replace(self.order, sleeping=True)
 
     def wake(self) -> None:
-        """Let sleeping engines sample again, with the weights that they had, once no trainer holds memory
-        that they need.
+        """Let sleeping engines sample again. They have dropped their weights and get them anew from the
+        trainers, who still have those of `version`.
 
-        Raises:
-            ProcessDiedError: a trainer died; they still sleep.
+        Raises as `update_weights`.
         """
         if self.order.sleeping:
-            self.trainers.all("make_room")
-            self._wake(self._up)
-            self.order = replace(self.order, sleeping=False)
+            self.update_weights(self.version)
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Give all engines the trainers' weights as policy `version`, wake them, clear their caches.
@@ -274,7 +272,7 @@ class Engines:
         dead: Reasons = {}
         if self.settings.sleep_mode:
             self._wake(sorted(ready))  # who is up before it joins falls asleep with the others
-        if self.version > 0:  # else it has loaded them
+        if self.version > 0 or self.settings.sleep_mode:  # else it has those that it loaded
             self.connected -= ready.keys()
             _, _, dead = self._catch_up(sorted(ready))
         self._end(dead)

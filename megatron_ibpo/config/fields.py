@@ -72,6 +72,9 @@ class ModelConfig:
     """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
     moe_aux_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
     """Router load-balancing loss. 0: the objective is the policy loss alone."""
+    model_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    """Any other field of Megatron's TransformerConfig, name=value, such as fp8=hybrid or
+    recompute_modules=[core_attn,moe]; in a recipe also a mapping."""
 
     @property
     def tokens_without_gradient(self) -> int:
@@ -143,6 +146,8 @@ class OptimizerConfig:
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """With --optimizer-cpu-offload, copy one parameter's gradient while the step of another is taken. Off, as
     in Megatron-LM."""
+    optimizer_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    """Any other field of Megatron's OptimizerConfig, such as exp_avg_dtype=bf16, as --model-override."""
 
 
 @dataclass

@@ -97,7 +97,10 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
 
     Raises:
         RuntimeError: torch.distributed is in use in this process.
+        ValueError: Megatron refuses what --model-override asks for.
     """
+    from megatron_ibpo.policy.model import check_model
+
     if dist.is_initialized():
         raise RuntimeError("a census needs a process without process groups")
     parallel = config.parallel
@@ -106,6 +109,7 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
     stage_size = math.lcm(parallel.tensor_model_parallel_size, experts)
     alone = replace(config, parallel=ParallelConfig(sequence_parallel=False))
     with _quiet():
+        check_model(shape, config)
         whole = _count(shape, alone, 0, rank=0, world_size=1)
         parts = [
             _count(shape, config, stage, rank=stage * stage_size, world_size=stages * stage_size)
@@ -117,6 +121,8 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
     from megatron_ibpo.policy.model import build_model
 
+    # overrides change no parameter, and may need libraries that are not here
+    config = replace(config, model=replace(config.model, model_override=()))
     with as_rank(rank, world_size, config):
         (chunk,) = build_model(shape, config, device="meta")
         dense = experts = largest = 0

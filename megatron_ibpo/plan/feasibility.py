@@ -140,10 +140,12 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     limit = usable_bytes(plan.config)
     by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
     advice = {
-        "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer "
-        "or --recompute-granularity full, or lower --rollout-max-context-len and --max-tokens-per-gpu",
+        "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer, "
+        "--optimizer-cpu-offload (with --use-precision-aware-optimizer) or --recompute-granularity full, or "
+        "lower --rollout-max-context-len and --max-tokens-per-gpu",
         "log-probs": "lower --log-probs-max-tokens-per-gpu",
-        "saving": "raise --tensor- or --pipeline-model-parallel-size, or turn on --use-distributed-optimizer",
+        "saving": "raise --tensor- or --pipeline-model-parallel-size, or turn on --use-distributed-optimizer "
+        "or --optimizer-cpu-offload",
         "sampling": "lower --vllm-kv-cache-bytes or --vllm-gpu-memory-utilization, or raise "
         "--rollout-num-gpus-per-engine",
         "weight update": "lower --update-weight-buffer-size or --vllm-kv-cache-bytes",

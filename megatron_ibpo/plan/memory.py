@@ -14,6 +14,7 @@ from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
 from megatron_ibpo.plan.census import Census, Place, StagePart
+from megatron_ibpo.policy.overrides import optimizer_bytes
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
@@ -45,6 +46,8 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+    host_optimizer: int
+    """Of its state, in main memory (--optimizer-cpu-offload)."""
     activations: int
     logits: int
     """And what the loss holds beside them."""
@@ -128,9 +131,12 @@ class HostMemory:
     engines: int
     """Weights of engines that sleep."""
 
+    optimizer: int
+    """State that is there at all times (--optimizer-cpu-offload)."""
+
     @property
     def total(self) -> int:
-        return self.trainers + self.checkpoint + self.reference + self.engines
+        return self.trainers + self.checkpoint + self.reference + self.engines + self.optimizer
 
 
 def rank_memory(
@@ -138,8 +144,7 @@ def rank_memory(
 ) -> RankMemory:
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = _trainer_element(config)
-    # fp32 moments; fp32 master weights beside bf16 ones
-    state = 12 if config.model.bf16 else 8
+    state = optimizer_bytes(config)
     dense, experts = part.dense, part.experts
     if config.parallel.use_distributed_optimizer:
         dense = -(-dense // census.data_parallel)
@@ -150,7 +155,8 @@ def rank_memory(
     return RankMemory(
         weights=models * part.parameters * element,
         gradients=models * part.parameters * 4,
-        optimizer=models * (dense + experts) * state,
+        optimizer=round(models * (dense + experts) * state.device),
+        host_optimizer=round(models * (dense + experts) * state.host),
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
         without_gradient=_without_gradient(shape, config, part, max_tokens),
@@ -235,6 +241,7 @@ def host_memory(
         checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
         reference=reference * ranks_per_node,
         engines=engine.weights * ranks_per_node if rollout.colocate else 0,
+        optimizer=max(stage.host_optimizer for stage in stages) * ranks_per_node,
     )
 
 
@@ -328,7 +335,7 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
 
 def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
     """One layer's tensors, and on the last stage logits with what the loss takes of them."""
-    tokens = max_tokens
+    tokens = max(max_tokens, config.model.tokens_without_gradient)
     element = _trainer_element(config)
     (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
     widest = max(kept_elements(shape, config.parallel, layer) for layer in layers)

@@ -290,10 +290,11 @@ def _kv_cache(plan: Plan) -> str:
 def _main_memory(plan: Plan) -> str:
     assert plan.host is not None
     parts = {
-        "trainers' state while engines sample": plan.host.trainers,
+        "trainers' state": plan.host.trainers,
         "a checkpoint being written": plan.host.checkpoint,
         "the reference policy": plan.host.reference,
         "sleeping engines": plan.host.engines,
+        "the optimizer": plan.host.optimizer,
     }
     named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
     return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"

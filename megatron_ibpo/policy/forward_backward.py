@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
+from megatron_ibpo.policy.overrides import as_megatron, optimizer_overrides
 from megatron_ibpo.policy.packing import (
     PackedArrays,
     PackedBatch,
@@ -196,31 +197,32 @@ def is_reporting_rank() -> bool:
 def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
     """
     Raises:
-        ValueError: --use-precision-aware-optimizer without Transformer Engine.
+        ValueError: --use-precision-aware-optimizer without Transformer Engine, or as `optimizer_overrides`.
     """
-    chosen = config.optimizer
+    chosen, overrides = config.optimizer, optimizer_overrides(config)
     if chosen.use_precision_aware_optimizer and not (chosen.optimizer_cpu_offload or HAVE_TE):
         raise ValueError(
             "--use-precision-aware-optimizer: its steps are Transformer Engine's, which is not installed; "
             "drop it, or add --optimizer-cpu-offload"
         )
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=lr,
-        min_lr=lr * chosen.min_lr_ratio,
-        weight_decay=chosen.weight_decay,
-        adam_beta1=chosen.adam_beta1,
-        adam_beta2=chosen.adam_beta2,
-        adam_eps=chosen.adam_eps,
-        clip_grad=chosen.clip_grad,
-        bf16=config.model.bf16,
-        params_dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        use_precision_aware_optimizer=chosen.use_precision_aware_optimizer,
-        optimizer_cpu_offload=chosen.optimizer_cpu_offload,
-        optimizer_offload_fraction=1.0,
-        overlap_cpu_optimizer_d2h_h2d=chosen.overlap_cpu_optimizer_d2h_h2d,
-    )
+    fields = {
+        "optimizer": "adam",
+        "lr": lr,
+        "min_lr": lr * chosen.min_lr_ratio,
+        "weight_decay": chosen.weight_decay,
+        "adam_beta1": chosen.adam_beta1,
+        "adam_beta2": chosen.adam_beta2,
+        "adam_eps": chosen.adam_eps,
+        "clip_grad": chosen.clip_grad,
+        "bf16": bool(config.model.bf16),
+        "params_dtype": torch.bfloat16 if config.model.bf16 else torch.float32,
+        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "use_precision_aware_optimizer": chosen.use_precision_aware_optimizer,
+        "optimizer_cpu_offload": chosen.optimizer_cpu_offload,
+        "optimizer_offload_fraction": 1.0,
+        "overlap_cpu_optimizer_d2h_h2d": chosen.overlap_cpu_optimizer_d2h_h2d,
+    }
+    return MegatronOptimizerConfig(**fields | as_megatron(overrides, MegatronOptimizerConfig))
 
 
 def _scheduler(

@@ -1,6 +1,7 @@
 """From a ModelShape to this rank's part of the Megatron model."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
@@ -13,6 +14,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends, find_backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.policy import cpu
+from megatron_ibpo.policy.overrides import MODEL, as_megatron, model_overrides
 
 
 def build_model(
@@ -34,6 +36,7 @@ def build_model(
 
     Raises:
         BackendError: a library is missing on a GPU.
+        ValueError: Megatron refuses what --model-override made of its configuration.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
     logits [1, N, vocab/TP] on the last pipeline stage and hidden states elsewhere. N must be a multiple
@@ -56,7 +59,7 @@ def build_model(
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    with torch.device(device), _current_device(device):
+    with torch.device(device), _current_device(device), _blaming_overrides(config):
         chunk = GPTModel(
             config=core,
             transformer_layer_spec=spec.block_spec(
@@ -113,9 +116,45 @@ def _current_device(device: str) -> AbstractContextManager[Any]:
 
 
 def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = False) -> Any:
-    """Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation."""
+    """Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation.
+
+    Raises:
+        ValueError: Megatron refuses what --model-override made of it.
+    """
     from megatron.core.transformer import TransformerConfig
 
+    fields = _own_fields(shape, config, use_te=use_te)
+    with _blaming_overrides(config):
+        return TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
+
+
+def check_model(shape: ModelShape, config: Config) -> None:
+    """Let Megatron look at what a GPU run would configure, on a machine that need not have its libraries.
+
+    Raises:
+        ValueError: it refuses what --model-override made of it.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    fields = _own_fields(shape, config, use_te=True)
+    fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # it looks for their kernels
+    with _blaming_overrides(config):
+        TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
+
+
+@contextmanager
+def _blaming_overrides(config: Config) -> Iterator[None]:
+    """What Megatron refuses, with --model-override given, comes as a ValueError that names it."""
+    try:
+        yield
+    except (ValueError, AssertionError, ImportError) as error:
+        if not config.model.model_override:
+            raise
+        given = ", ".join(config.model.model_override)
+        raise ValueError(f"{MODEL} {given}: Megatron refuses it: {error or 'without a reason'}") from error
+
+
+def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str, Any]:
     parallel, model = config.parallel, config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     recompute = model.recompute_granularity if model.recompute_granularity != "none" else None
@@ -150,7 +189,7 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
         # precision
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "bf16": model.bf16,
+        "bf16": bool(model.bf16),
         # memory
         "recompute_granularity": recompute,
         "recompute_method": model.recompute_method if recompute == "full" else None,
@@ -180,4 +219,4 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
             "moe_shared_expert_gate": True,
         }
-    return TransformerConfig(**fields | family_part(shape.family, "spec").config_fields(shape))
+    return fields | family_part(shape.family, "spec").config_fields(shape)

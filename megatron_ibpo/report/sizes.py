@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megatron_ibpo.config import Config, LossConfig
+from megatron_ibpo.config import Config, LossConfig, named_values
 from megatron_ibpo.report.display import Size
 from megatron_ibpo.words import counted
 
@@ -61,6 +61,10 @@ def run_sizes(
         *(Size(part, library, how) for part, (library, how) in (layers or {}).items()),
         Size("loss", loss.loss_variant, _computed_by(loss, loss_backend)),
     ]
+    overrides = {"--model-override": config.model.model_override}
+    overrides["--optimizer-override"] = config.optimizer.optimizer_override
+    for flag, settings in overrides.items():
+        sizes += [Size(name, value, flag) for name, value in named_values(settings).items()]
     if parameters is not None:
         sizes.append(Size("parameters", parameters, "of the whole model"))
     if engines is not None:

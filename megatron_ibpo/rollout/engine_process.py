@@ -7,6 +7,7 @@ Started by `megatron_ibpo.rollout.engine.Engine`, which sets the environment; it
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -33,6 +34,9 @@ OWNER_CHECK_S = 0.5
 """Between looks at whether the owner still lives."""
 CPU_BATCHED_TOKENS = 8192
 """Prompt tokens that one step may take on CPUs: all prompts of a step at once."""
+FLASHINFER_KERNELS = "flashinfer_jit_cache"
+"""Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
+net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
 PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
 NO_VERSION = "none"
 """Of weights that are being replaced."""
@@ -138,9 +142,12 @@ class SamplingEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import LLMEngine
+        from vllm.usage.usage_lib import UsageContext
 
         self._settings = settings
-        self._llm = LLMEngine.from_engine_args(_engine_args(settings))
+        # vLLM takes how much it reads of prompts in one step from the GPU and from this: 16,384 tokens on an
+        # H100, and 2,048 where nothing is said
+        self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
         self._llm.set_weight_version("0")
         self.paused = False
         """Weights are being replaced: nothing is sampled until they are whole."""
@@ -287,11 +294,13 @@ class SamplingEngine:
         return self._llm.collective_rpc("compute_weight_checksums")
 
     def sleep(self) -> None:
-        # Level 1 keeps the weights in host memory. Level 2 drops them and is known for gibberish afterwards.
-        self._llm.sleep(level=1)
+        """Give back the GPU's memory. The weights are dropped: what wakes is an update, which is known to be
+        whole. (vLLM's level 1 would keep them in host memory.)"""
+        self._llm.sleep(level=2)
+        self._llm.set_weight_version(NO_VERSION)
 
     def wake(self, part: str) -> None:
-        """Bring back "weights" or "kv_cache"."""
+        """Bring back the memory of "weights" or "kv_cache", with undefined contents."""
         self._llm.wake_up([part])
 
     def close(self) -> None:
@@ -320,19 +329,25 @@ def _backend(transport: TransportName) -> str:
     return NCCL_BACKEND if transport == "nccl" else transport
 
 
+def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Arguments of vLLM's that differ between CPUs and GPUs."""
+    if settings.device == "cpu":
+        # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
+        batched_tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
+    arguments: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    if importlib.util.find_spec(FLASHINFER_KERNELS) is None:
+        arguments["gdn_prefill_backend"] = "triton"
+    return arguments
+
+
 def _engine_args(settings: EngineSettings) -> Any:
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
 
-    arguments: dict[str, Any] = {}
+    arguments = _device_arguments(settings)
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    if settings.device == "cpu":
-        # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
-    else:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return EngineArgs(
         model=settings.model,
         skip_tokenizer_init=True,

@@ -1,4 +1,4 @@
-"""For engines that a test starts with this folder on PYTHONPATH: they get `nccl_stand_in` for NCCL
+"""For engines that a test starts with this folder on PYTHONPATH: they get `transfer_stand_ins` for NCCL
 as soon as vLLM's part for it is imported."""
 
 import importlib.util
@@ -18,7 +18,7 @@ class Finder:
         run = spec.loader.exec_module
 
         def run_and_install(module):
-            from nccl_stand_in import install
+            from transfer_stand_ins import install
 
             run(module)
             install()

@@ -2,7 +2,7 @@
 
 Only the control plane is ours: each engine's owner talks to it, while vLLM's classes would have trainer
 rank 0 talk to all. Not run on GPUs: on CPUs the nccl transport runs over gloo in the place of NCCL
-(tests/test_nccl_transport.py).
+(tests/test_gpu_transports.py).
 """
 
 import socket

@@ -1,0 +1,227 @@
+"""--model-override and --optimizer-override: any field of Megatron's TransformerConfig and OptimizerConfig by
+its name, checked before anything starts and without Megatron. What they do on a GPU has not been run.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.config.declared import Fields, declared_fields, declared_values
+
+MODEL, OPTIMIZER = "--model-override", "--optimizer-override"
+
+_OF_THE_MODEL = "it follows from config.json of --hf-checkpoint"
+_OF_THE_DEVICE = "it follows from the device"
+_OF_THE_LOSS = "log-probs and their scale depend on it"
+_OF_OBJECTS = "it takes a Python object, which cannot be typed"
+
+MODEL_OURS = {
+    **dict.fromkeys(
+        (
+            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+            "kv_channels", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma",
+            "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+            "qk_l2_norm", "attention_output_gate", "softmax_type", "window_size", "rotary_interleaved",
+            "multi_latent_attention", "mtp_num_layers", "num_moe_experts", "moe_router_topk",
+            "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function",
+            "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+            "moe_router_group_topk", "moe_latent_size", "window_attn_skip_freq", "no_rope_freq", "use_mup",
+            "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+            "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim",
+            "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+        ),
+        _OF_THE_MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            "transformer_impl", "moe_grouped_gemm", "use_cpu_initialization", "init_model_with_meta_device",
+            "perform_initialization",
+        ),
+        _OF_THE_DEVICE,
+    ),
+    **dict.fromkeys(
+        (
+            "hidden_dropout", "attention_dropout", "variable_seq_lengths", "calculate_per_token_loss",
+            "moe_token_dropping", "moe_expert_capacity_factor", "moe_expert_rank_capacity_factor",
+            "moe_router_force_load_balancing", "moe_router_force_biased",
+        ),
+        _OF_THE_LOSS,
+    ),
+    "tensor_model_parallel_size": "use --tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "use --pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "a rank has one part of the model, interleaved pipelines are not "
+    "built yet",
+    "pipeline_model_parallel_layout": "use --decoder-first-pipeline-num-layers and "
+    "--decoder-last-pipeline-num-layers",
+    "num_layers_in_first_pipeline_stage": "use --decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "use --decoder-last-pipeline-num-layers",
+    "expert_model_parallel_size": "use --expert-model-parallel-size",
+    "expert_tensor_parallel_size": "use --expert-tensor-parallel-size",
+    "context_parallel_size": "use --context-parallel-size",
+    "sequence_parallel": "use --sequence-parallel",
+    "bf16": "use --bf16",
+    "fp16": "use --bf16",
+    "params_dtype": "use --bf16",
+    "pipeline_dtype": "use --bf16",
+    "recompute_granularity": "use --recompute-granularity",
+    "recompute_method": "use --recompute-method",
+    "recompute_num_layers": "use --recompute-num-layers",
+    "moe_aux_loss_coeff": "use --moe-aux-loss-coeff",
+    "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
+}  # fmt: skip
+"""Fields of TransformerConfig that follow from the rest → what to do instead."""
+
+OPTIMIZER_OURS = {
+    "optimizer": "AdamW is the only one",
+    "lr": "use --lr and --critic-lr",
+    "min_lr": "use --min-lr-ratio",
+    "weight_decay": "use --weight-decay",
+    "adam_beta1": "use --adam-beta1",
+    "adam_beta2": "use --adam-beta2",
+    "adam_eps": "use --adam-eps",
+    "clip_grad": "use --clip-grad",
+    "bf16": "use --bf16",
+    "fp16": "use --bf16",
+    "params_dtype": "use --bf16",
+    "use_distributed_optimizer": "use --use-distributed-optimizer",
+    "use_precision_aware_optimizer": "use --use-precision-aware-optimizer",
+    "optimizer_cpu_offload": "use --optimizer-cpu-offload",
+    "overlap_cpu_optimizer_d2h_h2d": "use --overlap-cpu-optimizer-d2h-h2d",
+    "main_grads_dtype": "gradients are summed in float32",
+}
+"""Fields of OptimizerConfig that follow from the rest → what to do instead."""
+
+
+@dataclass(frozen=True)
+class _DType:
+    name: str
+    """In torch."""
+    num_bytes: int
+
+
+_FP32, _BF16, _FP16, _FP8 = (
+    _DType("float32", 4),
+    _DType("bfloat16", 2),
+    _DType("float16", 2),
+    _DType("uint8", 1),
+)
+_DTYPES = {
+    "fp32": _FP32, "float32": _FP32, "bf16": _BF16, "bfloat16": _BF16, "fp16": _FP16, "float16": _FP16,
+    "fp8": _FP8, "uint8": _FP8,
+}  # fmt: skip
+"""As they are typed. Transformer Engine's Adam takes bytes for FP8."""
+
+
+def model_overrides(config: Config) -> dict[str, Any]:
+    """Fields of TransformerConfig that --model-override sets; those of torch's and Megatron's own types as
+    the text that was given.
+
+    Raises:
+        ValueError: no such field, one that follows from the rest, or a value of another type.
+    """
+    if not config.model.model_override:
+        return {}
+    fields = declared_fields("megatron.core", "model_parallel_config.py", "ModelParallelConfig")
+    fields |= declared_fields("megatron.core", "transformer/transformer_config.py", "TransformerConfig")
+    return _values(MODEL, config.model.model_override, fields, MODEL_OURS, "TransformerConfig")
+
+
+def optimizer_overrides(config: Config) -> dict[str, Any]:
+    """The same of OptimizerConfig and --optimizer-override."""
+    if not config.optimizer.optimizer_override:
+        return {}
+    fields = declared_fields("megatron.core", "optimizer/optimizer_config.py", "OptimizerConfig")
+    return _values(OPTIMIZER, config.optimizer.optimizer_override, fields, OPTIMIZER_OURS, "OptimizerConfig")
+
+
+def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """The same values, names of torch's and Megatron's own types as these.
+
+    Args:
+        config_class: Megatron's, whose fields they are.
+
+    Raises:
+        ValueError: no such kernels for attention.
+    """
+    import torch
+    from megatron.core.transformer.enums import AttnBackend
+
+    hints = get_type_hints(config_class)
+    found: dict[str, Any] = dict(overrides)
+    for name, value in overrides.items():
+        kinds = (hints[name], *get_args(hints[name]))
+        if torch.dtype in kinds and value is not None:
+            found[name] = getattr(torch, _DTYPES[value].name)
+        elif AttnBackend in kinds:
+            if value not in AttnBackend.__members__:
+                raise ValueError(f"{MODEL} {name}={value}: there are {', '.join(AttnBackend.__members__)}")
+            found[name] = AttnBackend[value]
+    return found
+
+
+def check_overrides(config: Config) -> None:
+    """Refuse what cannot be overridden.
+
+    Raises:
+        ValueError: as `model_overrides`, with a line for each of both flags.
+    """
+    problems = []
+    for read in (model_overrides, optimizer_overrides):
+        try:
+            read(config)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _values(
+    flag: str, pairs: tuple[str, ...], fields: Fields, ours: Mapping[str, str], of: str
+) -> dict[str, Any]:
+    instead = {name: _OF_OBJECTS for name, declared in fields.items() if _is_object(declared)}
+    instead.update(ours)
+    values = declared_values(flag, pairs, fields, instead, library="Megatron", of=of)
+    for name, value in values.items():
+        if ast.unparse(fields[name]).count("torch.dtype") and value not in (None, *_DTYPES):
+            raise ValueError(f"{flag} {name}={value}: there are {', '.join(_DTYPES)}")
+    return values
+
+
+def _is_object(declared: ast.expr) -> bool:
+    text = ast.unparse(declared)
+    return any(
+        kind in text for kind in ("Callable", "ContextManager", "RecipeConfig", "InferenceCudaGraphScope")
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What the optimizer keeps for one parameter of a rank's shard."""
+
+    device: float
+    """On the GPU: the master weight where the weight is bf16, and both means."""
+    host: float
+    """In main memory (--optimizer-cpu-offload): the same, and the gradient."""
+
+
+def optimizer_bytes(config: Config) -> OptimizerBytes:
+    """Bytes of optimizer state, --optimizer-override considered.
+
+    Raises:
+        ValueError: as `optimizer_overrides`.
+    """
+    chosen, overrides = config.optimizer, optimizer_overrides(config)
+    precise = not chosen.use_precision_aware_optimizer
+
+    def size(name: str) -> int:
+        return 4 if precise else _DTYPES[overrides.get(name, "fp32")].num_bytes
+
+    master = size("main_params_dtype") if config.model.bf16 else 0
+    if not precise and config.model.bf16 and overrides.get("store_param_remainders", True):
+        master = 2  # the bits that the bf16 weight lacks
+    state = master + size("exp_avg_dtype") + size("exp_avg_sq_dtype")
+    whole = 12 if config.model.bf16 else 8  # in main memory all of it is fp32
+    away = overrides.get("optimizer_offload_fraction", 1.0) if chosen.optimizer_cpu_offload else 0.0
+    return OptimizerBytes(device=state * (1 - away), host=(whole + 4) * away)
