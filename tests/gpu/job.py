@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "Skipped", "check"]
+__all__ = ["LARGE_BYTES", "Job", "Skipped", "check"]
+
+LARGE_BYTES = 64 * 2**30
+"""A GPU with at least so much memory gets the sizes that reports are about; a smaller one gets smaller."""
 
 
 class Skipped(Exception):
@@ -30,6 +33,13 @@ class Job:
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it has a GPU, and that much memory on it."""
+        import torch
+
+        return self.on_gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES
 
     def note(self, **numbers: Any) -> None:
         """Keep numbers under their names, in the file that the conductor reads."""

@@ -41,11 +41,11 @@ def load_of(job: Job, *, slow: bool = False) -> Load:
     Args:
         slow: for a delta net in plain torch, which goes through a sequence in chunks one after the other.
     """
-    if job.on_gpu and slow:
-        return Load(sequences=8, prompt=256, response=1024, max_tokens=16384)
     if not job.on_gpu:
         return Load(sequences=8, prompt=4, response=28, max_tokens=128)
-    return Load(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=16384)
+    if slow or not job.is_large:
+        return Load(sequences=8, prompt=256, response=1024, max_tokens=2048)
+    return Load(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=8192)
 
 
 def model_of(job: Job, family: str) -> Path:

@@ -20,7 +20,7 @@ def run(job: Job) -> None:
             "-k",
             "variant_equals and gspo or inplace or padded",
         ]
-    elif importlib.util.find_spec("xdist") is not None:
+    elif importlib.util.find_spec("xdist") is not None and job.is_large:
         arguments += ["-n", "4", "--dist", "worksteal"]  # most of the time goes into compiling
     counts = run_pytest(arguments, job.scratch, environment)
     job.note(**counts, summary=f"{counts['passed']} tests passed, {counts['failed']} failed")

@@ -15,7 +15,7 @@ def run(job: Job) -> None:
     arguments = bench_loss.Arguments(
         device=job.device,
         only=() if job.on_gpu else ("ours, torch", "eager fp32"),
-        tokens=(32768,),
+        tokens=(8192, 32768) if job.is_large else (4096,),
         vocabularies=(151936,),
         masked=(0.0,) if job.quick else (0.0, 0.5),
         repeats=5 if job.quick else 10,
@@ -30,7 +30,7 @@ def run(job: Job) -> None:
             rows.append(row)
             job.note(times=rows)
         job.note(summary=", ".join(spoken(rows)))
-    check_errors(errors, bound=1e-2 if job.on_gpu else 1e-5)
+    check_errors(errors, bound=2**-6 if job.on_gpu else 1e-5)
 
 
 def check_errors(errors: list[dict], bound: float) -> None:
@@ -42,6 +42,11 @@ def check_errors(errors: list[dict], bound: float) -> None:
 
 
 def spoken(rows: list[dict]) -> list[str]:
-    """Ours at P1 and P2."""
-    chosen = [row for row in rows if row["contestant"] in ("ours", "ours, head fused") and not row["masked"]]
-    return [f"{row['contestant']} {row.get('total_ms', float('nan')):.2f} ms" for row in chosen]
+    """Ours of the largest size: at P1 and P2 on a large GPU."""
+    most = max(row["tokens"] for row in rows)
+    chosen = [row for row in rows if row["contestant"] in ("ours", "ours, head fused")]
+    return [
+        f"{row['contestant']} {row.get('total_ms', float('nan')):.2f} ms"
+        for row in chosen
+        if row["tokens"] == most and not row["masked"]
+    ]
