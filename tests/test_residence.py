@@ -234,7 +234,7 @@ class Link:
         self.asked.append((method, *arguments, {k: v > 0 for k, v in taken(self.rank.trainer).items()}))
 
     def result(self, timeout):
-        return []
+        return []  # it lacks nothing
 
 
 class Copied:
