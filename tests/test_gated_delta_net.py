@@ -180,8 +180,8 @@ def kernels_stood_in(reads):
 
 
 def megatrons_layers(world, hf_dir):
-    """(largest relative difference to the layers in plain torch, host reads of each layer, those of Megatron's
-    own, what is said of boundaries that do not fit), for the delta nets of one micro-batch."""
+    """(largest relative difference to the layers in plain torch, host reads of each layer, those of
+    Megatron's own, what is said of boundaries that do not fit), for the delta nets of one micro-batch."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
