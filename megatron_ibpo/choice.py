@@ -7,6 +7,7 @@ was chosen and how to choose otherwise goes to stderr.
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -18,14 +19,45 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 from megatron_ibpo.words import counted
 
-RECIPES = Path(__file__).resolve().parents[1] / "examples/recipes"
+FOLDER = Path(__file__).resolve().parents[1] / "examples/recipes"
 BAD_INPUT = 2
 LARGEST_ON_CPUS = 1e9
 """Parameters. A step of more takes longer on CPUs than anybody waits for."""
-LARGEST_SMALL = 9e9
-"""Parameters up to which a dense model takes the recipe for small ones: its optimizer fits one node."""
-CLUSTER = (4, 8)
-"""Nodes and GPUs per node that the recipes of large models are written for."""
+LARGEST_TINY = 1e8
+"""Parameters up to which a model takes the recipe for CPUs on GPUs too: its texts are as short there."""
+IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+PER_NODE = 8
+"""GPUs of a node, to plan for where none was found and nobody says how many there are."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file of `FOLDER` for GPUs, with what it is written for."""
+
+    name: str
+    mixture: bool
+    """Of experts; else dense."""
+    largest: float
+    """Parameters of the models that take it, up to."""
+    gpus: int
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.yaml"
+
+    def __str__(self) -> str:
+        kind = "mixtures of experts" if self.mixture else "dense models"
+        size = f" up to {self.largest / 1e9:g} B parameters" if self.largest < math.inf else ""
+        return f"for {kind}{size}, written for {counted(self.gpus, 'GPU')}"
+
+
+RECIPES = (
+    Recipe("qwen3_0_6b_ibpo", mixture=False, largest=9e9, gpus=1),
+    Recipe("qwen3_4b_ibpo", mixture=False, largest=9e9, gpus=8),
+    Recipe("qwen3_32b_ibpo", mixture=False, largest=math.inf, gpus=32),
+    Recipe("qwen3_30b_a3b_ibpo", mixture=True, largest=40e9, gpus=8),
+    Recipe("qwen3_next_80b_a3b_ibpo", mixture=True, largest=math.inf, gpus=32),
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +85,17 @@ class Choice:
     """A recipe and how it is laid out."""
 
     recipe: Path
+    why: str
+    """What the recipe is for."""
     trainers_per_node: int
     layout: tuple[str, ...]
     """Flags that follow the recipe."""
 
 
 def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
-    """The recipe for the model in `hf_dir`, and the first layout under which its plan fits the devices: least
-    tensor parallelism first, which sends least between GPUs.
+    """The recipe for the model in `hf_dir`, and the first layout under which its plan fits the devices: the
+    recipe's own, then least tensor parallelism first, which sends least between GPUs; the same again with the
+    optimizer's steps in main memory, which take longer.
 
     Args:
         hf_dir: only config.json is read.
@@ -71,29 +106,41 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     """
     shape = read_hf_config(hf_dir)
     parameters = count_parameters(shape)
-    if devices.gpus == 0:
-        return _on_cpus(shape, parameters)
+    if devices.gpus == 0 and parameters > LARGEST_ON_CPUS:
+        raise ValueError(
+            f"about {parameters / 1e9:.1f} B parameters are too many for CPUs, and no GPU was found here. To "
+            "plan for a cluster add --dry-run; NNODES=… and GPUS_PER_NODE=… say which"
+        )
+    if devices.gpus == 0 or parameters <= LARGEST_TINY:
+        return _tiny(shape, devices)
     from megatron_ibpo.config import parse_config  # slow to import, and for GPUs only
     from megatron_ibpo.plan.feasibility import make_plan
 
-    small = not shape.is_moe and parameters <= LARGEST_SMALL
-    name = "small_dense_gpu" if small else "qwen3_next_80b_a3b_ibpo" if shape.is_moe else "qwen3_32b_ibpo"
-    recipe = RECIPES / f"{name}.yaml"
+    recipe = choose_recipe(shape, devices.gpus)
     problems: list[str] = []
-    if not small and (devices.nodes, devices.gpus_per_node) == CLUSTER:
-        return Choice(recipe, devices.gpus_per_node, ())  # the recipe's own layout, written for these devices
-    for layout in _layouts(shape, devices):
-        arguments = ["--config", str(recipe), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
+    layouts = list(_layouts(shape, devices))
+    for layout in [*layouts, *((*layout, *IN_MAIN_MEMORY) for layout in layouts)]:
+        arguments = ["--config", str(recipe.path), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
         config = parse_config(arguments)
         config.run.dry_run_gpus_per_node = devices.gpus_per_node
         config.run.dry_run_gpu_memory_gib = devices.gpu_memory_gib
         if not (problems := make_plan(config, devices.gpus).problems):
-            return Choice(recipe, devices.gpus_per_node, layout)
+            return Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
     raise ValueError(
-        f"{hf_dir.name} (about {parameters / 1e9:.1f} B parameters) does not fit on {devices}: "
-        + "; ".join(problems)
-        + ". More devices: NNODES=… and GPUS_PER_NODE=…; --dry-run plans without having them"
+        f"{hf_dir.name} (about {parameters / 1e9:.1f} B parameters) does not fit on {devices} with "
+        f"{recipe.path.name} ({recipe}): " + "; ".join(problems) + ". More devices: NNODES=… and "
+        "GPUS_PER_NODE=…; --dry-run plans without having them"
     )
+
+
+def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
+    """Of those for models of this kind and size the one for most GPUs, of as many as there are."""
+    parameters = count_parameters(shape)
+    for_kind = [one for one in RECIPES if one.mixture == shape.is_moe and parameters <= one.largest]
+    size = min(one.largest for one in for_kind)
+    for_size = sorted((one for one in for_kind if one.largest == size), key=lambda recipe: recipe.gpus)
+    within = [one for one in for_size if gpus is None or one.gpus <= gpus]
+    return (within or for_size[:1])[-1]
 
 
 def count_parameters(shape: ModelShape) -> float:
@@ -102,28 +149,25 @@ def count_parameters(shape: ModelShape) -> float:
     return forward_flops(every_expert, 1) / 2
 
 
-def _on_cpus(shape: ModelShape, parameters: float) -> Choice:
-    if parameters > LARGEST_ON_CPUS:
-        raise ValueError(
-            f"about {parameters / 1e9:.1f} B parameters are too many for CPUs, and no GPU was found here. To "
-            "plan for a cluster add --dry-run; NNODES=… and GPUS_PER_NODE=… say which"
-        )
+def _tiny(shape: ModelShape, devices: Devices) -> Choice:
+    """The recipes for CPUs, with one trainer or the recipe's own two."""
     if not shape.is_moe:
-        return Choice(RECIPES / "small_dense_cpu.yaml", 1, ())
+        return Choice(FOLDER / "small_dense_cpu.yaml", "for small dense models", 1, ())
     if not shape.is_recurrent:
         raise ValueError(
-            f"there is no recipe for {shape.family} on CPUs; write one (examples/recipes/ has the others) "
+            f"there is no recipe for so small a {shape.family}; write one (examples/recipes/ has the others) "
             "and give it to `bash tools/ibpo.sh train --config FILE`"
         )
-    recipe = RECIPES / "tiny_qwen3_next_ibpo.yaml"
+    recipe, why = FOLDER / "tiny_qwen3_next_ibpo.yaml", "for tiny models of this family"
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
-    if not check_layout(shape, two, world_size=2):
-        return Choice(recipe, 2, ())  # the recipe's own
-    return Choice(recipe, 1, _flags(tensor=1, expert=1))
+    if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
+        return Choice(recipe, why, 2, ())  # the recipe's own
+    return Choice(recipe, why, 1, _flags(tensor=1, expert=1))
 
 
 def _layouts(shape: ModelShape, devices: Devices) -> Iterator[tuple[str, ...]]:
-    """Layouts to try, in order."""
+    """Layouts to try, in order; of no flags, the recipe's own."""
+    yield ()
     per_node = devices.gpus_per_node
     heads = shape.num_key_value_heads
     tensor_sizes = [size for size in (1, 2, 4, 8) if per_node % size == 0 and heads % size == 0]
@@ -148,13 +192,19 @@ def _flags(*, tensor: int, expert: int = 1, pipeline: int = 1, engine: int = 1) 
     )  # fmt: skip
 
 
-def find_devices(nodes: int | None, gpus_per_node: int | None, *, planning: bool, large: bool) -> Devices:
-    """What the user named, else what this machine has. To plan for a large model no device is needed: it gets
-    the cluster that its recipe is written for."""
+def find_devices(nodes: int | None, gpus_per_node: int | None, planned: ModelShape | None) -> Devices:
+    """What the user named, else what this machine has.
+
+    Args:
+        planned: a model to plan for. Where no GPU was found, one that is too large for CPUs gets those that
+            its recipe is written for.
+    """
     memories = _gpu_memories()
     found, memory = len(memories), min(memories, default=80.0)
-    if planning and large and not found:
-        return Devices(nodes or CLUSTER[0], CLUSTER[1] if gpus_per_node is None else gpus_per_node, memory)
+    if planned is not None and not found and count_parameters(planned) > LARGEST_ON_CPUS:
+        gpus = choose_recipe(planned).gpus
+        per_node = min(gpus, PER_NODE) if gpus_per_node is None else gpus_per_node
+        return Devices(nodes or -(-gpus // PER_NODE), per_node, memory)
     return Devices(nodes or 1, found if gpus_per_node is None else gpus_per_node, memory)
 
 
@@ -180,9 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs="*", help="of the training run, after --")
     known = parser.parse_args(argv)
     try:
-        large = count_parameters(read_hf_config(known.hf_checkpoint)) > LARGEST_ON_CPUS
-        planning = "--dry-run" in known.flags
-        devices = find_devices(known.nodes, known.gpus_per_node, planning=planning, large=large)
+        shape = read_hf_config(known.hf_checkpoint)
+        devices = find_devices(
+            known.nodes, known.gpus_per_node, shape if "--dry-run" in known.flags else None
+        )
         choice = choose(known.hf_checkpoint, devices, known.flags)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -192,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{known.hf_checkpoint.name} on {devices}:\n"
         f"  recipe  {choice.recipe}\n"
+        f"          {choice.why}\n"
         "          (any key of it is a flag, --config FILE adds another recipe)\n"
         f"  layout  {counted(trainers, 'trainer')}, {layout}\n"
         "          (flags of yours win; NNODES and GPUS_PER_NODE name other devices)",

@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -99,8 +100,7 @@ class Run:
 
     def sample(self) -> list[Group]:
         """This step's groups: responses, scores, and the corrections that the algorithm asks for."""
-        if self.engines is not None:
-            self.engines.wake()
+        self._wake_engines()
         with self.stages("sample"):
             groups = self.rollouts.groups(self.progress.step, self._context(), self._admit_engines)
         self.cost.sampling(self.rollouts.sampled())
@@ -108,8 +108,7 @@ class Run:
 
     def credit(self, groups: list[Group]) -> Credit:
         """Advantages and weights: what the algorithm makes of the groups."""
-        if self.engines is not None:
-            self.engines.sleep()  # credit may ask the policy or the critic, and training follows
+        self._lay_engines_to_sleep()  # credit may ask the policy or the critic, and training follows
         with self.stages("credit"):
             credit = self._surviving(lambda: assign_credit(groups, self._context()))
         self._count_passes()
@@ -220,7 +219,7 @@ class Run:
             return
         if step > 0 and not self.done() and not at_interval:
             return
-        self.engines.wake()
+        self._wake_engines()
         with self.stages("evaluate"):
             evaluated = self.rollouts.evaluation(self.task, self._admit_engines)
         seconds = self.stages.take()
@@ -260,14 +259,14 @@ class Run:
         if due:
             self._with_room(self._begin_save)
         if run.export_interval is not None and step % run.export_interval == 0:
-            self._with_room(lambda: self.policy.save_hf(run.run_dir / f"hf_step_{step:06d}"))
+            self._export(run.run_dir / f"hf_step_{step:06d}")
 
     def _save_the_rest(self) -> None:
         self._settle_save(wait=True)
         if self.progress.step > self.progress.saved:
             self._with_room(self._begin_save)
             self._settle_save(wait=True)
-        self._with_room(lambda: self.policy.save_hf(self.config.run.run_dir / "hf"))
+        self._export(self.config.run.run_dir / "hf")
 
     def _save_is_due(self) -> bool:
         run, minutes = self.config.run, self.config.run.save_interval_minutes
@@ -282,7 +281,12 @@ class Run:
         """It holds more than is kept, all of it needed until a checkpoint is saved."""
         return self.journal.pending_bytes > self.config.run.journal_keep * 1024**3
 
+    def _export(self, directory: Path) -> None:
+        self._lay_engines_to_sleep()
+        self._with_room(lambda: self.policy.save_hf(directory))
+
     def _begin_save(self) -> None:
+        self._lay_engines_to_sleep()  # trainers need their whole state; whoever samples next wakes them
         run = self.config.run
         state = {"seed": run.seed, "spent": asdict(self.cost.spent), **self.rollouts.state()}
         keep = Keep(run.keep_checkpoints, run.keep_checkpoint_every)
@@ -309,6 +313,14 @@ class Run:
     def _with_room(self, write: Callable[[], T]) -> T:
         """What `write` gives. While the disk is full the run stands still here."""
         return waiting_for_room(write, self.config.run.disk_wait, self.reporter.note)
+
+    def _wake_engines(self) -> None:
+        if self.engines is not None:
+            self._surviving(self.engines.wake)
+
+    def _lay_engines_to_sleep(self) -> None:
+        if self.engines is not None:
+            self.engines.sleep()
 
     def _update_engines(self) -> dict[str, float]:
         assert self.engines is not None

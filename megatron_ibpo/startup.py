@@ -28,7 +28,7 @@ from megatron_ibpo.environment import environment_number
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.loop import Progress, Run
-from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy_digest import policy_digest
 from megatron_ibpo.report import (
@@ -104,10 +104,14 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             trainers = Trainers(group, placement)
             stack.callback(trainers.close)
             engines = _launch_engines(config, hf_dir, trainers, placement, group, stack)
-            building = trainers.build(config, checkpoint)
+            trainers.locate()
             if engines is not None:
                 engines.start()
-            trainers.wait(building)
+                if engines.settings.sleep_mode:
+                    # what trainers took meanwhile would look like the engines' own use of a shared GPU
+                    engines.wait_ready()
+                    engines.sleep()
+            trainers.wait(trainers.build(config, checkpoint))
             if engines is not None:
                 engines.meet_trainers()
             about = trainers.all("about")[0]
@@ -133,7 +137,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                     "--use-tis, --icepop or --sequence-rejection do (docs/loss_variants.md)"
                 )
             verifiers.wait_ready()
-            if engines is not None:
+            if engines is not None and not engines.settings.sleep_mode:
                 engines.wait_ready()
             verifier = Verifier(verifiers, config.data)
             memory = JournalMemory(
@@ -147,7 +151,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             task=task,
             rollouts=rollouts,
             journal=journal,
-            policy=Policy(trainers, config, world_size),
+            policy=Policy(trainers, config, world_size, partial(forward_flops, shape)),
             engines=engines,
             reporter=reporter,
             stages=stages,
@@ -290,6 +294,8 @@ def _placed(config: Config) -> Placement:
             "those train, so sampling cannot run ahead; give them GPUs of their own (--no-colocate "
             "--rollout-num-gpus N)"
         )
+    if not num_gpus and config.optimizer.use_precision_aware_optimizer:
+        raise ValueError("--use-precision-aware-optimizer: is for GPUs, whose memory it saves")
     num_trainers = cluster.num_trainers or max(1, num_gpus - own_gpus)
     return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
 

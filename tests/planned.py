@@ -13,7 +13,12 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
 )
 
-__all__ = ["logprobs", "own_share", "update", "update_values", "values"]
+__all__ = ["cost", "logprobs", "own_share", "update", "update_values", "values"]
+
+
+def cost(length):
+    """Of a sequence: attention costs as much as all else at 100 tokens."""
+    return length + length**2 / 100
 
 
 def update(trainer, rows):
@@ -41,7 +46,7 @@ def own_share(plan, rows, config, *more):
     from megatron.core import parallel_state
 
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    return plan(rows, *more, config, size).shares[rank]
+    return plan(rows, *more, config, size, cost).shares[rank]
 
 
 def merged(model, found, count):

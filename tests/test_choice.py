@@ -10,21 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ibpo.choice import Devices, choose, count_parameters
+from megatron_ibpo.choice import Devices, choose, choose_recipe, count_parameters, find_devices
 from megatron_ibpo.models import read_hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "examples/models"
-
-
-@pytest.fixture
-def small(tmp_path) -> Path:
-    """The shape of Qwen3-4B."""
-    content = json.loads((MODELS / "qwen3_32b/config.json").read_text())
-    content |= {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32}
-    content |= {"intermediate_size": 9728, "tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    return tmp_path
 
 
 def chosen(hf_dir: Path, nodes: int, gpus: int, memory: float = 80.0, *flags: str):
@@ -35,6 +25,9 @@ def chosen(hf_dir: Path, nodes: int, gpus: int, memory: float = 80.0, *flags: st
 
 def test_parameters_are_counted_from_the_shape():
     counts = {
+        "qwen3_0_6b": 0.596e9,
+        "qwen3_4b": 4.02e9,
+        "qwen3_30b_a3b": 30.2e9,  # of 30.5 B; input embeddings of its own are left out
         "qwen3_32b": 32.0e9,  # Qwen3-32B has 32.8 B, .78 B of them input embeddings
         "qwen3_next_80b_a3b": 79.4e9,
     }
@@ -43,14 +36,17 @@ def test_parameters_are_counted_from_the_shape():
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("model", "gpus", "expected"),
     [
-        ("tiny_qwen3", ("small_dense_cpu", 1, None)),
-        ("tiny_qwen3_next", ("tiny_qwen3_next_ibpo", 2, None)),
+        ("tiny_qwen3", 0, ("small_dense_cpu", 1, None)),
+        ("tiny_qwen3", 8, ("small_dense_cpu", 1, None)),
+        ("tiny_qwen3_next", 0, ("tiny_qwen3_next_ibpo", 2, None)),
+        ("tiny_qwen3_next", 1, ("tiny_qwen3_next_ibpo", 1, "1")),
+        ("tiny_qwen3_next", 8, ("tiny_qwen3_next_ibpo", 2, None)),
     ],
 )
-def test_small_models_run_on_cpus(model, expected):
-    assert chosen(ROOT / "examples" / model, 1, 0) == expected
+def test_tiny_models_run_on_cpus_and_on_as_many_gpus_as_there_are(model, gpus, expected):
+    assert chosen(ROOT / "examples" / model, 1, gpus) == expected
 
 
 def test_a_small_model_of_an_odd_shape_gets_one_process(tmp_path):
@@ -65,24 +61,64 @@ def test_a_large_model_is_refused_on_cpus():
         chosen(MODELS / "qwen3_32b", 1, 0)
 
 
-def test_a_large_recipe_keeps_its_layout_on_its_cluster():
-    assert chosen(MODELS / "qwen3_32b", 4, 8) == ("qwen3_32b_ibpo", 8, None)
+@pytest.mark.parametrize(
+    ("model", "nodes", "gpus", "recipe"),
+    [
+        ("qwen3_0_6b", 1, 1, "qwen3_0_6b_ibpo"),
+        ("qwen3_0_6b", 1, 4, "qwen3_0_6b_ibpo"),
+        ("qwen3_4b", 1, 8, "qwen3_4b_ibpo"),
+        ("qwen3_30b_a3b", 1, 8, "qwen3_30b_a3b_ibpo"),
+        ("qwen3_32b", 4, 8, "qwen3_32b_ibpo"),
+    ],
+)
+def test_a_recipe_keeps_its_layout_where_that_fits(model, nodes, gpus, recipe):
+    assert chosen(MODELS / model, nodes, gpus) == (recipe, gpus, None)
 
 
-def test_tensor_parallelism_is_as_small_as_memory_allows(small):
-    assert chosen(small, 1, 8) == ("small_dense_gpu", 8, "1")
-    assert chosen(small, 1, 8, 24.0) == ("small_dense_gpu", 8, "8")
+def test_the_recipe_follows_kind_and_size_of_the_model_and_how_many_gpus_there_are():
+    def taken(model: str, gpus: int | None) -> str:
+        return choose_recipe(read_hf_config(MODELS / model), gpus).name
+
+    assert [taken("qwen3_4b", gpus) for gpus in (1, 7, 8, None)] == [
+        *["qwen3_0_6b_ibpo"] * 2,
+        *["qwen3_4b_ibpo"] * 2,
+    ]
+    assert {taken("qwen3_32b", gpus) for gpus in (1, 32, 512)} == {"qwen3_32b_ibpo"}
+    assert {taken("qwen3_30b_a3b", gpus) for gpus in (1, 8, 64)} == {"qwen3_30b_a3b_ibpo"}
+    assert taken("qwen3_next_80b_a3b", 8) == "qwen3_next_80b_a3b_ibpo"
 
 
-def test_flags_of_the_user_win(small):
+def test_a_plan_without_gpus_gets_those_of_the_recipe(monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    shapes = [read_hf_config(MODELS / name) for name in ("qwen3_0_6b", "qwen3_4b", "qwen3_32b")]
+    assert [find_devices(None, None, shape).gpus for shape in shapes] == [0, 8, 32]
+    assert find_devices(None, None, None).gpus == 0
+    assert find_devices(2, 4, shapes[2]) == Devices(2, 4, 80.0), "what the user names"
+
+
+def test_the_optimizer_moves_to_main_memory_where_nothing_else_fits():
+    choice = choose(MODELS / "qwen3_4b", Devices(1, 1, 80.0))
+    assert choice.layout == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+
+
+def test_tensor_parallelism_is_as_small_as_memory_allows():
+    assert chosen(MODELS / "qwen3_4b", 1, 8, 24.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "4")
+
+
+SMALL_CACHE = ("--vllm-kv-cache-bytes", str(6 * 1024**3))
+
+
+def test_flags_of_the_user_win():
     flags = ("--tensor-model-parallel-size", "8", "--sequence-parallel", "--rollout-num-gpus-per-engine", "8")
-    assert chosen(small, 1, 8, 24.0, *flags)[2] == "1", (
+    assert chosen(MODELS / "qwen3_4b", 1, 8, 24.0, *SMALL_CACHE, *flags)[2] is None, (
         "what is tried first, and works with those flags after it"
     )
 
 
 def test_what_does_not_fit_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"does not fit on 1 GPU of 24 GiB: training takes .*NNODES="):
+    with pytest.raises(
+        ValueError, match=r"does not fit on 1 GPU of 24 GiB with .*: training takes .*NNODES="
+    ):
         chosen(MODELS / "qwen3_32b", 1, 1, 24.0)
 
 
@@ -98,13 +134,14 @@ def run_script(*flags: str, cwd: Path, **environment: str) -> subprocess.Complet
     )
 
 
-def test_the_script_says_what_it_chose_and_how_to_choose_otherwise(small):
+def test_the_script_says_what_it_chose_and_how_to_choose_otherwise(tmp_path):
     devices = {"NNODES": "1", "GPUS_PER_NODE": "8"}
-    done = run_script("--dry-run", "--hf-checkpoint", str(small), cwd=small.parent, **devices)
+    done = run_script("--dry-run", "--hf-checkpoint", str(MODELS / "qwen3_4b"), cwd=tmp_path, **devices)
     assert done.returncode == 0, done.stderr
     for words in (
         "on 8 GPUs of 80 GiB",
-        "small_dense_gpu.yaml",
+        "qwen3_4b_ibpo.yaml",
+        "for dense models up to 9 B parameters, written for 8 GPUs",
         "8 trainers",
         "NNODES and GPUS_PER_NODE name",
     ):

@@ -23,6 +23,10 @@ from megatron_ibpo.main import COMMANDS
 from megatron_ibpo.report import __main__ as report
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+import conductor  # noqa: E402
+
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
 TAKES_ANYTHING = {"tests/run.sh", "tests/native.sh", "tests/chaos.sh", "tests/soak.sh", ".ci/run", ".ci/lint"}
 BOOTSTRAPPED_PYTHON = "$(bash tools/bootstrap.sh)"
@@ -68,6 +72,8 @@ def check(command: str) -> None:
             check_ibpo(words[2:])
         elif words[1].startswith("examples/"):
             check_training(variables, words[1], words[2:])
+        elif words[1] == "tests/gpu.sh":
+            conductor.parse(words[2:])
         else:
             assert words[1] in TAKES_ANYTHING, f"{words[1]}: the test does not know it"
 

@@ -62,7 +62,7 @@ def test_engines_that_died_before_their_trainers_did_start_anew(engines):
     for _ in range(2):
         engines._count_death(1)
     engines.trainers = type("Trainers", (), {"all": lambda *_: None})()
-    engines.settings = type("Settings", (), {"transport": "gloo"})()
+    engines.settings = type("Settings", (), {"transport": "gloo", "sleep_mode": False})()
     engines.placement = type("Placement", (), {"engines": ()})()
     engines.meet_trainers()
     engines._count_death(1)

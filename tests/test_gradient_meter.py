@@ -17,7 +17,12 @@ from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequence, sequences
 from tiny_models import make_qwen3, make_qwen3_next
 
-from megatron_ibpo.policy.gradient_meter import compare_with_gspo, estimate_noise, measure_gradient, packed
+from megatron_ibpo.policy.gradient_meter import (
+    as_sampled,
+    compare_with_gspo,
+    estimate_noise,
+    measure_gradient,
+)
 from megatron_ibpo.policy.planning import plan_measure
 
 EXACT = 1000
@@ -39,7 +44,7 @@ def measured(world, hf_dir, config, rows, blocks):
     for count in blocks:
         asked = replace(config, run=replace(config.run, gradient_meter_blocks=count))
         share = planned.own_share(plan_measure, rows, asked, rows)
-        noise.append(measure_gradient(trainer, packed(share.own), trainer.objective("sequence-mean")))
+        noise.append(measure_gradient(trainer, as_sampled(share.own), trainer.objective("sequence-mean")))
     close_trainer()
     return noise
 
@@ -236,7 +241,7 @@ def test_gspo_is_as_noisy_as_itself_and_importance_weights_and_clips_are_counted
 
 def test_one_prompt_says_nothing():
     rows = [sequence([1], [2], advantage=1.0, weight=1.0, group=0)]
-    share = plan_measure(rows, rows, config_for(layout()), 1).shares[0]
+    share = plan_measure(rows, rows, config_for(layout()), 1, planned.cost).shares[0]
     assert share.own == []
 
 

@@ -4,13 +4,17 @@ transformers takes each sequence on its own, Megatron all of them packed: equali
 sequences do not see each other. Bounds on logits: 1e-5 dense, 5e-5 Qwen3-Next, whose delta rule
 transformers itself computes with an error of about 4e-5 in float32.
 
-IBPO_PARITY_DEVICE=cuda (`tests/gpu_parity.sh`) runs the same with Transformer Engine's layers in bfloat16 on
-GPUs, with bounds for bfloat16. That side has not been run: no GPU was at hand.
+IBPO_PARITY_DEVICE=cuda (`bash tests/gpu.sh --only parity`) runs the same on GPUs and, in bfloat16 with bounds
+for that, what Transformer Engine and flash-linear-attention compute. transformers computes on the CPU, in
+plain torch.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from ranks import run_ranks
 from tiny_models import VOCAB_SIZE, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.models.backends import LOCAL
 
 DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
 
@@ -70,7 +75,16 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def plain_transformers():
+    """Qwen3-Next imported as if flash-linear-attention were not there: its kernels take no CPU tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        for package in ("fla", "causal_conv1d"):
+            patch.setitem(sys.modules, package, None)
+        importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, plain_transformers):
     directory = tmp_path_factory.mktemp("models")
     return {
         "dense": make_qwen3(directory / "dense", 5, std=0.08),
@@ -135,12 +149,12 @@ def one_tensor_per_expert(tensors):
 # ---------------------------------------------------------------------------------------------- Megatron
 
 
-def megatron_results(world, cases, bf16):
+def megatron_results(world, cases, bf16, libraries):
     """For each case: logits and loss on the first TP rank of the last stage, gradients on rank 0."""
-    return [megatron_result(world, Path(path), parallel, bf16) for path, parallel in cases]
+    return [megatron_result(world, Path(path), parallel, bf16, libraries) for path, parallel in cases]
 
 
-def megatron_result(world, path, parallel_config, bf16):
+def megatron_result(world, path, parallel_config, bf16, libraries):
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -159,7 +173,7 @@ def megatron_result(world, path, parallel_config, bf16):
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(path)
     config = Config(model=ModelConfig(bf16=bf16, allow_local_modules=True), parallel=parallel_config)
-    chunks = build_model(shape, config, device=DEVICE)
+    chunks = build_model(shape, config, device=DEVICE, libraries=libraries)
     load_hf(chunks, shape, path)
     core = get_model_config(chunks[0])
     model = DistributedDataParallel(core, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunks[0])
@@ -221,7 +235,6 @@ def loss_of(logits_1NV, seen):
 # ------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="Transformer Engine's attention takes no packed float32")
 @pytest.mark.parametrize("size", CASES)
 def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expected, size):
     compare(checkpoints, expected, size, close_in_float32)
@@ -229,15 +242,31 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expe
 
 @pytest.mark.parametrize("size", CASES if DEVICE == "cuda" else [1])
 def test_they_are_close_in_bfloat16(checkpoints, expected, size):
-    if DEVICE == "cuda" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
     compare(checkpoints, expected, size, close_in_bfloat16)
 
 
-def compare(checkpoints, expected, size, check):
-    cases = [(checkpoints[name], parallel) for name, parallel in CASES[size]]
-    by_rank = run_ranks(megatron_results, size, cases, check is close_in_bfloat16, timeout=240)
-    for number, (name, parallel) in enumerate(CASES[size]):
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs GPUs")
+@pytest.mark.parametrize("family", ["dense", "next"])
+@pytest.mark.parametrize("size", CASES)
+def test_so_are_those_of_the_libraries_that_are_installed(checkpoints, expected, size, family):
+    """Transformer Engine, flash-linear-attention, or both."""
+    if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "fla")):
+        pytest.skip("neither Transformer Engine nor flash-linear-attention is installed")
+    compare(checkpoints, expected, size, close_in_bfloat16, libraries=None, family=family)
+
+
+def compare(checkpoints, expected, size, check, libraries=LOCAL, family=""):
+    """
+    Args:
+        libraries: that compute the layers; None: those that are installed.
+        family: only models with this in their names.
+    """
+    if DEVICE == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    chosen = [case for case in CASES[size] if family in case[0]]
+    cases = [(checkpoints[name], parallel) for name, parallel in chosen]
+    by_rank = run_ranks(megatron_results, size, cases, check is close_in_bfloat16, libraries, timeout=240)
+    for number, (name, parallel) in enumerate(chosen):
         seen = next(results[number][0] for results in by_rank if results[number][0])
         found = seen["logits"], seen["loss"], by_rank[0][number][1]
         check(found, expected[name], name, f"{name} {parallel}")

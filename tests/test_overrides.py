@@ -129,7 +129,7 @@ def test_settings_reach_megatron(shapes):
     assert core.bias_dropout_fusion
     assert transformer_config(shapes["dense"], Config()).attention_backend is AttnBackend.auto
     assert not _optimizer_config(config, 1e-3).decoupled_weight_decay
-    halved = overriding(optimizer=["use_precision_aware_optimizer=true", "exp_avg_dtype=bf16"])
+    halved = overriding(optimizer=["exp_avg_dtype=bf16"])
     assert as_dtype(halved) is torch.bfloat16
     with pytest.raises(ValueError, match="--model-override fp8=hybrid, fp4=e2m1: Megatron refuses it"):
         transformer_config(shapes["dense"], overriding("fp8=hybrid", "fp4=e2m1"))
@@ -156,31 +156,30 @@ def test_they_are_flags_and_recipe_keys_and_rows_of_the_table(tmp_path):
     assert rows["decoupled_weight_decay"] == ("false", "--optimizer-override")
 
 
-PRECISE = ("use_precision_aware_optimizer=true",)
-
-
 @pytest.mark.parametrize(
-    ("bf16", "settings", "device", "host"),
+    ("bf16", "precise", "offload", "settings", "device", "host"),
     [
-        (True, (), 12, 0),
-        (False, (), 8, 0),
-        (True, PRECISE, 10, 0),  # two bytes of the master weight are those of the bf16 weight
-        (True, (*PRECISE, "store_param_remainders=false"), 12, 0),
-        (True, (*PRECISE, "exp_avg_dtype=bf16", "exp_avg_sq_dtype=bf16"), 6, 0),
-        (True, (*PRECISE, "exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp16"), 5, 0),
-        (True, ("optimizer_cpu_offload=true",), 12, 0),  # Megatron's default share is 0
-        (True, ("optimizer_cpu_offload=true", "optimizer_offload_fraction=1.0"), 0, 16),
-        (True, ("optimizer_cpu_offload=true", "optimizer_offload_fraction=0.25"), 9, 4),
+        (True, False, False, (), 12, 0),
+        (False, False, False, (), 8, 0),
+        (True, True, False, (), 10, 0),  # two bytes of the master weight are those of the bf16 weight
+        (True, True, False, ("store_param_remainders=false",), 12, 0),
+        (True, True, False, ("exp_avg_dtype=bf16", "exp_avg_sq_dtype=bf16"), 6, 0),
+        (True, True, False, ("exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp16"), 5, 0),
+        (True, True, True, (), 0, 16),
+        (True, True, True, ("optimizer_offload_fraction=0.25",), 7.5, 4),
     ],
 )
-def test_bytes_of_optimizer_state_follow_the_settings(bf16, settings, device, host):
-    counted = optimizer_bytes(overriding(optimizer=settings, bf16=bf16))
+def test_bytes_of_optimizer_state_follow_the_settings(bf16, precise, offload, settings, device, host):
+    config = overriding(optimizer=settings, bf16=bf16)
+    config.optimizer.use_precision_aware_optimizer, config.optimizer.optimizer_cpu_offload = precise, offload
+    counted = optimizer_bytes(config)
     assert (counted.device, counted.host) == (device, host)
 
 
 def test_the_dry_run_counts_it(models):
     needs_gpus = ("moe_token_dispatcher_type=flex", "moe_enable_deepep=true")
-    config = overriding(*needs_gpus, optimizer=(*PRECISE, "exp_avg_dtype=bf16"), bf16=True)
+    config = overriding(*needs_gpus, optimizer=("exp_avg_dtype=bf16",), bf16=True)
+    config.optimizer.use_precision_aware_optimizer = True
     config.model.hf_checkpoint = models["next"]
     config.rollout.rollout_max_response_len = 100
     (stage,) = make_plan(config, 1).stages or ()

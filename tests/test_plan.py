@@ -24,15 +24,20 @@ from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
-from megatron_ibpo.plan.feasibility import Plan, make_plan
-from megatron_ibpo.plan.run_plan import FITS, REFUSED, plan_run
+from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
+from megatron_ibpo.plan.memory import communicators, kv_bytes_per_token, state_bytes_per_sequence
+from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
 DENSE_32B = REPOSITORY / "examples/models/qwen3_32b"
+DENSE_4B = REPOSITORY / "examples/models/qwen3_4b"
+MIXTURE_30B = REPOSITORY / "examples/models/qwen3_30b_a3b"
+WRITTEN_FOR = {"qwen3_0_6b": 1, "qwen3_4b": 8, "qwen3_30b_a3b": 8, "qwen3_32b": 32, "qwen3_next_80b_a3b": 32}
+"""GPUs of the recipe of each model."""
 RECIPES = {
-    NEXT_80B: REPOSITORY / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml",
-    DENSE_32B: REPOSITORY / "examples/recipes/qwen3_32b_ibpo.yaml",
+    REPOSITORY / "examples/models" / name: REPOSITORY / f"examples/recipes/{name}_ibpo.yaml"
+    for name in WRITTEN_FOR
 }
 GIB = 1024**3
 
@@ -96,6 +101,30 @@ def next_parameters(c: dict) -> int:
     return mixers + layers * (mlp + 2 * hidden) + (2 * c["vocab_size"] + 1) * hidden
 
 
+@pytest.mark.parametrize("name", WRITTEN_FOR)
+def test_a_recipe_says_what_it_needs_and_fits(planner, name):
+    model, gpus = REPOSITORY / "examples/models" / name, WRITTEN_FOR[name]
+    plan, short = planner(planned_in_short, model, gpus)
+    assert plan.problems == []
+    assert tightest(plan).left > 5 * GIB, "room for what no formula gives"
+    comments = [line[2:] for line in RECIPES[model].read_text().splitlines() if line.startswith("# ")]
+    assert short in " ".join(comments), f"write this line into the recipe's head: {short}"
+
+
+def planned_in_short(model: Path, gpus: int) -> tuple[Plan, str]:
+    plan = plan_of(model, gpus)
+    return plan, in_short(plan)
+
+
+def test_a_4b_model_trains_on_one_gpu(planner):
+    """By the recipe that examples/run.sh takes for it."""
+    recipe = str(RECIPES[REPOSITORY / "examples/models/qwen3_0_6b"])
+    in_host = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]
+    plan = planner(plan_of, DENSE_4B, 1, "--config", recipe, *in_host)
+    assert plan.problems == []
+    assert tightest(plan).left > 20 * GIB
+
+
 def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     plan = plan_80b
     assert plan.problems == []
@@ -121,16 +150,87 @@ def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80
     assert (plan.census.data_parallel, plan.census.expert_data_parallel) == (4, 1)
     assert memory.weights == 2 * (part.dense + part.experts), "bf16"
     assert memory.gradients == 4 * (part.dense + part.experts), "fp32"
-    assert memory.optimizer == 12 * (part.dense // 4 + part.experts), (
-        "experts have no data-parallel copies here"
+    own = part.dense // 4 + part.experts
+    assert (memory.optimizer, memory.host_optimizer) == (0, 16 * own), (
+        "weight, gradient and two means in fp32; experts have no data-parallel copies here"
     )
+    on_gpu = planner(plan_of, NEXT_80B, 32, "--no-optimizer-cpu-offload").stages[0]
+    assert (on_gpu.optimizer, on_gpu.host_optimizer) == (10 * own, 0), "16 bits of the weight, two means"
     assert memory.logits == 0, "only the last stage has logits"
     logits = 32768 * 151936 // 2 * 2
     assert logits < plan.stages[-1].logits < 1.1 * logits
     fused = planner(plan_of, NEXT_80B, 32, "--fuse-lm-head").stages[-1].logits
     assert fused == 4096 * 151936 // 2 * 2 + 2 * 151936 // 2 * 2048 * 4, "a chunk, and two fp32 gradients"
-    unsharded = planner(plan_of, NEXT_80B, 32, "--no-use-distributed-optimizer").stages[0]
+    plain = ["--no-optimizer-cpu-offload", "--no-use-precision-aware-optimizer"]
+    assert planner(plan_of, NEXT_80B, 32, *plain).stages[0].optimizer == 12 * own
+    unsharded = planner(plan_of, NEXT_80B, 32, *plain, "--no-use-distributed-optimizer").stages[0]
     assert unsharded.optimizer == 12 * (part.dense + part.experts)
+
+
+def test_what_a_process_holds_before_any_tensor(planner, plan_80b):
+    """.75 GiB for CUDA, and .4 for each group of ranks that NCCL connects."""
+    groups = communicators(plan_80b.shape, plan_80b.config, plan_80b.census)
+    dense = {"tensor": 2, "pipeline": 4, "data": 4, "gradient norm": 32, "all": 32}
+    assert groups == dense | {"expert": 8, "experts of a layer": 8}
+    assert plan_80b.stages[0].process == pytest.approx((0.75 + 7 * 0.4) * GIB, abs=10)
+    assert plan_80b.engine.asleep == pytest.approx((0.75 + 2 * 0.4 + 1) * GIB, abs=10), "and CUDA graphs"
+    alone = planner(plan_of, REPOSITORY / "examples/models/qwen3_0_6b", 1)
+    assert alone.stages[0].process == 0.75 * GIB
+    assert alone.engine.asleep == 1.75 * GIB
+
+
+def test_the_gradient_meter_holds_a_second_gradient(planner, plan_80b):
+    measuring = planner(plan_of, NEXT_80B, 32, "--gradient-meter-interval", "10")
+    before, after = plan_80b.stages[0], measuring.stages[0]
+    assert (before.second_gradients, after.second_gradients) == (0, after.gradients)
+    assert after.training - before.training == after.gradients
+
+
+def test_memory_of_an_engine(planner, plan_80b):
+    """Of the 80 B model over 8 GPUs."""
+    plan, shape = plan_80b, plan_80b.shape
+    routers = 48 * 512 * 2048
+    assert plan.engine.weights == 2 * ((79_674_391_296 - routers) // 8 + routers), "routers are copied"
+    experts_of_a_layer = 512 * 3 * 2048 * 512 * 2
+    assert plan.engine.loading == experts_of_a_layer + experts_of_a_layer // 8, "whole, and the shard of it"
+    # one head of 256 for keys and for values, of 12 layers
+    assert kv_bytes_per_token(shape, plan.config) == 12 * 2 * 256 * 2
+    # 4 of 32 value heads, states of 128 x 128; 3 tokens of 8,192 / 8 channels; 36 layers
+    state = 36 * 2 * (4 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128) // 8)
+    assert state_bytes_per_sequence(shape, plan.config) == state
+    assert sequences(plan, 8192) == 32 * GIB / (8192 * 12288 + state)
+    in_fp32 = planner(plan_of, NEXT_80B, 32, "--vllm-arg", "mamba_ssm_cache_dtype=float32")
+    assert state_bytes_per_sequence(shape, in_fp32.config) == state + 36 * 2 * 4 * 128 * 128
+
+
+def test_peaks_of_the_phases(plan_80b):
+    trainer, engine = plan_80b.stages[3], plan_80b.engine
+    phases = peaks(plan_80b, 3)
+    state = trainer.weights + trainer.gradients + trainer.optimizer
+    passing = trainer.activations + trainer.logits
+    assert phases["training"] == state + trainer.process + passing + int(0.05 * passing) + engine.asleep
+    assert phases["saving"] == state + trainer.process + engine.asleep
+    bucket, embeddings = 512 * 1024**2, 151936 * 2048 * 2
+    assert phases["weight update"] == (
+        trainer.process + trainer.weights + engine.weights + engine.loading + engine.asleep
+        # the largest tensor whole, and a bucket that holds it on either side
+        + embeddings + 2 * max(bucket, embeddings)
+    )  # fmt: skip
+    assert phases["sampling"] == (
+        trainer.process + engine.weights + 32 * GIB + engine.workspace + engine.asleep
+    ), "the trainer's state waits in main memory"
+
+
+def test_main_memory_of_a_node(plan_80b):
+    host = plan_80b.host
+    assert host.trainers == 8 * max(stage.weights for stage in plan_80b.stages)
+    assert host.optimizer == 8 * max(stage.host_optimizer for stage in plan_80b.stages)
+    dense, experts = max((part.dense, part.experts) for part in plan_80b.census.stages)
+    # bf16 weights in four parts; 12 bytes of state, gathered and copied, on two tensor-parallel ranks of a
+    # node for what is dense, on all eight for their experts
+    assert host.checkpoint == 2 * 79_674_391_296 // 4 + 2 * 12 * (2 * dense + 8 * experts)
+    assert host.engines == 8 * plan_80b.engine.weights
+    assert host.reference == 0
 
 
 def test_the_32b_recipe_fits_32_gpus(planner):
@@ -142,7 +242,7 @@ def test_the_32b_recipe_fits_32_gpus(planner):
     assert f"weight update: {2 * expected / GIB:.2f} GiB to each engine" in text
     assert "KV cache: 32,768 bytes a token and GPU" in text, "64 layers, keys and values, 1 head of 128, bf16"
     assert "engines: 4 of 8 GPUs each" in text
-    assert text.rstrip().endswith("This fits.")
+    assert re.search(r"Needs 32 GPUs of 80 GiB, .*\nThis fits\. \w+", text)
 
 
 def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
@@ -159,9 +259,9 @@ def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
         (NEXT_80B, 32, ["--tensor-model-parallel-size", "4"], "does not divide the key/value heads"),
         (NEXT_80B, 32, ["--no-sequence-parallel"], "needs --sequence-parallel"),
         (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "a colocated engine lies within one node"),
-        (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "4"], "sampling takes .* GiB on rank"),
+        (NEXT_80B, 32, ["--vllm-kv-cache-bytes", str(60 * GIB)], "sampling takes .* GiB on rank"),
         (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
-        (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.5"], "a starting engine wants that share free"),
+        (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.8"], "a starting engine wants that share free"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
         (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "that does not divide its trainers"),
         (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),
@@ -325,6 +425,7 @@ def test_the_script_of_the_80b_model_prints_its_plan_without_a_gpu():
     assert done.returncode == FITS, done.stderr
     assert "32 GPUs" in done.stdout
     assert "This fits." in done.stdout
+    assert "of 1038.84 each" in done.stdout, "GiB of a checkpoint"
 
 
 def test_several_nodes_need_a_shared_run_directory():

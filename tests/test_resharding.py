@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import planned
 import pytest
+import torch
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
 from tiny_models import make_qwen3, make_qwen3_next
@@ -129,3 +132,23 @@ def load_with_other_optimizer(world, hf_dir, directory):
 
 def test_a_sharded_optimizer_does_not_take_the_state_of_a_whole_one(tmp_path):
     run_ranks(load_with_other_optimizer, 1, make_qwen3(tmp_path / "dense", 3), tmp_path)
+
+
+def gathered(world, hf_dir):
+    """Elements of optimizer state that this rank holds for a checkpoint, which takes no memory of the device;
+    and all that its parameters have."""
+    from megatron_ibpo.policy.checkpoint import saved_state
+
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout(distributed=True)))
+    planned.update(trainer, sequences(6))
+    with mock.patch.object(torch.Tensor, "cuda", side_effect=AssertionError("on the device")):
+        state = saved_state(trainer)["optimizer"]["param_state"]
+    elements = sum(shard.data.numel() for tensors in (state or {}).values() for shard in tensors.values())
+    parameters = sum(parameter.numel() for parameter in trainer.chunks[0].parameters())
+    close_trainer()
+    return elements, parameters
+
+
+def test_a_sharded_optimizer_is_gathered_in_main_memory_by_one_rank_alone(tmp_path):
+    (first, parameters), (second, _) = run_ranks(gathered, 2, make_qwen3(tmp_path / "dense", 3))
+    assert (first, second) == (3 * parameters, 0)  # fp32 weights and both moments

@@ -21,7 +21,7 @@ from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ibpo.policy.objective import aggregation
-from megatron_ibpo.policy.packing import pack
+from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
 from megatron_ibpo.records import TrainSequence, token_ids
 
@@ -48,10 +48,10 @@ def layout(tp=1, ep=1, pp=1, distributed_optimizer=False):
     )
 
 
-def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, **loss):
+def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_tokens=None, **loss):
     loss = {"eps_clip": 0.2, "eps_clip_high": 0.2, **loss}
     return Config(
-        model=ModelConfig(max_tokens_per_gpu=max_tokens),
+        model=ModelConfig(max_tokens_per_gpu=max_tokens, log_probs_max_tokens_per_gpu=log_probs_tokens),
         parallel=parallel,
         optimizer=OptimizerConfig(
             lr=lr, lr_decay_style="constant", lr_warmup_fraction=0, adam_eps=eps_adam, clip_grad=1e9
@@ -212,6 +212,44 @@ def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layo
         assert 0 < metrics["importance_sequence_cut_fraction"] < 1
 
 
+def updates_under_cuts(world, hf_dir, reference, rows, cuts):
+    """For each (tokens of the update, of passes without a gradient): log-probs, metrics and weights after an
+    update of two mini-batches, held to a reference policy."""
+    found = []
+    for max_tokens, log_probs_tokens in cuts:
+        config = config_for(
+            layout(),
+            max_tokens=max_tokens,
+            log_probs_tokens=log_probs_tokens,
+            num_steps_per_rollout=2,
+            kl_coef=0.5,
+            use_tis=True,
+        )
+        trainer, export, _ = open_trainer(world, hf_dir, config, reference)
+        logprobs = planned.logprobs(trainer, rows)
+        metrics = planned.update(trainer, rows)
+        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        found.append((logprobs, metrics, weights))
+        close_trainer()
+    return found
+
+
+def test_neither_cut_changes_what_is_computed(checkpoints, tmp_path):
+    """Micro-batches of one sequence up to all at once, of the update and of the passes ahead of it."""
+    rows, reference = sequences(9), make_qwen3(tmp_path / "other", 6, std=0.1)
+    cuts = [(10_000, None), (40, None), (40, 10_000), (10_000, 1), (60, 90)]
+    before = load_file(checkpoints["dense"] / "model.safetensors")
+    found = run_ranks(updates_under_cuts, 2, checkpoints["dense"], reference, rows, cuts)[0]
+    logprobs, metrics, weights = found[0]
+    scale = max((weights[name] - before[name]).abs().max() for name in weights)
+    for (own_logprobs, own_metrics, own), cut in zip(found[1:], cuts[1:], strict=True):
+        for values, wanted in zip(own_logprobs, logprobs, strict=True):
+            assert values == pytest.approx(wanted, abs=1e-5), cut
+        for name in {*metrics} - {"seconds_old_logprobs"}:
+            assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (cut, name)
+        assert max((own[n] - weights[n]).abs().max() for n in own) <= 2e-4 * scale, cut
+
+
 def gradients_with_the_fused_head(world, cases, rows):
     return gradients(world, cases, rows, fuse_lm_head=True, num_steps_per_rollout=2)
 
@@ -239,7 +277,7 @@ def test_the_fused_head_trains_as_the_logits_do(checkpoints):
 def own_packs(rows, config):
     """This rank's part of `rows`, which are all trained on, as one mini-batch."""
     (part,) = planned.own_share(plan_update, rows, config)
-    return [pack(micro_batch) for micro_batch in part.micro_batches]
+    return packed(part.cut.micro_batches)
 
 
 def golden_loss(world, hf_dir, rows):

@@ -421,6 +421,9 @@ class ToyEngine:
         self.version = version
         return worker.receipt or {}
 
+    def missing_weights(self, worker: ToyWorker) -> list[str]:
+        return sorted(SHAPES.keys() - worker.parameters.keys())
+
     def wake(self, worker: ToyWorker, part: str) -> None:
         pass
 
@@ -484,6 +487,7 @@ def test_a_sleeping_engine_wakes_its_weights_before_the_update_and_its_cache_aft
         ("wake", "weights"),
         ("start_weight_update", False),
         ("update_weights", {}),
+        ("missing_weights",),
         ("finish_weight_update", 5),
         ("wake", "kv_cache"),
     ]

@@ -152,7 +152,7 @@ class Trainer:
 
         total = 0
         for minibatch in share:
-            for micro_batch in minibatch.micro_batches:
+            for micro_batch in minibatch.cut.micro_batches:
                 batch = lay_out(pack(micro_batch), multiple=1, device=torch.device("cpu"))
                 total += int((batch.rows.targets_N * batch.rows.response_mask_N.long()).sum())
         return total, peak_mb()
@@ -214,7 +214,7 @@ def run_arrays(arguments: Arguments) -> Row:
             for group, samples in enumerate(asked)
             for sample in ray.get(samples, timeout=TIMEOUT_S)
         ]
-        shares = plan_update(sequences, config, RANKS).shares
+        shares = plan_update(sequences, config, RANKS, float).shares
         received = [t.receive.remote(ray.put(share)) for t, share in zip(trainers, shares, strict=True)]
         found = ray.get(received, timeout=TIMEOUT_S)
         seconds = time.perf_counter() - started
@@ -280,7 +280,7 @@ def list_rank(rank: int, arguments: Arguments, directory: str, results: Any) -> 
     parts: list[Any] = [None] * RANKS
     dist.all_gather_object(parts, sampled)
     everything = [sample for part in parts for sample in part]
-    plan = plan_micro_batches([1 + len(ids) for ids, _ in everything], RANKS, MAX_TOKENS)
+    plan = plan_micro_batches([1 + len(ids) for ids, _ in everything], RANKS, MAX_TOKENS, float)
     total = 0
     for members in plan[rank]:
         total += packed_from_lists([everything[i] for i in members])

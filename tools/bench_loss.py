@@ -25,8 +25,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 BYTES, HIDDEN, SEQUENCE_ROWS, CHUNK_ROWS = 2, 2048, 1024, 4096
 COPY_BANDWIDTH, MATMUL_FLOPS = 4.3e12, 790e12
 """Of an earlier H200; the ground of predictions and of nothing else."""
@@ -171,11 +169,10 @@ def ceilings() -> dict[str, float]:
     return {"copy_bytes_per_s": copied, "matmul_flops_per_s": flops}
 
 
-def times(arguments: Arguments, ceiling: dict[str, float]) -> list[dict[str, Any]]:
+def times(arguments: Arguments, ceiling: dict[str, float]) -> Iterator[dict[str, Any]]:
     import torch
     from loss_contestants import CONTESTANTS, make_batch
 
-    found = []
     for work in workloads(arguments):
         for fused_head in (False, True):
             sequences = max(1, work.tokens // SEQUENCE_ROWS)
@@ -188,12 +185,11 @@ def times(arguments: Arguments, ceiling: dict[str, float]) -> list[dict[str, Any
                 row |= _attempt(partial(_time, contestant, batch, arguments.repeats))
                 if "total_ms" in row:
                     row["share_of_floor"] = _share(work, fused_head, row["total_ms"] / 1e3, ceiling)
-                found.append(row)
                 _say(row)
+                yield row
                 gc.collect()
                 torch.cuda.empty_cache()
             del batch
-    return found
 
 
 def _time(contestant: Any, batch: Any, repeats: int) -> dict[str, float]:
@@ -293,9 +289,11 @@ def measure(arguments: Arguments) -> dict[str, Any]:
     }
     if on_gpu:
         report["ceilings"] = ceilings()
-        report["times"] = times(arguments, report["ceilings"])
+        report["times"] = list(times(arguments, report["ceilings"]))
     return report
 
 
 if __name__ == "__main__":
+    import tyro
+
     main(tyro.cli(Arguments, description=__doc__))

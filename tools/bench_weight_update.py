@@ -439,9 +439,7 @@ def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
     from megatron_ibpo.weights.transfer.order import Order
     from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 
-    transport = open_transport(
-        "gloo", world, num_engines=1, workers_per_engine=1, bucket_bytes=bucket, timeout=300
-    )
+    transport = open_transport("gloo", world, workers_per_engine=1, bucket_bytes=bucket, timeout=300)
     links = {} if link is None else {0: link}
     order = Order(version=1, sleeping=False, check=False, timeout=300)
 
@@ -526,6 +524,8 @@ def _receive_weights(pipe: Any) -> None:
         elif method == "update_weights":
             for _ in receiver.tensors():
                 pass
+        elif method == "missing_weights":
+            answer = [[]]
         pipe.send(answer)
 
 

@@ -157,11 +157,16 @@ def _with_logprobs(batch: Batch, logprobs: Callable[[Tensor, Tensor], Tensor]) -
     return _from_logits(batch, _rows(batch), lambda x: eager_gspo(logprobs(x, targets_N).view(shape), batch))
 
 
-def eager(batch: Batch) -> Prepared:
-    def logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        return logits_NV.float().log_softmax(-1).gather(1, targets_N[:, None]).squeeze(1)
+def _eager_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    return logits_NV.float().log_softmax(-1).gather(1, targets_N[:, None]).squeeze(1)
 
-    return _with_logprobs(batch, logprobs)
+
+def eager(batch: Batch) -> Prepared:
+    return _with_logprobs(batch, _eager_logprobs)
+
+
+def compiled(batch: Batch) -> Prepared:
+    return _with_logprobs(batch, torch.compile(_eager_logprobs))
 
 
 def trl_eager(batch: Batch) -> Prepared:
@@ -312,6 +317,7 @@ CONTESTANTS = {
     "ours": Contestant(partial(ours, backend="triton"), fused_head=False, on_cpu=True),
     "ours, torch": Contestant(partial(ours, backend="torch"), fused_head=False, on_cpu=True),
     "eager fp32": Contestant(eager, fused_head=False, on_cpu=True),
+    "torch.compile fp32": Contestant(compiled, fused_head=False, on_cpu=False),
     "TRL eager": Contestant(trl_eager, fused_head=False, on_cpu=True),
     "Liger sequence level": Contestant(liger, fused_head=False, on_cpu=True),
     "megatron-core + eager": Contestant(megatron_core, fused_head=False, on_cpu=False),

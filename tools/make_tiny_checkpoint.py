@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +55,7 @@ from megatron_ibpo.data import (
 )
 from megatron_ibpo.data.prompts import plain_prompt
 from megatron_ibpo.data.word_problems import WordProblem, word_problems
-from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.planning import data_parallel_rank, plan_update
@@ -251,7 +252,8 @@ def main(arguments: Arguments) -> None:
             rows = list(
                 supervised_rows(tokenizer, template, prompts, lambda prompt: lesson.solution(prompt, rng))
             )
-            metrics = trainer.update(plan_update(rows, config, ranks).shares[share])
+            plan = plan_update(rows, config, ranks, partial(forward_flops, shape))
+            metrics = trainer.update(plan.shares[share])
             if world.is_rank_0 and (step + 1) % 25 == 0:
                 seconds = time.perf_counter() - begin
                 print(f"step {step + 1}: grad norm {metrics['grad_norm']:.2f}, {seconds:.0f} s", flush=True)

@@ -33,6 +33,8 @@ CLOSE_TIMEOUT_S = 45.0
 FACTORY = "megatron_ibpo.rollout.engine:Engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
+LOOK_EVERY_S = 0.1
+"""For engines that are starting."""
 SLACK_S = 2.0
 """For an answer to come back, beyond the time that the engine itself was given."""
 
@@ -129,6 +131,8 @@ class Engines:
     """By engine, of its deaths: the version of the weights then, and how long it had worked."""
     joining: dict[int, Future[None] | None] = field(default_factory=dict)
     """Engines that are being started again, and what tells that they have joined; None until they are up."""
+    starting: set[int] = field(default_factory=set)
+    """Of those, engines whose processes are on their way up just now."""
 
     def launch(self) -> None:
         """Start the processes that will hold the engines, without waiting."""
@@ -152,8 +156,10 @@ class Engines:
     def meet_trainers(self) -> None:
         """Let trainers that have just started get ready to send weights; they know no engine yet."""
         self.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
-        self.trainers.all("open_transport", self.settings.transport, len(self.placement.engines))
+        self.trainers.all("open_transport", self.settings.transport)
         self.connected.clear()
+        if self.settings.sleep_mode and not self.order.sleeping:
+            self.trainers.all("make_room")
 
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
@@ -170,20 +176,24 @@ class Engines:
         return len(self.hosts) - len(self.joining)
 
     def sleep(self) -> None:
-        """Let engines on the trainers' GPUs give back their memory; `wake` or an update wakes them.
+        """Let engines on the trainers' GPUs give back their memory, weights too; `wake` or an update wakes
+        them.
 
-        Does nothing elsewhere: an idle engine uses no processor.
+        All of them have when this returns: one that does not is ended, since its memory is needed. Does
+        nothing elsewhere: an idle engine uses no processor.
         """
         if not self.order.sleeping and self.settings.sleep_mode:
-            self._tell("sleep")
+            self._lay_to_sleep()
             self.order = replace(self.order, sleeping=True)
 
     def wake(self) -> None:
-        """Let sleeping engines sample again, with the weights that they had."""
+        """Let sleeping engines sample again. They have dropped their weights and get them anew from the
+        trainers, who still have those of `version`.
+
+        Raises as `update_weights`.
+        """
         if self.order.sleeping:
-            self._tell("wake", "weights")
-            self._tell("wake", "kv_cache")
-            self.order = replace(self.order, sleeping=False)
+            self.update_weights(self.version)
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Give all engines the trainers' weights as policy `version`, wake them, clear their caches.
@@ -195,11 +205,17 @@ class Engines:
         Raises:
             WeightPlanError: the trainers' tensors are not those that the engines load.
             WeightMismatchError: with --check-weight-update-equal, other bytes arrived than were sent.
+            ProcessDiedError: a trainer died over it; engines that slept before sleep again.
         """
         began = time.monotonic()
         self.order = replace(self.order, version=version)
         present = {index: self.hosts[index] for index in sorted(self.hosts) if index not in self.joining}
-        sent, needed, found_dead = self._catch_up(list(present))
+        try:
+            sent, needed, found_dead = self._catch_up(list(present))
+        except ProcessDiedError:
+            if self.order.sleeping:  # some are awake, and trainers train again before the next attempt
+                self._lay_to_sleep()
+            raise
         self.order = replace(self.order, sleeping=False)
         # who samples may have found it first, and what stands in its place is not to be ended
         dead = {index: why for index, why in found_dead.items() if self.hosts[index] is present[index]}
@@ -223,21 +239,28 @@ class Engines:
         """
         self.joining[index] = None
         self.died += 1
+        self.starting.add(index)
+        try:
+            await self._up_again(index)
+            joined: Future[None] = Future()
+            self.joining[index] = joined
+        finally:
+            self.starting.discard(index)
+        await asyncio.wrap_future(joined)
+        self.since[index] = time.monotonic()
+        return RemoteEngine(self.hosts, index)
+
+    async def _up_again(self, index: int) -> None:
         while True:
             self._count_death(index)
             self.restarts += 1
             try:
                 await asyncio.to_thread(self._start_again, index)
-                break
+                return
             except EngineLostError:
                 raise
             except (EngineError, ProcessDiedError) as error:
                 log.warning("engine %d did not start: %s", index, error)
-        joined: Future[None] = Future()
-        self.joining[index] = joined
-        await asyncio.wrap_future(joined)
-        self.since[index] = time.monotonic()
-        return RemoteEngine(self.hosts, index)
 
     def admit(self) -> None:
         """Give engines that are up again the present weights and let them join.
@@ -247,13 +270,11 @@ class Engines:
         if not (ready := {index: told for index, told in self.joining.items() if told is not None}):
             return
         dead: Reasons = {}
-        if self.version > 0:  # else it has loaded them
-            # where engines share a group, one that died has broken it for all
-            shared = self.settings.transport == "nccl"
-            absent = self.joining.keys() - ready.keys()
-            everyone = sorted(self.hosts.keys() - absent) if shared else sorted(ready)
-            self.connected -= set(everyone)
-            _, _, dead = self._catch_up(everyone)
+        if self.settings.sleep_mode:
+            self._wake(sorted(ready))  # who is up before it joins falls asleep with the others
+        if self.version > 0 or self.settings.sleep_mode:  # else it has those that it loaded
+            self.connected -= ready.keys()
+            _, _, dead = self._catch_up(sorted(ready))
         self._end(dead)
         for index, told in ready.items():
             del self.joining[index]
@@ -395,17 +416,41 @@ class Engines:
                 log.debug("%s of %s: %s", method, host.name, error)
             host.kill()
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        """Ask every engine; one that died over it is noticed when it is used next."""
+    def _wake(self, engines: Sequence[int]) -> None:
+        self._tell(engines, "wake", "weights")
+        self._tell(engines, "wake", "kv_cache")
+
+    def _lay_to_sleep(self) -> None:
+        while self.starting:  # what they take would be missing in training; each start has a time-out
+            time.sleep(LOOK_EVERY_S)
+        failed = self._tell(self._up, "sleep")
+        if failed:
+            log.warning(
+                "%s", "\n".join(f"engine {index} did not sleep: {why}" for index, why in failed.items())
+            )
+        self._end(failed)  # who samples finds them dead, and has them replaced
+
+    @property
+    def _up(self) -> list[int]:
+        """Engines that were started, whether they have joined or not."""
+        return [index for index in sorted(self.hosts) if self.joining.get(index, True) is not None]
+
+    def _tell(self, engines: Iterable[int], method: str, *arguments: Any) -> Reasons:
+        """Ask these engines, and wait for all; why those failed that did. One that died over it is noticed
+        when it is used next."""
+        asked = [(index, self.hosts[index]) for index in engines]
         answers = [
-            (host, host.call("call", method, *arguments, timeout=self.order.timeout))
-            for host in self.hosts.values()
+            (index, host, host.call("call", method, *arguments, timeout=self.order.timeout))
+            for index, host in asked
         ]
-        for host, answer in answers:
+        failed: Reasons = {}
+        for index, host, answer in answers:
             try:
                 result(answer, host.name, self.order.timeout + SLACK_S)
             except (EngineError, ProcessDiedError) as error:
+                failed[index] = str(error)
                 log.debug("%s: %s", host.name, error)
+        return failed
 
 
 def _describe(dead: Reasons) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.cluster.host import Host, gather, in_bundle, result
+from megatron_ibpo.cluster.host import Host, Where, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import NodeLostError, lost_nodes
 from megatron_ibpo.config import user_directory
@@ -30,6 +30,7 @@ class Trainers:
         }
         self._group, self._placement = group, placement
         self.hosts = self._launched()
+        self.places: list[Where] = []
 
     def restart(self, *arguments: Any) -> None:
         """End what is left of the processes, and let new ones build the model in their place.
@@ -41,8 +42,16 @@ class Trainers:
         self.close()
         if gone := lost_nodes(self._placement, (slot.node for slot in self._placement.trainers)):
             raise NodeLostError(f"trainers were lost with {', '.join(gone)}")
-        self.hosts = self._launched()
+        self.hosts, self.places = self._launched(), []
         self.wait(self.build(*arguments))
+
+    def locate(self) -> None:
+        """Learn where the processes are, before they take any memory of their GPUs.
+
+        Raises:
+            ProcessDiedError: a process did not start.
+        """
+        self.places = gather([host.where() for host in self.hosts], self._names, START_TIMEOUT_S)
 
     def build(self, *arguments: Any) -> list[Any]:
         """Let every rank build its part of the model; returns what `wait` takes.
@@ -50,7 +59,8 @@ class Trainers:
         Raises:
             ProcessDiedError: a process did not start.
         """
-        self.places = gather([host.where() for host in self.hosts], self._names, START_TIMEOUT_S)
+        if not self.places:
+            self.locate()
         address = self.places[0].address
         port = result(self.hosts[0].free_port(), "trainer 0", START_TIMEOUT_S)
         world = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}

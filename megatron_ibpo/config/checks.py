@@ -110,6 +110,7 @@ def _contradictions(config: Config) -> list[str]:
     if config.model.ref_load is not None and loss.kl_coef == 0:
         problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
     problems += _contradictory_corrections(loss)
+    problems += _optimizer_problems(config)
     schedule = config.optimizer
     if run.budget is not None and (schedule.lr_decay_style != "constant" or schedule.lr_warmup_fraction > 0):
         problems.append(
@@ -118,6 +119,20 @@ def _contradictions(config: Config) -> list[str]:
         )
     if run.debug_rollout_only and run.load_debug_rollout_data is not None:
         problems.append("--debug-rollout-only: cannot be combined with --load-debug-rollout-data")
+    return problems
+
+
+def _optimizer_problems(config: Config) -> list[str]:
+    """What Megatron's optimizers need along with them."""
+    chosen, problems = config.optimizer, []
+    if chosen.use_precision_aware_optimizer and not config.parallel.use_distributed_optimizer:
+        problems.append("--use-precision-aware-optimizer: needs --use-distributed-optimizer")
+    if chosen.use_precision_aware_optimizer and config.model.bf16 is False:
+        problems.append("--use-precision-aware-optimizer: is about weights in bfloat16; add --bf16 True")
+    if chosen.optimizer_cpu_offload and not chosen.use_precision_aware_optimizer:
+        problems.append("--optimizer-cpu-offload: needs --use-precision-aware-optimizer, as in Megatron-LM")
+    if chosen.overlap_cpu_optimizer_d2h_h2d and not chosen.optimizer_cpu_offload:
+        problems.append("--overlap-cpu-optimizer-d2h-h2d: has no meaning without --optimizer-cpu-offload")
     return problems
 
 

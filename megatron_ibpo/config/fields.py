@@ -5,11 +5,10 @@ names) and of `--print-config`. Spelling follows Megatron-LM where it has the fl
 of Megatron-based RL systems type.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-from tyro.conf import UseAppendAction
+from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config.paths import Kind
 from megatron_ibpo.config.ranges import (
@@ -36,6 +35,11 @@ from megatron_ibpo.config.ranges import (
     within,
 )
 
+UseAppendAction: Any = None
+"""tyro's mark of a flag that may be repeated. A trainer reads no flags, so that it does without tyro."""
+with suppress(ModuleNotFoundError):
+    from tyro.conf import UseAppendAction
+
 
 @dataclass
 class ModelConfig:
@@ -55,6 +59,11 @@ class ModelConfig:
     max_tokens_per_gpu: Annotated[int, at_least(1)] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
     micro-batch of its own. Bounds activation memory."""
+    log_probs_max_tokens_per_gpu: Annotated[int | None, at_least(1)] = None
+    """The same for passes without a gradient, which keep no activations: old and reference log-probs, the
+    critic's values. More tokens make fewer micro-batches; without --fuse-lm-head all their logits are held.
+    None: --max-tokens-per-gpu, and the very micro-batches of the update, so that log-probs under the same
+    weights are the update's to the last bit."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     """Megatron's activation recomputation; "full" for long contexts on GPUs."""
     recompute_method: Literal["uniform", "block"] = "uniform"
@@ -66,6 +75,11 @@ class ModelConfig:
     model_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Any other field of Megatron's TransformerConfig, name=value, such as fp8=hybrid or
     recompute_modules=[core_attn,moe]; in a recipe also a mapping."""
+
+    @property
+    def tokens_without_gradient(self) -> int:
+        """Tokens per micro-batch of a pass without a gradient."""
+        return self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu
 
 
 @dataclass
@@ -91,6 +105,9 @@ class ParallelConfig:
     gradient is wrong across TP ranks without it. Has no effect at TP=1."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks (ZeRO-1). For models that do not fit otherwise."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks in buckets while the backward pass goes on. Off, as in
+    Megatron-LM: one reduction after it, in an order of sums of its own."""
     distributed_timeout_minutes: Annotated[float, MINUTES] = 30.0
     """Minutes after which a collective gives up. 30: a step's longest forward pass stays far below it."""
 
@@ -120,8 +137,17 @@ class OptimizerConfig:
     """0: reinforcement learning moves the weights so little that decay would dominate."""
     clip_grad: Annotated[float, POSITIVE] = 1.0
     """Largest global gradient norm. 1 as in Megatron-LM."""
+    use_precision_aware_optimizer: bool = False
+    """Keep master weights as bf16 weights and the 16 bits that these lack (Transformer Engine's FusedAdam):
+    10 bytes of optimizer state a parameter instead of 12, the same numbers. Off, as in Megatron-LM."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state in host memory at all times and take the optimizer's steps there: nothing of it on
+    the GPU, at the price of a copy of gradients and weights a step. For models that do not fit otherwise."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """With --optimizer-cpu-offload, copy one parameter's gradient while the step of another is taken. Off, as
+    in Megatron-LM."""
     optimizer_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
-    """The same for Megatron's OptimizerConfig, such as exp_avg_dtype=bf16."""
+    """Any other field of Megatron's OptimizerConfig, such as exp_avg_dtype=bf16, as --model-override."""
 
 
 @dataclass
@@ -361,6 +387,10 @@ class RolloutConfig:
     """Tensor-parallel size of one engine."""
     colocate: bool = True
     """Engines share the trainers' devices and sleep while those train."""
+    offload_train: bool = True
+    """While engines sample on the trainers' GPUs, weights, gradients and optimizer state of the trainers wait
+    in pinned host memory (gradients are dropped): 18 bytes less a parameter of the rank's part on the GPU, 14
+    more in host memory. On: they move in about a second. Has no effect with --no-colocate and on CPUs."""
     rollout_num_gpus: Annotated[int | None, RANKS] = None
     """GPUs of the engines in all, where they have some of their own (--no-colocate)."""
     vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()

@@ -9,8 +9,6 @@ import argparse
 from collections.abc import Sequence
 from itertools import zip_longest
 
-import tyro
-
 from megatron_ibpo.config.entries import ENTRIES, flag
 from megatron_ibpo.config.errors import ConfigError
 from megatron_ibpo.config.fields import Config
@@ -39,6 +37,8 @@ def parse_config(
         ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
             type; an unknown preset; words that are no text, or no value where there must be one.
     """
+    import tyro  # here, so that a trainer does without it
+
     _check_words(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=path_of_user, action="append", default=[])

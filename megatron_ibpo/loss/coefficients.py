@@ -85,8 +85,9 @@ class RowCoefficients:
         """
         self.rows, self.objective = rows, objective
         sequence_R = rows.sequence_of_row()[rows_R]
-        self.local_S = torch.bincount(sequence_R, minlength=rows.num_sequences)
-        self.ends = self.local_S.cumsum(0).tolist()
+        zeros_S = torch.zeros(rows.num_sequences, dtype=torch.int64, device=rows_R.device)
+        self.local_S = zeros_S.index_add(0, sequence_R, torch.ones_like(sequence_R))
+        self.ends = list(rows.index.ends) if rows.index else self.local_S.cumsum(0).tolist()
         """Each sequence's end among the response rows."""
         self.counts_S = sum_over_ranks(self.local_S.to(dtype), rows.cp_group)
         assert rows.sequence_weights_S is not None
@@ -171,7 +172,8 @@ class RowCoefficients:
             return
         part = slice(self.ends[first - 1] if first else 0, self.ends[last - 1])
         lengths_S = self.local_S[first:last]
-        sums_S = torch.segment_reduce(self.value_R[part], "sum", lengths=lengths_S)
+        # "unsafe": the lengths are right, and to check them the host would wait for the device
+        sums_S = torch.segment_reduce(self.value_R[part], "sum", lengths=lengths_S, unsafe=True)
         sums_S = sum_over_ranks(sums_S, self.rows.cp_group)
         counts_S, advantages_S = self.counts_S[first:last], self.advantages[first:last]
         live_S = (advantages_S != 0) & (counts_S > 0)

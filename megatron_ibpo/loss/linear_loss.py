@@ -92,6 +92,7 @@ def linear_packed_logprobs(
     targets_N: Tensor,
     *,
     response_mask_N: Tensor,
+    response_rows_R: Tensor | None = None,
     temperature_N: Tensor | float = 1.0,
     chunk: int = CHUNK_ROWS,
     tp_group: Any = None,
@@ -100,7 +101,11 @@ def linear_packed_logprobs(
 ) -> Tensor:
     """The log-probs that `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient.
 
-    Arguments as there and in `linear_packed_sequence_loss`.
+    Arguments as there and in `linear_packed_sequence_loss`, and
+
+    Args:
+        response_rows_R: [R] int64, the rows that response_mask_N does not leave out, if they are known: else
+            the host waits for their number.
 
     Returns:
         [N] fp32 (fp64 for fp64), 0 in rows where response_mask_N is 0.
@@ -113,7 +118,8 @@ def linear_packed_logprobs(
     head = _head(hidden_NH, weight_VH, targets_N, temperature_N, tp_group, vocab_range, name)
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
-    for rows_C in response_mask_N.nonzero().squeeze(1).split(chunk):
+    rows_R = response_mask_N.nonzero().squeeze(1) if response_rows_R is None else response_rows_R
+    for rows_C in rows_R.split(chunk):
         logprobs_N[rows_C] = head(rows_C)[0]
     return logprobs_N
 
@@ -170,7 +176,9 @@ class _LinearLoss(torch.autograd.Function):
     def forward(ctx, hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, grad_enabled):
         wanted = (ctx.needs_input_grad[0] and grad_enabled, ctx.needs_input_grad[1] and grad_enabled)
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        rows_R = rows.response_mask_N.nonzero().squeeze(1)
+        rows_R = (
+            rows.response_mask_N.nonzero().squeeze(1) if rows.index is None else rows.index.response_rows_R
+        )
         logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
         entropy_N = torch.zeros_like(logprobs_N)
         gradients = _Gradients(hidden_NH, weight_VH, wanted, dtype)

@@ -14,6 +14,19 @@ from megatron_ibpo.loss.objective import Objective
 
 
 @dataclass(frozen=True)
+class RowIndex:
+    """Where rows lie, as the host that laid them out knows it. To read it from the device, the host would
+    wait for all the work before."""
+
+    bounds: tuple[int, ...]
+    """cu_seqlens."""
+    response_rows_R: Tensor
+    """[R] int64 on the device, rising: this rank's rows that response_mask_N does not leave out."""
+    ends: tuple[int, ...]
+    """Each sequence's end among those."""
+
+
+@dataclass(frozen=True)
 class LossRows:
     """N rows of S sequences, laid end to end. Row t of the logits predicts targets_N[t]."""
 
@@ -41,6 +54,8 @@ class LossRows:
     cp_group: Any = None
     """Ranks that share every sequence equally: each has 1/size of its rows, in any order, and everything [N]
     is of those; cu_seqlens and everything [S] are of the whole sequences. None: this rank alone."""
+    index: RowIndex | None = None
+    """None: it is read from the device where it is needed."""
 
     @property
     def num_sequences(self) -> int:
@@ -60,7 +75,7 @@ class LossRows:
 
     def checked(self, num_rows: int, objective: Objective) -> LossRows:
         """These rows as the loss takes them: a mask of bools, this rank's own cu_seqlens (those given,
-        divided by the ranks of cp_group), weights filled in. One copy to the host.
+        divided by the ranks of cp_group), weights filled in. One copy to the host, unless there is an index.
 
         Raises:
             ValueError: what does not fit the number of rows, the sequences or the objective, with its shape.
@@ -82,7 +97,7 @@ class LossRows:
 
     def _own_boundaries(self, num_rows: int) -> Tensor:
         size = 1 if self.cp_group is None else dist.get_world_size(self.cp_group)
-        bounds = self.cu_seqlens.tolist()
+        bounds = self.cu_seqlens.tolist() if self.index is None else self.index.bounds
         lengths = [after - before for before, after in pairwise(bounds)]
         if not lengths or bounds[0] != 0 or bounds[-1] != num_rows * size or min(lengths) < 0:
             shared = f", {size} times over for the ranks of cp_group" if size > 1 else ""

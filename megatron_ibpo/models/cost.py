@@ -28,9 +28,9 @@ class MixerCost:
     kept: int
     """Elements per token that the backward pass needs."""
     recurrent_state: int = 0
-    """fp32 elements of one sequence that an engine holds in place of keys and values."""
+    """Elements of one sequence that an engine holds in place of keys and values."""
     convolution_state: int = 0
-    """The same in the engine's dtype."""
+    """Of the short convolution before it."""
 
 
 def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
@@ -99,3 +99,25 @@ def kept_elements(shape: ModelShape, parallel: ParallelConfig, layer: int) -> fl
     # each chosen expert: its input before and after the exchange, both layers, its output
     routed = shape.experts_per_token * EXPERT_IMBALANCE * (3 * hidden + 3 * shape.expert_hidden_size)
     return elements + routed / sequence
+
+
+def inference_elements(shape: ModelShape, tensor: int) -> float:
+    """Elements per token that an engine's widest layer holds at one time, on one of `tensor` GPUs: residual,
+    input and output, and the tensors of its mixer or of its MLP."""
+    hidden = shape.hidden_size
+    mixer = max(mixer_cost(shape, layer).kept for layer in range(shape.num_layers)) / tensor
+    mlp = 3 * max(shape.ffn_hidden_size, shape.shared_expert_hidden_size) / tensor
+    if shape.is_moe:
+        # of each chosen expert: both halves of its first product or its output in one buffer, and what it
+        # makes of those
+        inner = shape.expert_hidden_size / tensor
+        mlp += shape.experts_per_token * (max(2 * inner, hidden) + inner)
+    return 3 * hidden + max(mixer, mlp)
+
+
+def largest_module(shape: ModelShape) -> int:
+    """Parameters of the largest module that an engine loads in one piece: the embeddings, the experts of a
+    layer, or the first matrices of a dense MLP."""
+    hidden = shape.hidden_size
+    experts = 3 * shape.num_experts * shape.expert_hidden_size
+    return hidden * max(shape.vocab_size, experts, 2 * shape.ffn_hidden_size)

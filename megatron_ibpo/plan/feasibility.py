@@ -12,11 +12,12 @@ from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.plan.census import Census, take_census
 from megatron_ibpo.plan.memory import (
-    CONTEXT_BYTES,
     GIB,
     EngineMemory,
+    HostMemory,
     RankMemory,
     engine_memory,
+    host_memory,
     kv_bytes_per_token,
     rank_memory,
     state_bytes_per_sequence,
@@ -41,6 +42,8 @@ class Plan:
     stages: list[RankMemory] | None = None
     """Of a rank of each pipeline stage: all of them have as much."""
     engine: EngineMemory | None = None
+    host: HostMemory | None = None
+    """Of the node that needs most."""
     placement: Placement | None = None
 
     @property
@@ -69,8 +72,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
     max_tokens = max(config.model.max_tokens_per_gpu, context)
     stages = [rank_memory(shape, config, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
-    engine = engine_memory(config, census, gpu_bytes)
-    plan = Plan(config, shape, world_size, problems, census, stages, engine, placement)
+    engine = engine_memory(shape, config, census, gpu_bytes)
+    host = host_memory(config, census, stages, engine, ranks_per_node(config, world_size))
+    plan = Plan(config, shape, world_size, problems, census, stages, engine, host, placement)
     problems += _memory_problems(plan)
     return plan
 
@@ -136,8 +140,12 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     limit = usable_bytes(plan.config)
     by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
     advice = {
-        "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer "
-        "or --recompute-granularity full, or lower --rollout-max-context-len and --max-tokens-per-gpu",
+        "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer, "
+        "--optimizer-cpu-offload (with --use-precision-aware-optimizer) or --recompute-granularity full, or "
+        "lower --rollout-max-context-len and --max-tokens-per-gpu",
+        "log-probs": "lower --log-probs-max-tokens-per-gpu",
+        "saving": "raise --tensor- or --pipeline-model-parallel-size, or turn on --use-distributed-optimizer "
+        "or --optimizer-cpu-offload",
         "sampling": "lower --vllm-kv-cache-bytes or --vllm-gpu-memory-utilization, or raise "
         "--rollout-num-gpus-per-engine",
         "weight update": "lower --update-weight-buffer-size or --vllm-kv-cache-bytes",
@@ -169,7 +177,7 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
 def peaks(plan: Plan, stage: int) -> dict[str, int]:
     """Bytes in use at the worst moment of each phase, for a rank of a stage.
 
-    The fuller GPU counts where trainer and engine have their own. A sleeping engine keeps its CUDA context.
+    The fuller GPU counts where trainer and engine have their own.
     """
     assert plan.stages is not None
     assert plan.engine is not None
@@ -179,15 +187,45 @@ def peaks(plan: Plan, stage: int) -> dict[str, int]:
     if not plan.config.rollout.colocate:
         return {
             "training": trainer.training,
-            "sampling": engine.total,
-            "weight update": max(trainer.resident, engine.total) + buffers,
+            "log-probs": trainer.inferring,
+            "saving": trainer.resident,
+            "weight update": max(trainer.updating + buffers, engine.sampling + engine.loading + buffers),
+            "sampling": engine.sampling,
         }
     return {
-        "training": trainer.training + CONTEXT_BYTES,
-        "sampling": trainer.resident + engine.total,
-        # engines wake their weights first, and their KV cache when the new weights are in
-        "weight update": trainer.resident + engine.weights + engine.workspace + buffers,
+        "training": trainer.training + engine.asleep,
+        "log-probs": trainer.inferring + engine.asleep,
+        "saving": trainer.resident + engine.asleep,
+        "weight update": trainer.updating + engine.updating + buffers,
+        "sampling": trainer.resting + engine.sampling,
     }
+
+
+@dataclass(frozen=True)
+class Tightest:
+    """The moment of a step that leaves least room."""
+
+    phase: str
+    rank: int
+    taken: int
+    usable: int
+
+    @property
+    def left(self) -> int:
+        """Below 0 where it does not fit."""
+        return self.usable - self.taken
+
+
+def tightest(plan: Plan) -> Tightest:
+    """Over all phases and ranks; needs a plan with stages."""
+    assert plan.stages is not None
+    assert plan.census is not None
+    taken, stage, phase = max(
+        (taken, -stage, phase)
+        for stage in range(len(plan.stages))
+        for phase, taken in peaks(plan, stage).items()
+    )
+    return Tightest(phase, plan.census.ranks(-stage).start, taken, usable_bytes(plan.config))
 
 
 def usable_bytes(config: Config) -> int:
@@ -196,8 +234,12 @@ def usable_bytes(config: Config) -> int:
 
 def full_contexts(plan: Plan) -> float:
     """Sequences of the longest context that one engine's KV cache holds at once."""
+    return sequences(plan, plan.config.rollout.rollout_max_context_len or 0)
+
+
+def sequences(plan: Plan, tokens: int) -> float:
+    """Sequences of so many tokens that one engine's KV cache holds at once, each with its recurrent state."""
     assert plan.engine is not None
-    context = plan.config.rollout.rollout_max_context_len or 0
-    one = context * kv_bytes_per_token(plan.shape, plan.config)
+    one = tokens * kv_bytes_per_token(plan.shape, plan.config)
     one += state_bytes_per_sequence(plan.shape, plan.config)
     return plan.engine.kv_cache / one

@@ -1,24 +1,40 @@
-"""Bytes on one GPU, estimated: what training, sampling and the weight update take of it.
+"""Bytes on one GPU, and of a node's main memory: what training, saving, the weight update and sampling take.
 
 Weights, gradients and optimizer state are counted exactly. Activations, logits and the engine's workspace
 are estimates from the tensors that a layer keeps for its backward pass with Transformer Engine, flash
-attention and flash-linear-attention; the allowances below stand for what no formula gives.
+attention and flash-linear-attention; the allowances below stand for what no formula gives. None of it has
+been compared with a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ParallelConfig, named_values
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, pipeline_layers
-from megatron_ibpo.models.cost import kept_elements, mixer_cost
-from megatron_ibpo.plan.census import Census, StagePart
+from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
+from megatron_ibpo.plan.census import Census, Place, StagePart
 from megatron_ibpo.policy.overrides import optimizer_bytes
+from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
-CONTEXT_BYTES = int(1.5 * GIB)
-"""CUDA context, NCCL buffers and allocator fragments of one process."""
-ENGINE_WORKSPACE_BYTES = 3 * GIB
-"""vLLM's activations, sampler buffers and CUDA graphs."""
+CONTEXT_BYTES = int(0.75 * GIB)
+"""One process on a GPU: CUDA's context, the kernels of torch and its libraries, cuBLAS' workspaces."""
+COMMUNICATOR_BYTES = int(0.4 * GIB)
+"""NCCL's buffers of one communicator: 4 MiB and more for each of its channels, protocols and directions. With
+the context that makes 3 to 5 GiB for the eight to ten communicators of a large layout."""
+FRAGMENTED = 0.05
+"""Of what comes and goes in a training pass: held by torch's allocator in pieces that nothing fits into."""
+GRAPHS_BYTES = GIB
+"""vLLM's CUDA graphs, which stay while an engine sleeps."""
+ENGINE_BUFFERS_BYTES = int(0.75 * GIB)
+"""Workspaces of vLLM's attention, all-reduce and sampling kernels."""
+ENGINE_PREFILL_TOKENS = 16384
+"""Prompt tokens that an engine takes in one step."""
+SAMPLER_BYTES = 14
+"""For each logit of a sampled token: as bf16 and fp32, its log-probability and its probability in fp32."""
+_GATHERED_BYTES = 12
+"""Of a parameter's optimizer state in a checkpoint: itself and Adam's two means, in fp32."""
 _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
 """fp32 statistics of the loss, which goes through the logits in chunks."""
 
@@ -30,19 +46,52 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+    host_optimizer: int
+    """Of its state, in main memory (--optimizer-cpu-offload)."""
     activations: int
     logits: int
     """And what the loss holds beside them."""
+    without_gradient: int
+    """Activations and logits of a pass without a gradient, of --log-probs-max-tokens-per-gpu tokens."""
+    second_gradients: int
+    """The gradient meter's sum, in steps that measure."""
+    process: int
+    """CUDA context and communicators."""
+    moves_out: bool
+    """Weights, gradients and optimizer state leave the GPU while engines sample."""
+
+    @property
+    def state(self) -> int:
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def resident(self) -> int:
-        """What stays through the whole run."""
-        return self.weights + self.gradients + self.optimizer + CONTEXT_BYTES
+        """Between two passes."""
+        return self.state + self.process
+
+    @property
+    def fragments(self) -> int:
+        return int(FRAGMENTED * (self.activations + self.logits))
 
     @property
     def training(self) -> int:
         """The peak of a forward and backward pass."""
-        return self.resident + self.activations + self.logits
+        return self.resident + self.second_gradients + self.activations + self.logits + self.fragments
+
+    @property
+    def inferring(self) -> int:
+        """The peak of a pass without a gradient, as before the first optimizer step of an update."""
+        return self.resident + int((1 + FRAGMENTED) * self.without_gradient)
+
+    @property
+    def updating(self) -> int:
+        """While weights are sent."""
+        return self.process + (self.weights if self.moves_out else self.state)
+
+    @property
+    def resting(self) -> int:
+        """While engines sample."""
+        return self.process + (0 if self.moves_out else self.state)
 
 
 @dataclass(frozen=True)
@@ -52,32 +101,99 @@ class EngineMemory:
     weights: int
     kv_cache: int
     workspace: int
+    """Activations of the longest step, logits, buffers of kernels."""
+    loading: int
+    """While a weight update lasts: vLLM collects a whole module, not its shard alone, before it takes it over
+    (vllm/model_executor/model_loader/reload/layerwise.py)."""
+    asleep: int
+    """What sleep gives back to nobody: CUDA context, communicators and graphs."""
+
+    @property
+    def sampling(self) -> int:
+        return self.weights + self.kv_cache + self.workspace + self.asleep
+
+    @property
+    def updating(self) -> int:
+        """Weights wake first; the KV cache follows when the new ones are in."""
+        return self.weights + self.loading + self.asleep
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of a node's main memory that are large; programs, data and Ray's object store come on top."""
+
+    trainers: int
+    """What trainers move out while engines sample, in pinned memory."""
+    checkpoint: int
+    """Copies of what is being written, while training goes on."""
+    reference: int
+    """Weights of the reference policy (--kl-coef)."""
+    engines: int
+    """Weights of engines that sleep."""
+    optimizer: int
+    """State that is there at all times (--optimizer-cpu-offload)."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.workspace
+        return self.trainers + self.checkpoint + self.reference + self.engines + self.optimizer
 
 
 def rank_memory(
     shape: ModelShape, config: Config, part: StagePart, census: Census, max_tokens: int
 ) -> RankMemory:
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
-    element = 2 if config.model.bf16 else 4
-    state = optimizer_bytes(config).device
+    element = _trainer_element(config)
+    state = optimizer_bytes(config)
     dense, experts = part.dense, part.experts
     if config.parallel.use_distributed_optimizer:
         dense = -(-dense // census.data_parallel)
         experts = -(-experts // census.expert_data_parallel)
     stages = config.parallel.pipeline_model_parallel_size
-    # a critic is a second model of about this size; its activations are gone before the policy's begin
-    models = 2 if config.algorithm.advantages == "critic" else 1
+    models = _models(config)
+    groups = communicators(shape, config, census)
     return RankMemory(
         weights=models * part.parameters * element,
         gradients=models * part.parameters * 4,
-        optimizer=round(models * (dense + experts) * state),
+        optimizer=round(models * (dense + experts) * state.device),
+        host_optimizer=round(models * (dense + experts) * state.host),
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
+        without_gradient=_without_gradient(shape, config, part, max_tokens),
+        second_gradients=0 if config.run.gradient_meter_interval is None else part.parameters * 4,
+        process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
+        moves_out=config.rollout.colocate and config.rollout.offload_train,
     )
+
+
+def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str, int]:
+    """NCCL communicators that a trainer comes to use, by what for, with the ranks of each: Megatron's groups
+    of more than one rank, one over all ranks that gathers weights, and one with engines elsewhere."""
+    parallel, world = config.parallel, census.world_size
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    experts, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    # gradient norms: over the ranks that share a gradient, or with sharded state over all
+    sharded = parallel.use_distributed_optimizer
+    groups = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "data": census.data_parallel,
+        "gradient norm": world if sharded else tensor * pipeline,
+        "all": world,
+    }
+    if shape.tie_word_embeddings:
+        groups["embeddings"] = min(2, pipeline)
+    if shape.is_moe:
+        groups |= {
+            "expert": experts,
+            "expert tensor": expert_tensor,
+            "experts of a layer": experts * expert_tensor,
+            "expert data": census.expert_data_parallel,
+        }
+        if not sharded:
+            groups["expert gradient norm"] = experts * expert_tensor * pipeline
+    if not config.rollout.colocate:
+        groups["engines"] = 2
+    return {name: size for name, size in groups.items() if size > 1}
 
 
 def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
@@ -89,16 +205,64 @@ def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) ->
     return max_tokens * columns * element + _LOSS_CHUNK_BYTES
 
 
-def engine_memory(config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
+def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
     """One GPU of an engine; the KV cache is what was asked for, or what the utilization leaves."""
     rollout = config.rollout
-    element = _engine_element(config)
-    weights = census.total * element // rollout.rollout_num_gpus_per_engine
-    asked = rollout.vllm_kv_cache_bytes
-    if asked is None:
+    element, size = _engine_element(config), rollout.rollout_num_gpus_per_engine
+    given = named_values(rollout.vllm_arg)
+    # routers are copied, everything else of size is cut
+    routers = shape.num_layers * shape.num_experts * shape.hidden_size
+    weights = ((census.total - routers) // size + routers) * element
+    tokens = int(given.get("max_num_batched_tokens", ENGINE_PREFILL_TOKENS))
+    workspace = int(tokens * inference_elements(shape, size)) * element
+    workspace += rollout.vllm_max_num_seqs * shape.vocab_size * SAMPLER_BYTES + ENGINE_BUFFERS_BYTES
+    graphs = 0 if rollout.vllm_enforce_eager else GRAPHS_BYTES
+    # torch's communicator of an engine, and vLLM's own
+    groups = (2 if size > 1 else 0) + (not rollout.colocate)
+    asleep = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + graphs
+    cache = rollout.vllm_kv_cache_bytes
+    if cache is None:
         budget = int(rollout.vllm_gpu_memory_utilization * gpu_bytes)
-        asked = max(0, budget - weights - ENGINE_WORKSPACE_BYTES)
-    return EngineMemory(weights=weights, kv_cache=asked, workspace=ENGINE_WORKSPACE_BYTES + CONTEXT_BYTES)
+        cache = max(0, budget - weights - workspace - asleep)
+    whole = largest_module(shape) * _trainer_element(config)
+    return EngineMemory(weights, cache, workspace, loading=whole + whole // size, asleep=asleep)
+
+
+def host_memory(
+    config: Config, census: Census, stages: Sequence[RankMemory], engine: EngineMemory, ranks_per_node: int
+) -> HostMemory:
+    """The node that needs most; a node holds ranks of one stage, or of several that are as large."""
+    rollout = config.rollout
+    trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
+    reference = max(stage.weights for stage in stages) // _models(config) if config.loss.kl_coef > 0 else 0
+    return HostMemory(
+        trainers=trainers,
+        checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
+        reference=reference * ranks_per_node,
+        engines=engine.weights * ranks_per_node if rollout.colocate else 0,
+        optimizer=max(stage.host_optimizer for stage in stages) * ranks_per_node,
+    )
+
+
+def _checkpoint_copies(config: Config, census: Census, ranks_per_node: int) -> int:
+    """What a node holds of a checkpoint until it is written. The state of a sharded optimizer is gathered on
+    the first rank of each data-parallel group, and copied there; of everything else ranks have a share."""
+    if not config.parallel.use_distributed_optimizer:
+        whole = checkpoint_bytes(census.total, bf16=bool(config.model.bf16))
+        return _models(config) * whole * ranks_per_node // census.world_size
+    weights = census.total * _trainer_element(config) * ranks_per_node // census.world_size
+    gathered = 0
+    for stage in range(len(census.stages)):
+        first = census.ranks(stage).start // ranks_per_node * ranks_per_node
+        places = [census.place(rank) for rank in range(first, first + ranks_per_node)]
+        gathered = max(gathered, sum(_gathers(census, place) for place in places))
+    return _models(config) * (weights + 2 * _GATHERED_BYTES * gathered)
+
+
+def _gathers(census: Census, place: Place) -> int:
+    """Parameters whose optimizer state comes together on this rank."""
+    part = census.stages[place.pipeline]
+    return part.dense * (place.data == 0) + part.experts * (place.expert_data == 0)
 
 
 def kv_bytes_per_token(shape: ModelShape, config: Config) -> int:
@@ -108,10 +272,14 @@ def kv_bytes_per_token(shape: ModelShape, config: Config) -> int:
 
 
 def state_bytes_per_sequence(shape: ModelShape, config: Config) -> int:
-    """Recurrent (fp32) and convolution state of one sequence on one GPU of an engine."""
+    """Recurrent and convolution state of one sequence on one GPU of an engine. vLLM keeps both in the model's
+    dtype where --vllm-arg mamba_ssm_cache_dtype says nothing of the former."""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    recurrent = 4 * sum(mixer.recurrent_state for mixer in mixers)
-    convolution = _engine_element(config) * sum(mixer.convolution_state for mixer in mixers)
+    given = named_values(config.rollout.vllm_arg).get("mamba_ssm_cache_dtype", "auto")
+    element = _engine_element(config)
+    state = {"float32": 4, "float16": 2, "bfloat16": 2}.get(given, element)
+    recurrent = state * sum(mixer.recurrent_state for mixer in mixers)
+    convolution = element * sum(mixer.convolution_state for mixer in mixers)
     return (recurrent + convolution) // config.rollout.rollout_num_gpus_per_engine
 
 
@@ -121,10 +289,19 @@ def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
     The weights travel in the trainer's dtype. The largest tensor is gathered whole, and a bucket exists
     twice: filling up on the trainer's side, being loaded on the engine's.
     """
-    element = 2 if config.model.bf16 else 4
+    element = _trainer_element(config)
     whole, largest = census.total * element, census.largest * element
     bucket = min(whole, max(config.rollout.update_weight_buffer_size, largest))
     return whole, largest + 2 * bucket
+
+
+def _models(config: Config) -> int:
+    """A critic is a second model of about this size; its activations are gone before the policy's begin."""
+    return 2 if config.algorithm.advantages == "critic" else 1
+
+
+def _trainer_element(config: Config) -> int:
+    return 2 if config.model.bf16 else 4
 
 
 def _engine_element(config: Config) -> int:
@@ -133,13 +310,17 @@ def _engine_element(config: Config) -> int:
 
 
 def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int) -> int:
-    """What is kept for the backward pass at its fullest, and the layer that is being worked on."""
+    """What is kept for the backward pass at its fullest, and what the layer that is being worked on takes."""
     stages = config.parallel.pipeline_model_parallel_size
-    element = 2 if config.model.bf16 else 4
+    element = _trainer_element(config)
     in_flight = stages - part.pipeline  # micro-batches that 1F1B keeps alive on this stage
     (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
     layer_bytes = [kept_elements(shape, config.parallel, layer) * tokens * element for layer in layers]
     working = 2.0 * max(layer_bytes)  # a layer's tensors and their gradients
+    working += _gathered(shape, config.parallel, tokens) * element
+    # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
+    # largest weight, or of a layer's experts at once, whose first matrices are two thirds of them.
+    working += max(part.largest, part.experts // part.layers * 2 // 3) * element
     if config.model.recompute_granularity != "full":
         return int(in_flight * sum(layer_bytes) + working)
     tensor = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
@@ -149,3 +330,24 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
         return int(in_flight * (chunk * kept + sum(layer_bytes[chunk:])) + working)
     chunks = -(-part.layers // chunk)
     return int(in_flight * chunks * kept + (chunk - 1) * max(layer_bytes) + working)
+
+
+def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
+    """One layer's tensors, and on the last stage logits with what the loss takes of them."""
+    tokens = max(max_tokens, config.model.tokens_without_gradient)
+    element = _trainer_element(config)
+    (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
+    widest = max(kept_elements(shape, config.parallel, layer) for layer in layers)
+    gathered = _gathered(shape, config.parallel, tokens)
+    is_last = part.pipeline == config.parallel.pipeline_model_parallel_size - 1
+    return int((widest * tokens + gathered) * element) + (
+        _logits(shape, config, tokens, element) if is_last else 0
+    )
+
+
+def _gathered(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:
+    """Elements of a layer's whole input and of its gradient, which sequence parallelism gathers for a matrix
+    product and its backward pass."""
+    if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
+        return 0
+    return 2 * tokens * shape.hidden_size

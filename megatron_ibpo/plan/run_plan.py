@@ -1,7 +1,7 @@
 """The plan that `--dry-run` prints: what a configuration means on a cluster, and whether it can work."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from rich.console import Console
@@ -13,9 +13,17 @@ from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
 from megatron_ibpo.plan.census import Census
-from megatron_ibpo.plan.feasibility import Plan, full_contexts, make_plan, peaks, ranks_per_node, usable_bytes
+from megatron_ibpo.plan.feasibility import (
+    Plan,
+    full_contexts,
+    make_plan,
+    peaks,
+    ranks_per_node,
+    sequences,
+    tightest,
+    usable_bytes,
+)
 from megatron_ibpo.plan.memory import (
-    CONTEXT_BYTES,
     GIB,
     RankMemory,
     kv_bytes_per_token,
@@ -23,7 +31,7 @@ from megatron_ibpo.plan.memory import (
     sync_bytes,
 )
 from megatron_ibpo.report.display import open_console, sizes_table
-from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes
+from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes, kept_at_once
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.words import counted, listed
 
@@ -83,11 +91,33 @@ def _print_plan(plan: Plan, console: Console) -> None:
             say(line)
     say()
     if not plan.problems:
-        say("This fits.")
+        least = tightest(plan)
+        say(in_short(plan))
+        say(
+            f"This fits. {least.phase.capitalize()} on rank {least.rank} takes most, {_gib(least.taken)} "
+            f"GiB, and leaves {_gib(least.left)}."
+        )
         return
     say("This cannot work:")
     for problem in plan.problems:
         say(f"  - {problem}")
+
+
+def in_short(plan: Plan) -> str:
+    """A line on what a plan needs; the recipes say it in their heads."""
+    assert plan.stages is not None
+    assert plan.host is not None
+    assert plan.census is not None
+    by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
+    most = ", ".join(
+        f"{phase} {max(phases[phase] for phases in by_stage) / GIB:.1f}" for phase in by_stage[0]
+    )
+    disk = _disk_bytes(plan.config, plan.census.total)
+    gpus = f"{counted(plan.world_size, 'GPU')} of {plan.config.run.dry_run_gpu_memory_gib:g} GiB"
+    return (
+        f"Needs {gpus}, of which {usable_bytes(plan.config) / GIB:.1f} can be used. GiB of the fullest: "
+        f"{most}. GiB of a node's main memory: {plan.host.total / GIB:,.0f}; of disk: {disk / GIB:,.0f}."
+    )
 
 
 def _places_table(plan: Plan, census: Census) -> Table:
@@ -144,32 +174,47 @@ def _memory_table(plan: Plan, census: Census) -> Table:
     for stages in columns:
         table.add_column(_ranks_name([census.ranks(stage) for stage in stages]), justify="right")
 
-    def row(name: str, values: Sequence[int]) -> None:
-        table.add_row(name, *(_gib(value) for value in values))
-
     memories = [plan.stages[stages[0]] for stages in columns]
     worst = [peaks(plan, stages[0]) for stages in columns]
-    colocated = plan.config.rollout.colocate
-    row("weights", [memory.weights for memory in memories])
-    row("gradients, fp32", [memory.gradients for memory in memories])
-    row("optimizer state", [memory.optimizer for memory in memories])
-    row("activations *", [memory.activations for memory in memories])
-    row("logits *", [memory.logits for memory in memories])
-    processes = "process *, sleeping engine *" if colocated else "process *"
-    row(processes, [(1 + colocated) * CONTEXT_BYTES] * len(columns))
-    row("= training", [peak["training"] for peak in worst])
-    table.add_section()
+    engine, colocated = plan.engine, plan.config.rollout.colocate
+
+    def row(name: str, value: Callable[[RankMemory], int]) -> None:
+        values = [value(memory) for memory in memories]
+        if any(values):
+            table.add_row(name, *map(_gib, values))
+
+    def total(phase: str) -> None:
+        table.add_row(f"= {phase}", *(_gib(peak[phase]) for peak in worst))
+        table.add_section()
+
+    row("weights", lambda trainer: trainer.weights)
+    row("gradients, fp32", lambda trainer: trainer.gradients)
+    row("optimizer state", lambda trainer: trainer.optimizer)
+    row("CUDA and NCCL *", lambda trainer: trainer.process)
     if colocated:
-        row("trainer at rest", [memory.resident for memory in memories])
-    row("engine weights", [plan.engine.weights] * len(columns))
-    row("KV cache", [plan.engine.kv_cache] * len(columns))
-    row("engine workspace *", [plan.engine.workspace] * len(columns))
-    row("= sampling", [peak["sampling"] for peak in worst])
-    table.add_section()
-    row("weight-update buffers", [buffers] * len(columns))
-    row("= weight update", [peak["weight update"] for peak in worst])
-    table.add_section()
-    row("usable", [usable_bytes(plan.config)] * len(columns))
+        row("sleeping engine *", lambda _: engine.asleep)
+    row("gradients measured, fp32", lambda trainer: trainer.second_gradients)
+    row("activations *", lambda trainer: trainer.activations)
+    row("logits *", lambda trainer: trainer.logits)
+    row("fragments *", lambda trainer: trainer.fragments)
+    total("training")
+    row("pass without gradient *", lambda trainer: trainer.without_gradient)
+    total("log-probs")
+    total("saving")
+    row("trainer", lambda trainer: trainer.updating)
+    row("engine weights", lambda _: engine.weights)
+    row("CUDA, NCCL, graphs of engine *", lambda _: engine.asleep)
+    row("module being loaded", lambda _: engine.loading)
+    row("weight-update buffers", lambda _: buffers)
+    total("weight update")
+    if colocated:
+        row("trainer at rest", lambda trainer: trainer.resting)
+    row("engine weights", lambda _: engine.weights)
+    row("CUDA, NCCL, graphs of engine *", lambda _: engine.asleep)
+    row("KV cache", lambda _: engine.kv_cache)
+    row("engine workspace *", lambda _: engine.workspace)
+    total("sampling")
+    row("usable", lambda _: usable_bytes(plan.config))
     return table
 
 
@@ -197,33 +242,22 @@ def _gib(value: int) -> str:
 
 
 def _remarks(plan: Plan, census: Census) -> list[str]:
-    assert plan.engine is not None
     config, rollout = plan.config, plan.config.rollout
     sent, _ = sync_bytes(census, config)
-    bf16 = bool(config.model.bf16)
-    saved = checkpoint_bytes(census.total, bf16=bf16) + export_bytes(census.total, bf16=bf16)
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
-    where = ""
-    if rollout.colocate:
-        per_node = ranks_per_node(config, plan.world_size) * plan.engine.weights
-        where = (
-            f", on the trainers' GPUs; asleep while those train, their weights in {_gib(per_node)} GiB of "
-            "each node's main memory"
-        )
-    elif plan.placement is not None:
+    where = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
+    if not rollout.colocate and plan.placement is not None:
         rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
         where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
-    state = state_bytes_per_sequence(plan.shape, config)
-    states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
         f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
-        f"KV cache: {kv_bytes_per_token(plan.shape, config):,} bytes a token and GPU{states}; one engine "
-        f"holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens",
+        _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
         f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",
-        f"disk: {_gib(saved)} GiB for one checkpoint and the Hugging Face export",
+        _main_memory(plan),
+        _disk(config, census.total),
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted on the real model",
     ]
@@ -238,3 +272,54 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
             "of tokens"
         )
     return lines
+
+
+def _kv_cache(plan: Plan) -> str:
+    rollout = plan.config.rollout
+    state = state_bytes_per_sequence(plan.shape, plan.config)
+    states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
+    responses = sequences(plan, rollout.rollout_max_response_len)
+    return (
+        f"KV cache: {kv_bytes_per_token(plan.shape, plan.config):,} bytes a token and GPU{states}; one "
+        f"engine holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens, or "
+        f"{responses:.0f} responses of {rollout.rollout_max_response_len:,}; it works at no more than "
+        f"{rollout.vllm_max_num_seqs} at once (--vllm-max-num-seqs)"
+    )
+
+
+def _main_memory(plan: Plan) -> str:
+    assert plan.host is not None
+    parts = {
+        "trainers' state while engines sample": plan.host.trainers,
+        "a checkpoint being written": plan.host.checkpoint,
+        "the reference policy": plan.host.reference,
+        "sleeping engines": plan.host.engines,
+        "the optimizer": plan.host.optimizer,
+    }
+    named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"
+
+
+def _disk(config: Config, parameters: int) -> str:
+    if not config.run.save:
+        return "disk: no checkpoints, --no-save"
+    checkpoints, exports = kept_at_once(config)
+    return (
+        f"disk: {_gib(_disk_bytes(config, parameters))} GiB for {counted(checkpoints, 'checkpoint')} at one "
+        f"time (--keep-checkpoints, and one being written) of {_gib(_checkpoint_bytes(config, parameters))} "
+        f"each and {counted(exports, 'Hugging Face export')}"
+    )
+
+
+def _disk_bytes(config: Config, parameters: int) -> int:
+    """What a run keeps at one time."""
+    if not config.run.save:
+        return 0
+    checkpoints, exports = kept_at_once(config)
+    export = export_bytes(parameters, bf16=bool(config.model.bf16))
+    return checkpoints * _checkpoint_bytes(config, parameters) + exports * export
+
+
+def _checkpoint_bytes(config: Config, parameters: int) -> int:
+    models = 2 if config.algorithm.advantages == "critic" else 1
+    return models * checkpoint_bytes(parameters, bf16=bool(config.model.bf16))

@@ -131,6 +131,9 @@ def _metadata() -> dict[str, Any]:
         # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
+        # a sharded optimizer's state is gathered in host memory: else every rank would hold a whole buffer in
+        # fp32 on its GPU, and all of them in host memory
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
@@ -158,7 +161,15 @@ def _progress(trained: Trainer | Critic, models: dict[str, Any], *, is_loading: 
         is_loading=is_loading,
         metadata=_metadata(),
     )
-    return {"optimizer": optimizer, "scheduler": trained.scheduler.state_dict()}
+    return {"optimizer": _without_classes(optimizer), "scheduler": trained.scheduler.state_dict()}
+
+
+def _without_classes(state: Any) -> Any:
+    """As it is, but for what would be pickled as code: an optimizer in host memory names those that it is
+    made of among its settings, and no checkpoint with such an entry is read."""
+    if isinstance(state, dict):
+        return {key: _without_classes(own) for key, own in state.items() if not isinstance(own, type)}
+    return [_without_classes(own) for own in state] if isinstance(state, list) else state
 
 
 def _optimizers(trained: Trainer | Critic) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from megatron_ibpo.policy.forward_backward import (
     is_reporting_rank,
     make_trainable,
 )
-from megatron_ibpo.policy.packing import PackedBatch, pack
+from megatron_ibpo.policy.packing import PackedBatch, packed
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
@@ -68,8 +68,7 @@ class Critic:
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
         """What it expects before each response token: (index in the list that was planned, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
-        packs = [pack(micro_batch) for micro_batch in share]
-        found = infer(self.chunks, packs, _values_output, self.world.device)
+        found = infer(self.chunks, packed(share), _values_output, self.world.device)
         return found if is_reporting_rank() else []
 
     def update(self, share: RankUpdate) -> dict[str, float]:
@@ -90,7 +89,7 @@ class Critic:
 
     def _optimizer_step(self, minibatch: MiniBatch) -> dict[str, float]:
         self.scheduler.step(1)
-        packs = [pack(micro_batch) for micro_batch in minibatch.micro_batches]
+        packs = packed(minibatch.cut.micro_batches)
         tokens = max(1, minibatch.trained_tokens)
         output = partial(_loss_output, tokens, self.config.loss.value_clip)
         pieces = accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world)

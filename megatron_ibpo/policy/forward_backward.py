@@ -11,6 +11,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -51,11 +52,12 @@ def make_trainable(
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
     model_config = chunks[0].config
     wrapped = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
-    optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = wrapped[0].no_sync
@@ -193,7 +195,16 @@ def is_reporting_rank() -> bool:
 
 
 def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
+    """
+    Raises:
+        ValueError: --use-precision-aware-optimizer without Transformer Engine, or as `optimizer_overrides`.
+    """
     chosen, overrides = config.optimizer, optimizer_overrides(config)
+    if chosen.use_precision_aware_optimizer and not (chosen.optimizer_cpu_offload or HAVE_TE):
+        raise ValueError(
+            "--use-precision-aware-optimizer: its steps are Transformer Engine's, which is not installed; "
+            "drop it, or add --optimizer-cpu-offload"
+        )
     fields = {
         "optimizer": "adam",
         "lr": lr,
@@ -206,6 +217,10 @@ def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
         "bf16": bool(config.model.bf16),
         "params_dtype": torch.bfloat16 if config.model.bf16 else torch.float32,
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "use_precision_aware_optimizer": chosen.use_precision_aware_optimizer,
+        "optimizer_cpu_offload": chosen.optimizer_cpu_offload,
+        "optimizer_offload_fraction": 1.0,
+        "overlap_cpu_optimizer_d2h_h2d": chosen.overlap_cpu_optimizer_d2h_h2d,
     }
     return MegatronOptimizerConfig(**fields | as_megatron(overrides, MegatronOptimizerConfig))
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_ibpo.loss import Objective
 from megatron_ibpo.policy.objective import aggregation, gspo_objective
-from megatron_ibpo.policy.packing import PackedArrays, pack
+from megatron_ibpo.policy.packing import PackedArrays, packed
 from megatron_ibpo.policy.planning import Block, RankMeasure
 from megatron_ibpo.policy.trainer import Trainer
 
@@ -52,21 +52,22 @@ def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
     config = trainer.config
     own = trainer.objective(aggregation(config, share.mean_length))
     gspo = gspo_objective(config, trainer.world.device)
-    noise = measure_gradient(
-        trainer, ((size, trainer.as_trained(live)) for size, live in packed(share.own)), own
-    )
+    trained = ((block.prompts, trainer.as_trained(block.cut)) for block in share.own)
+    noise = measure_gradient(trainer, trained, own)
     # of the same sequences and loss it is the same, and on-policy ratios of 1 reach no clip
     ratios_are_1 = config.loss.old_logprobs == "recompute"
     same_loss = replace(own, params=gspo.params) == gspo and not config.loss.corrections and ratios_are_1
     plain = share.own if share.plain is None else share.plain
-    reference = noise if same_loss and share.plain is None else measure_gradient(trainer, packed(plain), gspo)
+    reference = (
+        noise if same_loss and share.plain is None else measure_gradient(trainer, as_sampled(plain), gspo)
+    )
     return (noise.metrics() if noise else {}) | (reference.metrics("gspo_") if reference else {})
 
 
-def packed(blocks: Iterable[Block]) -> Iterator[Packed]:
-    """One block at a time."""
+def as_sampled(blocks: Iterable[Block]) -> Iterator[Packed]:
+    """One block at a time, at ratio 1 and without a reference policy."""
     for block in blocks:
-        yield block.prompts, [pack(micro_batch) for micro_batch in block.micro_batches]
+        yield block.prompts, packed(block.cut.micro_batches)
 
 
 def measure_gradient(

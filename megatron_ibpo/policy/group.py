@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy.planning import (
+    Cost,
     Passes,
     Plan,
     data_parallel_rank,
@@ -46,8 +47,12 @@ class RankCalls(Protocol):
 class Policy:
     """The policy under training, and the critic where there is one."""
 
-    def __init__(self, ranks: RankCalls, config: Config, world_size: int) -> None:
-        self._ranks, self._config = ranks, config
+    def __init__(self, ranks: RankCalls, config: Config, world_size: int, cost: Cost) -> None:
+        """
+        Args:
+            cost: by which sequences are dealt to the data-parallel ranks.
+        """
+        self._ranks, self._config, self._cost = ranks, config, cost
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
         self._saves: list[str] = []
@@ -60,10 +65,10 @@ class Policy:
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One rollout's optimizer steps, of the policy and then of the critic; returns the metrics."""
-        plan = plan_update(sequences, self._config, self._num_shares)
+        plan = plan_update(sequences, self._config, self._num_shares, self._cost)
         metrics = self._run("update", plan)[0] | update_metrics(sequences)
         if self._config.algorithm.advantages == "critic":
-            plan = plan_value_update(sequences, self._config, self._num_shares)
+            plan = plan_value_update(sequences, self._config, self._num_shares, self._cost)
             metrics |= self._run("update_critic", plan)[0]
         return metrics
 
@@ -79,9 +84,8 @@ class Policy:
         self, sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]
     ) -> dict[str, float]:
         """How noisy the gradient of `sequences` is over prompts, and GSPO's on `plain`."""
-        return self._run("measure_gradient", plan_measure(sequences, plain, self._config, self._num_shares))[
-            0
-        ]
+        plan = plan_measure(sequences, plain, self._config, self._num_shares, self._cost)
+        return self._run("measure_gradient", plan)[0]
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
         """Begin a Megatron checkpoint under `directory`, which all ranks reach; training may go on. It has
@@ -124,8 +128,8 @@ class Policy:
     def _forward(self, method: str, sequences: Sequence[TrainSequence]) -> list[Floats]:
         if not sequences:
             return []
-        parts = self._run(method, plan_forward(sequences, self._config, self._num_shares))
-        return merge_parts(parts, len(sequences))
+        plan = plan_forward(sequences, self._config, self._num_shares, self._cost)
+        return merge_parts(self._run(method, plan), len(sequences))
 
     def _run(self, method: str, plan: Plan[Any]) -> list[Any]:
         """Every rank gets the share of its data-parallel rank: sent once however many ranks want it."""

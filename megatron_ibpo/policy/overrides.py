@@ -86,6 +86,9 @@ OPTIMIZER_OURS = {
     "fp16": "use --bf16",
     "params_dtype": "use --bf16",
     "use_distributed_optimizer": "use --use-distributed-optimizer",
+    "use_precision_aware_optimizer": "use --use-precision-aware-optimizer",
+    "optimizer_cpu_offload": "use --optimizer-cpu-offload",
+    "overlap_cpu_optimizer_d2h_h2d": "use --overlap-cpu-optimizer-d2h-h2d",
     "main_grads_dtype": "gradients are summed in float32",
 }
 """Fields of OptimizerConfig that follow from the rest → what to do instead."""
@@ -200,7 +203,7 @@ class OptimizerBytes:
     device: float
     """On the GPU: the master weight where the weight is bf16, and both means."""
     host: float
-    """In main memory (`optimizer_cpu_offload`): the same, and the gradient."""
+    """In main memory (--optimizer-cpu-offload): the same, and the gradient."""
 
 
 def optimizer_bytes(config: Config) -> OptimizerBytes:
@@ -209,8 +212,8 @@ def optimizer_bytes(config: Config) -> OptimizerBytes:
     Raises:
         ValueError: as `optimizer_overrides`.
     """
-    overrides = optimizer_overrides(config)
-    precise = not overrides.get("use_precision_aware_optimizer")
+    chosen, overrides = config.optimizer, optimizer_overrides(config)
+    precise = not chosen.use_precision_aware_optimizer
 
     def size(name: str) -> int:
         return 4 if precise else _DTYPES[overrides.get(name, "fp32")].num_bytes
@@ -219,5 +222,6 @@ def optimizer_bytes(config: Config) -> OptimizerBytes:
     if not precise and config.model.bf16 and overrides.get("store_param_remainders", True):
         master = 2  # the bits that the bf16 weight lacks
     state = master + size("exp_avg_dtype") + size("exp_avg_sq_dtype")
-    away = overrides.get("optimizer_offload_fraction", 0.0) if overrides.get("optimizer_cpu_offload") else 0.0
-    return OptimizerBytes(device=state * (1 - away), host=(state + 4) * away)
+    whole = 12 if config.model.bf16 else 8  # in main memory all of it is fp32
+    away = overrides.get("optimizer_offload_fraction", 1.0) if chosen.optimizer_cpu_offload else 0.0
+    return OptimizerBytes(device=state * (1 - away), host=(whole + 4) * away)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss import LossRows
+from megatron_ibpo.loss import LossRows, RowIndex
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
 
@@ -61,8 +61,8 @@ class PackedBatch:
     position_ids_1N: Tensor
     max_seqlen: int
     rows: LossRows
-    """The padding sequence included; the mask is float32. Without old log-probs the forward pass itself gives
-    them; without a reference policy there are none of it."""
+    """With an index, and the padding sequence included; the mask is float32. Without old log-probs the
+    forward pass itself gives them; without a reference policy there are none of it."""
     rollout_logprobs_N: Tensor | None
     returns_N: Tensor | None
     values_N: Tensor | None
@@ -70,9 +70,12 @@ class PackedBatch:
     """Without the padding."""
     rows_R: Lengths
     """Row of each response token."""
-    loss_rows: Tensor
-    """[T] int64, rising: the rows that are in the loss, as the mask says too. Taking rows by their numbers
-    asks nothing of the device; by a mask the host would wait for how many there are."""
+
+    def loss_rows(self) -> Tensor:
+        """[T] int64, rising: the rows that are in the loss. Taking them by number asks nothing of the device;
+        by a mask the host would wait for how many there are."""
+        assert self.rows.index is not None  # `lay_out` made it
+        return self.rows.index.response_rows_R
 
 
 def pack(micro_batch: MicroBatch) -> PackedArrays:
@@ -103,6 +106,11 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
         values_R=_of_all([s.values for s in chosen]),
         members_S=np.array(micro_batch.members, np.int64),
     )
+
+
+def packed(micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
+    """Each of them."""
+    return [pack(micro_batch) for micro_batch in micro_batches]
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
@@ -150,6 +158,12 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
     assert mask_N is not None
     token_advantages_N = per_row(arrays.token_advantages_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
+    loss_rows = rows_R[arrays.loss_mask_R]
+    index = RowIndex(
+        bounds=tuple(bounds.tolist()),
+        response_rows_R=tensor(loss_rows, torch.int64),
+        ends=tuple(np.searchsorted(loss_rows, bounds[1:]).tolist()),
+    )
     return PackedBatch(
         input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
         position_ids_1N=tensor(positions, torch.int64)[None],
@@ -166,13 +180,13 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
             token_weights_N=per_row(arrays.token_weights_R),
             sequence_weights_S=sequences(arrays.weights_S, 0.0),
             temperature=sequences(arrays.temperature_S, 1.0),
+            index=index,
         ),
         rollout_logprobs_N=per_row(arrays.rollout_logprobs_R),
         returns_N=per_row(arrays.returns_R) if both else None,
         values_N=per_row(arrays.values_R) if both else None,
         num_sequences=len(lengths),
         rows_R=rows_R,
-        loss_rows=tensor(rows_R[arrays.loss_mask_R], torch.int64),
     )
 
 

@@ -21,7 +21,8 @@ def initialize(parallel: ParallelConfig, world: World, seed: int) -> None:
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
-        create_gloo_process_groups=world.device.type == "cuda",
+        # checkpoints gather optimizer state in host memory; a rank that is only counted has no other to ask
+        create_gloo_process_groups=world.control is not None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

@@ -3,8 +3,9 @@
 The driver has neither a GPU nor a model, so nothing here needs torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +15,10 @@ from megatron_ibpo.config import Config, LossConfig, ParallelConfig
 from megatron_ibpo.records import TrainSequence
 
 Share = TypeVar("Share")
+
+Cost = Callable[[int], float]
+"""Tokens of a sequence → what a pass over it costs, in any unit; `forward_flops` of the model's shape. Ranks
+wait for each other, so all should have about as much to compute."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,22 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """One rank's sequences, cut into micro-batches twice. As many of each kind on every rank, some of them
+    empty; none where no rank has a sequence."""
+
+    micro_batches: list[MicroBatch]
+    """For a forward and a backward pass, of up to --max-tokens-per-gpu tokens."""
+    forward_batches: list[MicroBatch]
+    """The same sequences for a pass without a gradient, of up to --log-probs-max-tokens-per-gpu. Nothing more
+    to send: pickling writes what both hold once."""
+
+
+@dataclass(frozen=True)
 class MiniBatch:
     """One rank's part of one optimizer step, and what it must know of the other ranks'."""
 
-    micro_batches: list[MicroBatch]
-    """As many on every rank; none where no rank has a sequence."""
+    cut: Cut
     needs_old_logprobs: bool
     """From a forward pass ahead of the first step; else the engine gave them, or the mini-batch's own forward
     pass does."""
@@ -56,8 +72,8 @@ class Block:
 
     prompts: int
     """Those without any gradient included."""
-    micro_batches: list[MicroBatch]
-    """As many on every rank; none where no sequence has an advantage."""
+    cut: Cut
+    """Of the sequences that have an advantage."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,9 @@ class Plan(Generic[Share]):
     passes: Passes
 
 
-def plan_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankUpdate]:
+def plan_update(
+    sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
+) -> Plan[RankUpdate]:
     """The optimizer steps of one rollout.
 
     Sequences without anything to learn from are not computed; they count in the divisor of a token mean.
@@ -118,13 +136,15 @@ def plan_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: i
         [s.num_tokens for part in live for s in part],
     )
     minibatches = [
-        _minibatch(of_loss, part, needed, config, num_ranks)
+        _minibatch(of_loss, part, needed, config, num_ranks, cost)
         for part, of_loss, needed in zip(parts, live, needs_old, strict=True)
     ]
     return Plan(_rank_updates(minibatches, num_ranks), passes)
 
 
-def plan_value_update(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankUpdate]:
+def plan_value_update(
+    sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
+) -> Plan[RankUpdate]:
     """The critic's optimizer steps of one rollout: it learns from all sequences, whatever their advantage.
 
     Raises:
@@ -137,12 +157,14 @@ def plan_value_update(sequences: Sequence[TrainSequence], config: Config, num_ra
                 f"the critic needs returns and old values with every sequence; {number} has none"
             )
     parts = split_minibatches([_without(s, *OF_POLICY) for s in sequences], config.loss.num_steps_per_rollout)
-    minibatches = [_minibatch(part, part, False, config, num_ranks) for part in parts if part]
+    minibatches = [_minibatch(part, part, False, config, num_ranks, cost) for part in parts if part]
     passes = Passes(updates=[s.num_tokens for part in parts for s in part])
     return Plan(_rank_updates(minibatches, num_ranks), passes)
 
 
-def plan_forward(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> Plan[RankForward]:
+def plan_forward(
+    sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
+) -> Plan[RankForward]:
     """A pass for log-probs or values of every response token.
 
     Raises:
@@ -150,11 +172,16 @@ def plan_forward(sequences: Sequence[TrainSequence], config: Config, num_ranks: 
     """
     _check(sequences)
     bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
-    return Plan(_deal(bare, config, num_ranks), Passes(forward=[s.num_tokens for s in sequences]))
+    shares = [cut.forward_batches for cut in _cuts(bare, config, num_ranks, cost)]
+    return Plan(shares, Passes(forward=[s.num_tokens for s in sequences]))
 
 
 def plan_measure(
-    sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence], config: Config, num_ranks: int
+    sequences: Sequence[TrainSequence],
+    plain: Sequence[TrainSequence],
+    config: Config,
+    num_ranks: int,
+    cost: Cost,
 ) -> Plan[RankMeasure]:
     """A measurement of the gradient's noise over at most --gradient-meter-blocks blocks of prompts.
 
@@ -165,10 +192,10 @@ def plan_measure(
     _check([*sequences, *plain])
     _check_rollout_logprobs((s for s in sequences if _is_trained_on(s)), config.loss)
     length = weighted_mean_length(sequences)
-    own = _blocks(sequences, config, num_ranks)
+    own = _blocks(sequences, config, num_ranks, cost)
     if _train_alike(sequences, plain):
         return Plan([RankMeasure(blocks, length, None) for blocks in own], Passes())
-    pairs = zip(own, _blocks(plain, config, num_ranks), strict=True)
+    pairs = zip(own, _blocks(plain, config, num_ranks, cost), strict=True)
     return Plan([RankMeasure(blocks, length, other) for blocks, other in pairs], Passes())
 
 
@@ -239,33 +266,62 @@ def weighted_mean_length(sequences: Sequence[TrainSequence]) -> float:
     return tokens / weight if weight > 0 and tokens > 0 else 1.0
 
 
-def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
+) -> list[list[list[int]]]:
     """Which sequences go into which micro-batch of which data-parallel rank: [rank][micro-batch][index].
 
-    Sequences are dealt by length, so ranks get about the same work and a micro-batch holds sequences of
-    about the same length. Every rank gets the same number of micro-batches; some may be empty.
+    Every rank gets the same number of micro-batches; some may be empty.
     """
-    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    plan: list[list[list[int]]] = []
-    for rank in range(num_ranks):
-        batches: list[list[int]] = []
-        room = 0
-        for turn in range(0, len(by_length), num_ranks):
-            # deal back and forth, so that no rank always gets the longer one
-            seat = rank if (turn // num_ranks) % 2 == 0 else num_ranks - 1 - rank
-            if turn + seat >= len(by_length):
-                continue
-            index = by_length[turn + seat]
-            if not batches or lengths[index] > room:
-                batches.append([])
-                room = max_tokens
-            batches[-1].append(index)
-            room -= lengths[index]
-        plan.append(batches)
-    most = max(1, *(len(batches) for batches in plan))
+    return cut_shares(deal(lengths, num_ranks, cost), lengths, max_tokens, cost)
+
+
+def deal(lengths: Sequence[int], num_ranks: int, cost: Cost) -> list[list[int]]:
+    """The sequences of each data-parallel rank, longest first, so that all have about as much to compute.
+
+    The longest that is left goes to the rank that has least so far. The fullest of R ranks gets at most
+    4/3 - 1/(3R) of what it gets under the best deal (R. L. Graham, "Bounds on multiprocessing timing
+    anomalies", 1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    heapify(loads)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = loads[0]
+        shares[rank].append(index)
+        heapreplace(loads, (load + cost(lengths[index]), rank))
+    return shares
+
+
+def cut_shares(
+    shares: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, cost: Cost
+) -> list[list[list[int]]]:
+    """Each rank's sequences in micro-batches of up to `max_tokens` tokens, a longer sequence in one of its
+    own; [rank][micro-batch][index], the same number on every rank.
+
+    Each sequence goes into the first micro-batch with room, longest first, which leaves few micro-batches.
+    Those that cost most come first: ranks that share experts wait for each other in every micro-batch, and so
+    have like ones at the same time.
+    """
+    plan = [_first_fit(share, lengths, max_tokens) for share in shares]
     for batches in plan:
-        batches.extend([] for _ in range(most - len(batches)))
-    return plan
+        batches.sort(key=lambda batch: -sum(cost(lengths[i]) for i in batch))
+    most = max(1, *(len(batches) for batches in plan))
+    return [[*batches, *([] for _ in range(most - len(batches)))] for batches in plan]
+
+
+def _first_fit(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    rooms: list[int] = []
+    for index in share:
+        length = lengths[index]
+        place = next((number for number, room in enumerate(rooms) if room >= length), len(rooms))
+        if place == len(rooms):
+            batches.append([])
+            rooms.append(max_tokens)
+        batches[place].append(index)
+        rooms[place] -= length
+    return batches
 
 
 def _is_trained_on(sequence: TrainSequence) -> bool:
@@ -281,15 +337,21 @@ def _without(sequence: TrainSequence, *names: str) -> TrainSequence:
     return replace(sequence, **dropped)
 
 
-def _deal(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank; none where there are no sequences."""
+def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost) -> list[Cut]:
+    """Of each rank; no micro-batches where there are no sequences."""
     if not sequences:
-        return [[] for _ in range(num_ranks)]
-    plan = plan_micro_batches([s.num_tokens for s in sequences], num_ranks, config.model.max_tokens_per_gpu)
-    return [
-        [MicroBatch(tuple(members), tuple(sequences[i] for i in members)) for members in batches]
-        for batches in plan
-    ]
+        return [Cut([], []) for _ in range(num_ranks)]
+    lengths = [s.num_tokens for s in sequences]
+    shares = deal(lengths, num_ranks, cost)
+
+    def cut(max_tokens: int) -> list[list[MicroBatch]]:
+        return [
+            [MicroBatch(tuple(members), tuple(sequences[i] for i in members)) for members in batches]
+            for batches in cut_shares(shares, lengths, max_tokens, cost)
+        ]
+
+    pairs = zip(cut(config.model.max_tokens_per_gpu), cut(config.model.tokens_without_gradient), strict=True)
+    return [Cut(micro_batches, forward_batches) for micro_batches, forward_batches in pairs]
 
 
 def _minibatch(
@@ -298,17 +360,21 @@ def _minibatch(
     needs_old_logprobs: bool,
     config: Config,
     num_ranks: int,
+    cost: Cost,
 ) -> list[MiniBatch]:
     """Each rank's part of the mini-batch `whole`, of which `chosen` are computed."""
     length, tokens = weighted_mean_length(whole), sum(s.num_trained_tokens for s in chosen)
-    return [MiniBatch(own, needs_old_logprobs, length, tokens) for own in _deal(chosen, config, num_ranks)]
+    cuts = _cuts(chosen, config, num_ranks, cost)
+    return [MiniBatch(cut, needs_old_logprobs, length, tokens) for cut in cuts]
 
 
 def _rank_updates(minibatches: Sequence[Sequence[MiniBatch]], num_ranks: int) -> list[RankUpdate]:
     return [[parts[rank] for parts in minibatches] for rank in range(num_ranks)]
 
 
-def _blocks(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) -> list[list[Block]]:
+def _blocks(
+    sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
+) -> list[list[Block]]:
     """Each rank's part of each block of whole prompts."""
     count = min(config.run.gradient_meter_blocks, len({s.group for s in sequences}))
     blocks: list[list[Block]] = [[] for _ in range(num_ranks)]
@@ -316,8 +382,8 @@ def _blocks(sequences: Sequence[TrainSequence], config: Config, num_ranks: int) 
         return blocks
     for groups in _cut_groups(sequences, count):
         live = [s for s in sequences if s.group in groups and _is_trained_on(s)]
-        for own, micro_batches in zip(blocks, _deal(live, config, num_ranks), strict=True):
-            own.append(Block(len(groups), micro_batches))
+        for own, cut in zip(blocks, _cuts(live, config, num_ranks, cost), strict=True):
+            own.append(Block(len(groups), cut))
     return blocks
 
 

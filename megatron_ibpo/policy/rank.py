@@ -22,6 +22,7 @@ from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
+from megatron_ibpo.policy.residence import Held, Residence
 from megatron_ibpo.policy.saving import Order as SaveOrder
 from megatron_ibpo.policy.saving import Saver
 from megatron_ibpo.policy.trainer import Trainer
@@ -71,6 +72,11 @@ class TrainerRank:
         self.saver = Saver(self.world)
         if checkpoint is not None:
             load_checkpoint(self.trainer, checkpoint, self.critic)
+        trained: list[Trainer | Critic] = [self.trainer]
+        if self.critic is not None:
+            trained.append(self.critic)
+        offload = config.rollout.colocate and config.rollout.offload_train
+        self.residence = Residence(trained, self.world, offload=offload)
         self.transport: Transport | None = None
 
     def about(self) -> About:
@@ -82,28 +88,34 @@ class TrainerRank:
 
     def update(self, work: RankUpdate) -> dict[str, float]:
         """The policy's optimizer steps of one rollout."""
+        self.residence.bring_for_steps()
         return self.trainer.update(work)
 
     def update_critic(self, work: RankUpdate) -> dict[str, float]:
         """The critic's."""
         assert self.critic is not None
+        self.residence.bring_for_steps()
         return self.critic.update(work)
 
     def logprobs(self, work: RankForward) -> list[tuple[int, Floats]]:
         """(index of the sequence, log-probs of its response tokens); nothing on ranks that do not report."""
+        self.residence.bring(Held.WEIGHTS)
         return self.trainer.logprobs(work)
 
     def values(self, work: RankForward) -> list[tuple[int, Floats]]:
         """(index of the sequence, what the critic expects before each response token)."""
         assert self.critic is not None
+        self.residence.bring(Held.WEIGHTS)
         return self.critic.values(work)
 
     def measure_gradient(self, work: RankMeasure) -> dict[str, float]:
         """How noisy the gradient is over prompts, and GSPO's on the same responses."""
+        self.residence.bring(Held.EVERYTHING)
         return compare_with_gspo(self.trainer, work)
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
         """Begin a Megatron checkpoint under `directory`, as `policy.group` leads it on; see `Saver`."""
+        self.residence.bring(Held.EVERYTHING)
         self.saver.begin(self.trainer, SaveOrder(directory, step, run_state, keep), self.critic)
 
     def save_rests(self, wait: bool) -> bool:
@@ -121,15 +133,19 @@ class TrainerRank:
     def save_hf(self, directory: Path) -> None:
         """The policy in Hugging Face format."""
         assert self.config.model.hf_checkpoint is not None
-        save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
+        with self.residence.visited():
+            save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
 
-    def open_transport(self, name: TransportName, num_engines: int) -> None:
+    def make_room(self) -> None:
+        """Leave the device to engines that share it; what is done next brings back what it needs."""
+        self.residence.leave(Held.NOTHING)
+
+    def open_transport(self, name: TransportName) -> None:
         """Get ready to send weights; before `connect`."""
         rollout = self.config.rollout
         self.transport = open_transport(
             name,
             self.world,
-            num_engines=num_engines,
             workers_per_engine=rollout.rollout_num_gpus_per_engine,
             bucket_bytes=rollout.update_weight_buffer_size,
             timeout=rollout.update_weight_timeout,
@@ -143,7 +159,12 @@ class TrainerRank:
     def send(self, links: Mapping[int, EngineLink], engines: Sequence[int], order: Order) -> Sent:
         """Send one pass over the weights to `engines`, which have been met."""
         assert self.transport is not None
-        sent = update_engines(self.transport, self.world, self.export, order, links, engines)
+        if order.sleeping:
+            self.residence.leave(Held.WEIGHTS)
+        with self.residence.visited():
+            sent = update_engines(
+                self.transport, self.world, self.export, order, links, engines, self.make_room
+            )
         return Sent(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes)
 
     def _build_critic(self, updates: int) -> Critic | None:

@@ -35,8 +35,8 @@ from megatron_ibpo.policy.forward_backward import (
 )
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
-from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, pack, packed_values
-from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, packed, packed_values
+from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
@@ -89,6 +89,7 @@ class Trainer:
             if self.config.loss.corrections:
                 packs, own = self._corrected(packs)
                 corrected += self._in_order(own)
+            packs = self._with_reference(packs, part.cut)
             totals.merge(self._optimizer_step(packs, part.mean_length))
         metrics = totals.metrics()
         metrics["loss"] /= len(share)
@@ -102,39 +103,41 @@ class Trainer:
             (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
             False) of each sequence of this rank; nothing on ranks that do not report.
         """
-        found = self._logprobs([pack(micro_batch) for micro_batch in share])
+        found = self._logprobs(share)
         return found if is_reporting_rank() else []
 
-    def as_trained(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
+    def as_trained(self, cut: Cut) -> list[PackedArrays]:
         """As the first optimizer step of an update trains on them: with the engine's log-probs as old ones,
-        or without old log-probs, at ratio 1, and with importance corrections."""
+        or without old log-probs, at ratio 1, and with importance corrections. Collective."""
         loss = self.config.loss
+        packs = packed(cut.micro_batches)
         if loss.old_logprobs == "engine":
-            return _with_engine_logprobs(packs)
-        if not loss.corrections:
-            return list(packs)
-        corrected, _ = self._corrected(self._with_old_logprobs(packs))
-        return [replace(arrays, old_logprobs_R=None) for arrays in corrected]
+            packs = _with_engine_logprobs(packs)
+        elif loss.corrections:
+            corrected, _ = self._corrected(self._with_old_logprobs(packs, cut))
+            packs = [replace(arrays, old_logprobs_R=None) for arrays in corrected]
+        return self._with_reference(packs, cut)
 
     def _prepared(self, part: MiniBatch) -> list[PackedArrays]:
-        packs = [pack(micro_batch) for micro_batch in part.micro_batches]
+        packs = packed(part.cut.micro_batches)
         if self.config.loss.old_logprobs == "engine":
             return _with_engine_logprobs(packs)
-        return self._with_old_logprobs(packs) if part.needs_old_logprobs else packs
+        return self._with_old_logprobs(packs, part.cut) if part.needs_old_logprobs else packs
 
-    def _logprobs(self, packs: Sequence[PackedArrays]) -> list[tuple[int, Floats]]:
+    def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Floats]]:
         """As `infer`."""
+        packs = packed(micro_batches)
         return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
 
-    def _with_old_logprobs(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
-        found = packed_values(packs, self._logprobs(packs))
+    def _with_old_logprobs(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
+        found = packed_values(packs, self._logprobs(cut.forward_batches))
         return [replace(a, old_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
-    def _with_reference(self, packs: Sequence[PackedArrays]) -> list[PackedArrays]:
-        if self.reference is None:
+    def _with_reference(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
+        if self.reference is None or not packs:
             return list(packs)
         with self.reference.swapped_in(self.chunks):
-            found = packed_values(packs, self._logprobs(packs))
+            found = packed_values(packs, self._logprobs(cut.forward_batches))
         return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
     def _corrected(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Corrected]]:
@@ -182,9 +185,7 @@ class Trainer:
         which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
         was observed of each micro-batch (`_observed`), the same on every rank."""
         output = partial(self._loss_output, objective)
-        return accumulate_gradients(
-            self.chunks, self.optimizer, self._with_reference(packs), output, self.world, self._processor
-        )
+        return accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world, self._processor)
 
     def gradient_norm(self) -> float:
         """Norm of what the gradient buffers hold, each parameter of the whole model counted once."""
@@ -225,6 +226,7 @@ class Trainer:
         }
         if self.config.loss.fuse_lm_head:
             weight = _head_weight(self.chunks[-1].module)
+            rows["response_rows_R"] = batch.loss_rows()
             return linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
         vocabulary = self._vocabulary(output.shape[-1])
         return packed_logprobs(output[0], entropy=False, **rows, **vocabulary)[0]
@@ -311,7 +313,7 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Ten
     Args:
         trainer_N: log-probs to compare the engine's with; None: those of the present weights.
     """
-    count, rows = batch.num_sequences, batch.loss_rows
+    count, rows = batch.num_sequences, batch.loss_rows()
     loss = loss.detach()
     if count == 0:
         return {"loss": loss}

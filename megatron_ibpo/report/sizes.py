@@ -45,6 +45,11 @@ def run_sizes(
         Size("response tokens", f"≤ {rollout.rollout_max_response_len:,}", "--rollout-max-response-len"),
         Size("context tokens", f"≤ {rollout.rollout_max_context_len or 0:,}", "prompt and response together"),
         Size("tokens per micro-batch", config.model.max_tokens_per_gpu, "--max-tokens-per-gpu, packed"),
+        Size(
+            "without a gradient",
+            config.model.tokens_without_gradient,
+            "--log-probs-max-tokens-per-gpu, packed",
+        ),
         Size("steps", config.run.num_rollout, "--num-rollout"),
         Size("budget", f"{config.run.budget or 0:g}", f"{config.run.budget_unit}; the run stops when spent"),
         Size(
@@ -67,6 +72,7 @@ def run_sizes(
         sizes.append(Size("engines", engines, f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"))
     unused = set() if corrections else {"corrections per step"}
     unused |= {"budget"} if config.run.budget is None else set()
+    unused |= {"without a gradient"} if config.model.log_probs_max_tokens_per_gpu is None else set()
     return [size for size in sizes if size.name not in unused]
 
 

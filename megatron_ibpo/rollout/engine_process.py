@@ -7,6 +7,7 @@ Started by `megatron_ibpo.rollout.engine.Engine`, which sets the environment; it
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -16,12 +17,13 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.rollout.settings import EngineSettings
+from megatron_ibpo.weights.transfer.order import NCCL_BACKEND, TransportName
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
@@ -32,6 +34,9 @@ OWNER_CHECK_S = 0.5
 """Between looks at whether the owner still lives."""
 CPU_BATCHED_TOKENS = 8192
 """Prompt tokens that one step may take on CPUs: all prompts of a step at once."""
+FLASHINFER_KERNELS = "flashinfer_jit_cache"
+"""Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
+net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
 PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
 NO_VERSION = "none"
 """Of weights that are being replaced."""
@@ -42,6 +47,7 @@ WHILE_BUSY = {
     "rehearse_weight_update",
     "start_weight_update",
     "update_weights",
+    "missing_weights",
     "finish_weight_update",
 }
 """What may come between two steps of running requests: new weights. Requests wait while they come."""
@@ -136,14 +142,17 @@ class SamplingEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import LLMEngine
+        from vllm.usage.usage_lib import UsageContext
 
         self._settings = settings
-        self._llm = LLMEngine.from_engine_args(_engine_args(settings))
+        # vLLM takes how much it reads of prompts in one step from the GPU and from this: 16,384 tokens on an
+        # H100, and 2,048 where nothing is said
+        self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
         self._llm.set_weight_version("0")
         self.paused = False
         """Weights are being replaced: nothing is sampled until they are whole."""
-        self._update: Literal["none", "begun", "loaded"] = "none"
-        """How far the present update is."""
+        self._updating = False
+        """An update has begun and is not finished."""
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
@@ -210,35 +219,30 @@ class SamplingEngine:
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
         """What each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
         afterwards until it is given some."""
-        self._begin_update()
+        self.start_weight_update(False)
         self.update_weights({"rehearse": tensors})
-        self._finish_update()
-        return self._llm.collective_rpc("take_rehearsal")
+        answers = self._llm.collective_rpc("take_rehearsal")
+        self._end_update()
+        return answers
 
-    def start_weight_update(self, record_receipt: bool) -> None:
-        """Get ready for new weights; with `record_receipt` keep checksums of what arrives. Until the update
-        is finished the engine does not sample."""
-        if record_receipt:
-            self._llm.collective_rpc("record_receipt")
-        self._begin_update()
-
-    def _begin_update(self) -> None:
+    def start_weight_update(self, check: bool) -> None:
+        """Get ready for new weights; with `check` keep checksums of what arrives. Until the update is
+        finished the engine does not sample."""
         self._pause()
         self._llm.set_weight_version(NO_VERSION)
-        if self._update == "loaded":  # the trainers have died since, and others begin anew
-            self._finish_update()
-        if self._update == "none":  # else they died before they sent anything
-            self._llm.collective_rpc("start_weight_update")
-            self._update = "begun"
+        if self._updating:  # what came of the last one is not whole, and others begin anew
+            self._end_update()
+        self._llm.collective_rpc("start_weight_update")
+        self._llm.collective_rpc("watch_loading", args=(check,))
+        self._updating = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load tensors."""
         self._llm.collective_rpc("update_weights", args=(update_info,))
-        self._update = "loaded"
 
-    def _finish_update(self) -> None:
-        self._llm.collective_rpc("finish_weight_update")
-        self._update = "none"
+    def missing_weights(self) -> list[list[str]]:
+        """What each worker lacks of the present update; nothing if it is whole."""
+        return self._llm.collective_rpc("missing_weights")
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
         """Make the received weights those of policy `version`, forget what was computed with the old unless
@@ -247,7 +251,7 @@ class SamplingEngine:
         Returns:
             checksums by tensor name of each worker, where they were asked for.
         """
-        self._finish_update()
+        sums = self._end_update()
         self._llm.set_weight_version(str(version))
         recompute = self._settings.recompute_kv_after_update
         if not self._llm.reset_prefix_cache(reset_running_requests=recompute) and (
@@ -255,7 +259,14 @@ class SamplingEngine:
         ):
             raise RuntimeError("vLLM could not clear its prefix cache after a weight update")
         self._resume()
-        return self._llm.collective_rpc("take_receipt")
+        return sums
+
+    def _end_update(self) -> list[dict[str, int]]:
+        """Let vLLM have what came of an update, be it whole or not; the checksums of each worker."""
+        sums = self._llm.collective_rpc("end_loading")
+        self._llm.collective_rpc("finish_weight_update")
+        self._updating = False
+        return sums
 
     def _pause(self) -> None:
         """Let no step see weights that are half replaced. Requests keep what they have."""
@@ -283,11 +294,13 @@ class SamplingEngine:
         return self._llm.collective_rpc("compute_weight_checksums")
 
     def sleep(self) -> None:
-        # Level 1 keeps the weights in host memory. Level 2 drops them and is known for gibberish afterwards.
-        self._llm.sleep(level=1)
+        """Give back the GPU's memory. The weights are dropped: what wakes is an update, which is known to be
+        whole. (vLLM's level 1 would keep them in host memory.)"""
+        self._llm.sleep(level=2)
+        self._llm.set_weight_version(NO_VERSION)
 
     def wake(self, part: str) -> None:
-        """Bring back "weights" or "kv_cache"."""
+        """Bring back the memory of "weights" or "kv_cache", with undefined contents."""
         self._llm.wake_up([part])
 
     def close(self) -> None:
@@ -312,19 +325,29 @@ def _finished(output: Any) -> tuple[Any, ...]:
     )
 
 
+def _backend(transport: TransportName) -> str:
+    return NCCL_BACKEND if transport == "nccl" else transport
+
+
+def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Arguments of vLLM's that differ between CPUs and GPUs."""
+    if settings.device == "cpu":
+        # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
+        batched_tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
+    arguments: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    if importlib.util.find_spec(FLASHINFER_KERNELS) is None:
+        arguments["gdn_prefill_backend"] = "triton"
+    return arguments
+
+
 def _engine_args(settings: EngineSettings) -> Any:
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
 
-    arguments: dict[str, Any] = {}
+    arguments = _device_arguments(settings)
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    if settings.device == "cpu":
-        # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
-    else:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return EngineArgs(
         model=settings.model,
         skip_tokenizer_init=True,
@@ -338,7 +361,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         seed=0,
-        weight_transfer_config=WeightTransferConfig(backend=settings.transport),
+        weight_transfer_config=WeightTransferConfig(backend=_backend(settings.transport)),
         worker_extension_cls=PLUGIN,
         **{**arguments, **settings.extra_arguments},
     )

@@ -17,6 +17,18 @@ START_S = 600.0
 READ_BYTES_PER_S = 0.25e9
 """Of weights: what a disk gives that many nodes read at once."""
 
+ONLINE_QUANTIZATION = (
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "fp8_per_block",
+    "fp8",
+    "mxfp8",
+    "int8_per_channel_weight_only",
+    "nvfp4_per_token",
+)
+"""What vLLM makes of unquantized weights whenever it loads some, at an update too. "fp8" is its older name
+for the first."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -69,6 +81,7 @@ def engine_settings(
     on_cpu = transport == "gloo"
     # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token
     # sampled after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset").
+    # On GPUs prefix caching of such models is experimental and finds next to nothing.
     recurrent = read_hf_config(hf_dir).is_recurrent
     return EngineSettings(
         model=str(hf_dir),
@@ -85,11 +98,23 @@ def engine_settings(
         gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
         enforce_eager=on_cpu or rollout.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
-        prefix_caching=not (on_cpu and recurrent),
+        prefix_caching=not recurrent,
         recompute_kv_after_update=rollout.recompute_kv_after_update,
         stall_timeout=rollout.engine_stall_timeout,
-        extra_arguments=vllm_arguments(rollout.vllm_arg),
+        extra_arguments=_taking_new_weights(vllm_arguments(rollout.vllm_arg)),
     )
+
+
+def _taking_new_weights(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments`, if an engine that has them can take a trainer's weights."""
+    quantization = arguments.get("quantization")
+    if quantization is not None and quantization not in ONLINE_QUANTIZATION:
+        raise ValueError(
+            f"--vllm-arg quantization={quantization}: its weights are quantized before they are loaded, and "
+            f"trainers give unquantized ones; vLLM quantizes those itself with "
+            f"{', '.join(ONLINE_QUANTIZATION)}"
+        )
+    return arguments
 
 
 def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:

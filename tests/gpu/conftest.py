@@ -1,5 +1,5 @@
 """These tests are collected everywhere and run where there is a CUDA device. They have not run yet: no
-GPU was at hand. `tests/gpu_sanitizer.sh` runs them under compute-sanitizer."""
+GPU was at hand. `bash tests/gpu.sh` runs them, also under compute-sanitizer."""
 
 from __future__ import annotations
 

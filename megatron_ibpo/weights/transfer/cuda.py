@@ -1,14 +1,21 @@
 """Weights between GPUs, through vLLM's own transports: nccl to other GPUs, ipc on shared ones.
 
 Only the control plane is ours: each engine's owner talks to it, while vLLM's classes would have trainer
-rank 0 talk to all. Type-checked against vLLM 0.32.0; needs CUDA, and has not been run without it.
+rank 0 talk to all. Not run on GPUs: on CPUs the nccl transport runs over gloo in the place of NCCL
+(tests/test_gpu_transports.py).
 """
 
 import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
@@ -20,95 +27,193 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from megatron_ibpo.weights.layout.gather import Gather
+from megatron_ibpo.weights.layout.one_stream import on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import checksum
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
-from megatron_ibpo.world import World, own_address
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
+from megatron_ibpo.weights.transfer.nccl_group import LOOK_EVERY_S, abort, ends_when_lost, is_lost, say_lost
+from megatron_ibpo.world import World, open_store, own_address
+
+PACKED_BUFFERS = 1
+"""Of vLLM's, on either side. With two it loads a layer under one stream while a layer's memory that was
+received under another is used again (tests/test_weight_streams.py)."""
 
 
 class NcclTransport:
-    """One NCCL group of trainer rank 0 and the workers of all engines.
+    """An NCCL group of trainer rank 0 and the workers of all engines that a pass goes to.
+
+    It is formed when other engines are to be sent to than last time, or new processes in their places. An
+    engine that is lost on the way ends it; the others then begin anew in another.
 
     vLLM's class broadcasts whole tensors from rank 0, so every worker receives what its engine's other
-    workers need too; `Sent` says how much that is. Gathering goes on while vLLM broadcasts: its two packed
-    buffers and ours are a quarter of a bucket each.
+    workers need too; `Sent` says how much that is. Gathering goes on while vLLM broadcasts: its packed
+    buffer and our two are a third of a bucket each.
     """
 
-    shared_group = True
-
-    def __init__(
-        self, world: World, num_engines: int, workers_per_engine: int, bucket_bytes: int, timeout: float
-    ) -> None:
+    def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
-        self._num_engines = num_engines
         self._workers = workers_per_engine
-        self._size = 1 + num_engines * workers_per_engine
-        self._bucket_bytes = max(1, bucket_bytes // 4)
+        self._bucket_bytes = max(1, bucket_bytes // 3)
         self._timeout = timeout
-        self._sender: NCCLTrainerWeightTransferEngine | None = None
         self._gather: Gather | None = None
+        self._members: list[int] = []
+        """Engines of the present group."""
+        self._lost: Any = None
+        """The store in which the group's members say that one is lost."""
+        self._sender: NCCLTrainerWeightTransferEngine | None = None
+        self._stream = torch.cuda.Stream(world.device)
 
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Meet all engines; with a group in common they can only be met together."""
-        host, port = self._world.on_rank_0(lambda: (own_address(), _free_port()))
-
-        def place(engine: int) -> tuple[dict[str, Any]]:
-            info = NCCLWeightTransferInitInfo(
-                master_address=host,
-                master_port=port,
-                rank_offset=1 + engine * self._workers,
-                world_size=self._size,
-                packed=True,
-                packed_buffer_size_bytes=self._bucket_bytes,
-            )
-            return (worker_init_payload(info),)
-
-        failures = start(links, "init_weight_transfer", place)
-        self._sender = NCCLTrainerWeightTransferEngine.trainer_init(
-            NCCLTrainerInitInfo(
-                host,
-                port,
-                self._size,
-                packed_buffer_size_bytes=self._bucket_bytes,
-                rank=self._world.rank,
-            ),
-            client=_Uninvolved(),
-            source=_Adapted([], ()),
-        )
+        """Plan; `engines` are met when they are sent to."""
         self._gather = Gather(source, to=0, bucket_bytes=self._bucket_bytes, device=self._world.device)
-        collect(links, failures, self._timeout)
-        return failures
+        self._leave()
+        return {}
 
     def send(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
     ) -> Sent:
-        """Send one pass over `source` to all engines."""
+        """Send one pass over `source` to all of `engines`, or whole weights to none of them."""
+        sums: dict[str, int] = {}
+        failures: Failures = {}
+        if list(engines) != self._members:
+            failures = self._meet(links, engines)
+        if self._members:
+            failures = self._send(source.metadata(), links, sums if check else None)
+        again = any(self._world.all_gather(bool(failures)))
+        if again:
+            self._leave()
+        num_bytes = _num_bytes(source.metadata()) * len(engines) if self._world.is_rank_0 else 0
+        return Sent(failures, num_bytes * self._workers, num_bytes, sums, again)
+
+    def _send(
+        self, metas: Sequence[TensorMeta], links: Mapping[int, EngineLink], sums: dict[str, int] | None
+    ) -> Failures:
         assert self._sender is not None
         assert self._gather is not None
-        metas = source.metadata()
         info = NCCLWeightTransferUpdateInfo(
             names=[meta.name for meta in metas],
             dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metas],
             shapes=[list(meta.shape) for meta in metas],
         )
         failures = start(links, "update_weights", lambda _: (vars(info),))
-        sums: dict[str, int] = {}
-        recorded = _recorded(self._gather, sums) if check and self._world.is_rank_0 else self._gather
-        self._sender.source = _Adapted(metas, recorded)
-        self._sender.send_weights()
-        collect(links, failures, self._timeout)
-        num_bytes = _num_bytes(metas) * self._num_engines if self._world.is_rank_0 else 0
-        return Sent(failures, num_bytes * self._workers, num_bytes, sums)
+        if not self._world.is_rank_0:
+            self._sender.source = _Adapted(metas, self._gather)
+            with _heard(links, failures, self._lost, self._timeout):
+                self._sender.send_weights()
+            return failures
+        tensors = self._gather if sums is None else _recorded(self._gather, sums)
+        self._sender.source = _Adapted(metas, on_one_stream(tensors, self._stream))
+        group = self._sender.model_update_group
+        with (
+            _heard(links, failures, self._lost, self._timeout),
+            ends_when_lost(self._lost, group, 2 * self._timeout),  # engines that hang fail before
+        ):
+            self._sender.send_weights()
+        return failures
+
+    def _meet(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> Failures:
+        """Form a group with `engines`; with none of them if one fails."""
+        self._leave()
+        if not engines:
+            return {}
+        timeout = timedelta(seconds=self._timeout)
+        store = open_store(own_address(), 0, timeout) if self._world.is_rank_0 else None
+        host, port, lost_port = self._world.on_rank_0(
+            lambda: (own_address(), _free_port(), store.port if store else 0)
+        )
+        self._lost = store or dist.TCPStore(host, lost_port, timeout=timeout)
+        size = 1 + len(engines) * self._workers
+        offsets = {engine: 1 + place * self._workers for place, engine in enumerate(engines)}
+
+        def place(engine: int) -> tuple[dict[str, Any]]:
+            info = NCCLWeightTransferInitInfo(
+                master_address=host,
+                master_port=port,
+                rank_offset=offsets[engine],
+                world_size=size,
+                packed=True,
+                packed_buffer_size_bytes=self._bucket_bytes,
+                packed_num_buffers=PACKED_BUFFERS,
+            )
+            return (worker_init_payload(info) | {"lost_port": lost_port, "timeout": 2 * self._timeout},)
+
+        failures = start(links, "init_weight_transfer", place)
+        with _heard(links, failures, self._lost, self._timeout):
+            self._sender = self._join(host, port, size)
+        formed = self._world.on_rank_0(lambda: self._sender is not None)
+        if not formed and not any(self._world.all_gather(bool(failures))):
+            failures = {
+                engine: RuntimeError(f"no NCCL group was formed with it within {self._timeout:g} seconds")
+                for engine in links
+            }
+        if not any(self._world.all_gather(bool(failures))):
+            self._members = list(engines)
+        return failures
+
+    def _join(self, host: str, port: int, size: int) -> NCCLTrainerWeightTransferEngine | None:
+        """Join a group; None if that takes too long, or one of those that are to join is lost. NCCL itself
+        waits for ever."""
+        info = NCCLTrainerInitInfo(
+            host,
+            port,
+            size,
+            packed_buffer_size_bytes=self._bucket_bytes,
+            packed_num_buffers=PACKED_BUFFERS,
+            rank=self._world.rank,
+        )
+        joined: list[NCCLTrainerWeightTransferEngine] = []
+
+        def join() -> None:
+            with torch.accelerator.device_index(self._world.device.index or 0):
+                source = _Adapted([], ())
+                joined.append(
+                    NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Uninvolved(), source=source)
+                )
+
+        joining = threading.Thread(target=join, name="NCCL join", daemon=True)
+        joining.start()
+        deadline = time.monotonic() + self._timeout
+        while joining.is_alive() and not is_lost(self._lost) and time.monotonic() < deadline:
+            joining.join(LOOK_EVERY_S)
+        return joined[0] if joined else None
+
+    def _leave(self) -> None:
+        """End what is left of the present group."""
+        if self._sender is not None and self._sender.model_update_group is not None:
+            abort(self._sender.model_update_group)
+        self._sender, self._lost, self._members = None, None, []
+
+
+@contextmanager
+def _heard(
+    links: Mapping[int, EngineLink], failures: Failures, lost: dist.Store, timeout: float
+) -> Iterator[None]:
+    """What the engines answer meanwhile: those that fail are added to `failures`, and the group learns at
+    once that it has lost a member."""
+
+    def hear(engine: int) -> Failures:
+        failed: Failures = {}
+        collect({engine: links[engine]}, failed, timeout)
+        if failed:
+            say_lost(lost)
+        return failed
+
+    if failures:
+        say_lost(lost)
+    asked = without(links, failures)
+    with ThreadPoolExecutor(max(1, len(asked))) as threads:
+        answers = [threads.submit(hear, engine) for engine in asked]
+        yield
+    for answer in answers:
+        failures |= answer.result()
 
 
 class IpcTransport:
     """Memory handles to engines on the trainers' own GPUs: each of an engine's workers opens the buffer of
     the trainer rank on its GPU, and takes whole tensors from it. Every rank therefore gathers every bucket,
     each shard broadcast by the rank that holds it."""
-
-    shared_group = False
 
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world

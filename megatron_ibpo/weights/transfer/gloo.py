@@ -60,8 +60,6 @@ class GlooTransport:
     A bucket is half of what may be held: two travel while a third is packed, at most three halves.
     """
 
-    shared_group = False
-
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
         self._workers = workers_per_engine

@@ -19,6 +19,9 @@ class Sent:
     """Bytes that the shards of all engines' workers take."""
     sums: dict[str, int]
     """Checksums of what this rank sent, if they were asked for."""
+    again: bool = False
+    """No engine has whole weights, since one of them failed on the way: the others are to begin anew. The
+    same on every rank."""
 
 
 class EngineLink(Protocol):

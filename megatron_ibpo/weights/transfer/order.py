@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 TransportName = Literal["gloo", "ipc", "nccl"]
+NCCL_BACKEND = "ibpo_nccl"
+"""Under which vLLM knows this project's worker for nccl; its own has the shorter name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Transports by their names, and one weight update of running engines, the same over all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from megatron_ibpo.weights.errors import WeightPlanError, listed
 from megatron_ibpo.weights.layout.regions import WeightSource
 from megatron_ibpo.weights.transfer.checksum import compare_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, without
@@ -13,13 +15,10 @@ from megatron_ibpo.world import World
 class Transport(Protocol):
     """Carries tensors from the trainers to engines. Methods are collective over all trainer ranks."""
 
-    shared_group: bool
-    """All engines meet in one group, so that one failing breaks it for all."""
-
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Plan what goes to `engines` and meet them; `links` are those of them that this rank owns.
+        """Plan what goes to `engines`, which are new; `links` are those of them that this rank owns.
 
         Raises:
             WeightPlanError: on every rank, if the source's tensors are not those that the engines load.
@@ -28,14 +27,14 @@ class Transport(Protocol):
     def send(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
     ) -> Sent:
-        """Send one pass over `source` to `engines`, which wait for it; with `check`, take checksums."""
+        """Send one pass over `source` to `engines`, the same on every rank, which wait for it; with `check`,
+        take checksums."""
 
 
 def open_transport(
     name: TransportName,
     world: World,
     *,
-    num_engines: int,
     workers_per_engine: int,
     bucket_bytes: int,
     timeout: float,
@@ -53,7 +52,7 @@ def open_transport(
     from megatron_ibpo.weights.transfer.cuda import IpcTransport, NcclTransport
 
     if name == "nccl":
-        return NcclTransport(world, num_engines, workers_per_engine, bucket_bytes, timeout)
+        return NcclTransport(world, workers_per_engine, bucket_bytes, timeout)
     return IpcTransport(world, workers_per_engine, bucket_bytes, timeout)
 
 
@@ -64,6 +63,7 @@ def update_engines(
     order: Order,
     links: Mapping[int, EngineLink],
     engines: Sequence[int],
+    make_room: Callable[[], None] = lambda: None,
 ) -> Sent:
     """Give idle `engines` the weights of `source`; collective.
 
@@ -71,21 +71,30 @@ def update_engines(
 
     Args:
         links: those of `engines` that this rank owns.
+        make_room: collective; lets the ranks give memory back before sleeping engines wake their caches,
+            when the weights have been sent.
 
     Returns:
         what this rank sent, and the failures that it saw.
 
     Raises:
+        WeightPlanError: on every rank: an engine lacks something of its model.
         WeightMismatchError: on the ranks whose engines received something else than was sent.
     """
     failures: Failures = {}
     if order.sleeping:
         ask(links, failures, order.timeout, "wake", "weights")
-    ask(links, failures, order.timeout, "start_weight_update", order.check)
-    sent = transport.send(source, without(links, failures), engines, check=order.check)
-    failures = sent.failures | failures  # what was known first is the cause
+    again = True
+    while again:
+        ask(links, failures, order.timeout, "start_weight_update", order.check)
+        present = _agreed(world, engines, failures)
+        sent = transport.send(source, without(links, failures), present, check=order.check)
+        failures = sent.failures | failures  # what was known first is the cause
+        again = sent.again
+    _refuse_incomplete(world, ask(links, failures, order.timeout, "missing_weights"))
     receipts = ask(links, failures, order.timeout, "finish_weight_update", order.version)
     if order.sleeping:
+        make_room()
         ask(links, failures, order.timeout, "wake", "kv_cache")
     if order.check:
         sums: dict[str, int] = {}
@@ -93,4 +102,24 @@ def update_engines(
             sums |= part
         for workers in receipts.values():
             compare_checksums(sums, workers)
-    return Sent(failures, sent.num_bytes, sent.needed_bytes, sent.sums)
+    return replace(sent, failures=failures)
+
+
+def _agreed(world: World, engines: Sequence[int], failures: Failures) -> list[int]:
+    """Those of `engines` that failed on no rank."""
+    failed = {engine for part in world.all_gather(list(failures)) for engine in part}
+    return [engine for engine in engines if engine not in failed]
+
+
+def _refuse_incomplete(world: World, answers: Mapping[int, Sequence[Sequence[str]]]) -> None:
+    """
+    Args:
+        answers: by engine: what each of its workers misses.
+    """
+    mine = {
+        engine: sorted({name for worker in workers for name in worker}) for engine, workers in answers.items()
+    }
+    for part in world.all_gather(mine):
+        for engine, names in part.items():
+            if names:
+                raise WeightPlanError(f"the weight update did not bring {listed(names)} of engine {engine}")

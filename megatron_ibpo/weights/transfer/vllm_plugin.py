@@ -3,7 +3,6 @@ arrives, and mends the update of experts on CPUs."""
 
 import logging
 import pickle
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta
-from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
+from megatron_ibpo.weights.transfer.loading import Loading
+from megatron_ibpo.weights.transfer.nccl_worker import NcclWorker
+from megatron_ibpo.weights.transfer.order import NCCL_BACKEND
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.wire import Answer
 
@@ -61,9 +62,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._receiver = GlooReceiver(group, pickle.loads(init_info.plan), self._needs, init_info.timeout)
 
     def start_weight_update(self) -> None:
-        self._missing = {name for name, _ in self.model.named_parameters()}
         self._error: str | None = None
-        self._rehearsing = False
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
@@ -71,30 +70,23 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             self._rehearse(pickle.loads(update_info.rehearse))
             return
         assert self._receiver is not None, "the trainers have not been met"
-        self._load(self._receiver.tensors(self.receipt))
+        self.model.load_weights(self._receiver.tensors(self.receipt))  # type: ignore[operator]
 
     def _rehearse(self, metas: list[TensorMeta]) -> None:
         """Load zeros, and note what the model takes of them. Its weights are lost until the next update."""
-        self._rehearsing = True
         rehearsal = Rehearsal(metas)
         try:
-            self._load(rehearsal.tensors())
+            self.model.load_weights(rehearsal.tensors())  # type: ignore[operator]
         except Exception as error:  # whatever a model raises at a name or shape that it does not know
             self._error = f"{type(error).__name__}: {error}"
         self._needs = rehearsal.needs()
 
-    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        model: Any = self.model
-        self._missing -= model.load_weights(tensors)
-
-    def answer(self) -> bytes:
-        """Of the rehearsal."""
+    def answer(self, forgotten: list[str]) -> bytes:
+        """Of the rehearsal, which brought nothing for what is `forgotten`."""
         assert self._needs is not None
-        return pickle.dumps(Answer(self._needs, sorted(self._missing), self._error))
+        return pickle.dumps(Answer(self._needs, forgotten, self._error))
 
     def finish_weight_update(self) -> None:
-        if self._missing and not self._rehearsing:
-            raise ValueError(f"the weight update did not bring {', '.join(sorted(self._missing))}")
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -108,36 +100,38 @@ class WorkerExtension:
 
     weight_transfer_engine: WeightTransferEngine[Any, Any]
 
+    def watch_loading(self, check: bool) -> None:
+        """Once vLLM is ready for weights: note what comes until `end_loading`. With `check` keep checksums,
+        of the parts that gloo brings, of whole tensors where vLLM's own transports bring them."""
+        engine = self.weight_transfer_engine
+        self._sums: dict[str, int] = {}
+        in_parts = isinstance(engine, GlooWeightTransferEngine)
+        if isinstance(engine, GlooWeightTransferEngine):
+            engine.receipt = self._sums if check else None
+        self._loading = Loading(self.model_runner.get_model(), self._sums if check and not in_parts else None)
+
     def take_rehearsal(self) -> bytes:
         """What this worker needs of the trainers' tensors: a pickled `Answer`."""
         engine = self.weight_transfer_engine
         assert isinstance(engine, GlooWeightTransferEngine)
-        return engine.answer()
+        return engine.answer(self._loading.missing())
 
-    def record_receipt(self) -> None:
-        """From now on keep checksums of what arrives: of the parts that gloo brings, of whole tensors where
-        vLLM's own transports bring them."""
-        self._receipt: dict[str, int] = {}
-        if isinstance(self.weight_transfer_engine, GlooWeightTransferEngine):
-            self.weight_transfer_engine.receipt = self._receipt
-            return
-        model = self.model_runner.get_model()
-        load_weights = type(model).load_weights
+    def missing_weights(self) -> list[str]:
+        """What this update has not brought; see `Loading.missing`.
 
-        def recorded(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
-                self._receipt[name] = checksum(tensor)
-                yield name, tensor
+        Raises:
+            RuntimeError: it was cut off on the way.
+        """
+        engine = self.weight_transfer_engine
+        if isinstance(engine, NcclWorker) and engine.lost:
+            raise RuntimeError("the weight update was cut off: another member of its group was lost")
+        return self._loading.missing()
 
-        model.load_weights = lambda weights: load_weights(model, recorded(weights))
-
-    def take_receipt(self) -> dict[str, int]:
-        """The checksums since `record_receipt`, which ends; empty where it was not called."""
-        receipt, self._receipt = getattr(self, "_receipt", {}), {}
-        if isinstance(self.weight_transfer_engine, GlooWeightTransferEngine):
-            self.weight_transfer_engine.receipt = None
-        vars(self.model_runner.get_model()).pop("load_weights", None)
-        return receipt
+    def end_loading(self) -> dict[str, int]:
+        """The checksums since `watch_loading`; none where they were not asked for."""
+        self._loading.close()
+        sums, self._sums = self._sums, {}
+        return sums
 
 
 def _repack_experts_on_update() -> None:
@@ -164,6 +158,7 @@ def _say_less() -> None:
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(NCCL_BACKEND, NcclWorker)
 _say_less()
 if current_platform.is_cpu():
     _repack_experts_on_update()

@@ -1,0 +1,217 @@
+"""What a trainer holds on its device, and what waits in host memory while engines sample on the same one.
+
+Megatron's `DistributedDataParallel.offload_grad_buffers` gives gradients away. Its `optimizer.offload_to_cpu`
+is not used: it gives each of the optimizer's parameters other memory. Where these are views into the model
+(float32 parameters, or --use-precision-aware-optimizer) they are the model's no more afterwards, and steps
+move nothing. It also brings back to the GPU what --optimizer-cpu-offload keeps off it, and copies through
+pageable memory. Here the memory itself is freed and comes back below the same tensors, whatever views it, as
+Megatron does with its own flat buffers. Streams have only been run as stand-ins that delay: not on a GPU.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megatron_ibpo.world import World
+
+ALIGNMENT = 256
+"""Bytes. Between what waits side by side: a multiple of every element's size, and fast to copy from."""
+
+
+class Held(IntEnum):
+    """How much is on the device."""
+
+    NOTHING = 0
+    """Caches and communicators apart."""
+    WEIGHTS = 1
+    """What log-probs, exports and weight updates need."""
+    EVERYTHING = 2
+    """Gradients and optimizer state too: what training and checkpoints need."""
+
+
+class Trained(Protocol):
+    """A model under training: `Trainer` or `Critic`."""
+
+    chunks: list[Any]
+    optimizer: Any
+
+
+class Residence:
+    """Moves what this rank's models hold; where `offload` is off, only caches are given back."""
+
+    def __init__(self, trained: Sequence[Trained], world: World, *, offload: bool) -> None:
+        """
+        Raises:
+            ValueError: something on the device would look for the weights where they were.
+        """
+        graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
+        if offload and graphs:
+            raise ValueError(
+                "--offload-train: CUDA graphs of the model remember where its weights lie, and these come "
+                "back elsewhere; use --no-offload-train, or no graphs"
+            )
+        self._trained, self._world, self._offload = trained, world, offload
+        self._weights, self._states = _HostCopy(), _HostCopy()
+        self._arrivals = torch.cuda.Stream()
+        for inner in self._optimizers():
+            inner.register_step_pre_hook(self._wait_for_arrivals)
+        self.held = Held.EVERYTHING
+
+    def bring(self, needed: Held) -> None:
+        """Have at least `needed` on the device; values are as they were, gradients 0."""
+        self._fetch(needed)
+        self._wait_for_arrivals()
+
+    def bring_for_steps(self) -> None:
+        """Everything, for optimizer steps: these wait for the optimizer's state, which comes beside the
+        passes before them. Nothing else may look at it."""
+        self._fetch(Held.EVERYTHING)
+
+    def _fetch(self, needed: Held) -> None:
+        if needed >= Held.WEIGHTS > self.held:
+            self._weights.allocate()
+            self._weights.fill()
+        if needed == Held.EVERYTHING > self.held:
+            self._states.allocate()
+            self._arrivals.wait_stream(torch.cuda.current_stream())  # what had that memory before is done
+            with torch.cuda.stream(self._arrivals):
+                self._states.fill()
+            for chunk in _chunks(self._trained):
+                chunk.restore_grad_buffers(synchronize=False)
+        self.held = max(self.held, needed)
+
+    def _wait_for_arrivals(self, *_: Any) -> None:
+        """What the present stream does next is done when the optimizer's state has come."""
+        torch.cuda.current_stream().wait_stream(self._arrivals)
+
+    def leave(self, kept: Held) -> None:
+        """Have at most `kept` on the device, and nothing in PyTorch's caches; returns when this holds of all
+        ranks, whose devices others may take memory of. Collective."""
+        self._wait_for_arrivals()
+        if self._offload:
+            self._move_out(kept)
+        gc.collect()  # tensors in cycles hold memory, too
+        torch.cuda.empty_cache()
+        self._world.barrier()
+
+    @contextmanager
+    def visited(self) -> Iterator[None]:
+        """Within, the weights are on the device; afterwards it is left as it was found. Collective."""
+        before = self.held
+        self.bring(Held.WEIGHTS)
+        yield
+        if before < self.held:
+            self.leave(before)
+
+    def _move_out(self, kept: Held) -> None:
+        if self.held == Held.EVERYTHING > kept:
+            weights = {storage.data_ptr() for storage in _storages(self._weight_tensors())}
+            states = [
+                own for own in _storages(self._optimizer_tensors()) if own.data_ptr() not in weights
+            ]  # some optimizers' parameters are views into the model
+            self._states.take(states)
+            for chunk in _chunks(self._trained):
+                chunk.offload_grad_buffers(empty_cache=False)
+        if self.held >= Held.WEIGHTS > kept:
+            self._weights.take(_storages(self._weight_tensors()))
+        self.held = min(self.held, kept)
+
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        for chunk in _chunks(self._trained):
+            yield from chunk.parameters()
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers():
+            for inner in [optimizer, *getattr(optimizer, "sub_optimizers", [])]:
+                yield from self._here(_tensors_of(inner))
+
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """torch's, inside Megatron's; a rank has none for parameters of a kind that it does not hold."""
+        for trained in self._trained:
+            for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
+                if part.optimizer is not None:
+                    yield part.optimizer
+
+    def _here(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Those on the device: an optimizer may keep some in host memory at all times."""
+        return (tensor for tensor in tensors if tensor.device.type == self._world.device.type)
+
+
+class _HostCopy:
+    """Contents of storages that gave their memory away. The host's memory is kept for the next time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._taken: list[tuple[UntypedStorage, Tensor]] = []
+
+    def take(self, storages: Sequence[UntypedStorage]) -> None:
+        """Copy the contents of `storages` to the host, and free them: what views them must not be used until
+        `allocate` and `fill`."""
+        sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
+        if sum(sizes) > len(self._memory):
+            self._grow(sum(sizes), pinned=storages[0].device.type == "cuda")
+        places = self._memory[: sum(sizes)].split(sizes)
+        for storage, place in zip(storages, places, strict=True):
+            content = place[: storage.nbytes()]
+            content.copy_(_bytes_of(storage), non_blocking=True)
+            self._taken.append((storage, content))
+        torch.cuda.synchronize()
+        for storage in storages:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Give the storages memory again."""
+        for storage, content in self._taken:
+            storage.resize_(len(content))
+
+    def fill(self) -> None:
+        """Bring their contents back, in the order of the present stream."""
+        for storage, content in self._taken:
+            _bytes_of(storage).copy_(content, non_blocking=True)
+        self._taken.clear()
+
+    def _grow(self, size: int, *, pinned: bool) -> None:
+        """Memory of `size` bytes, pinned for copies at full speed; optimizers have more state after a first
+        step. PyTorch's own pinned memory comes in powers of two, which would waste up to half of what all
+        ranks of a node take.
+
+        Raises:
+            RuntimeError: it could not be pinned.
+        """
+        if pinned and len(self._memory):
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        if pinned:  # not run on a GPU
+            error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            if error:
+                raise RuntimeError(
+                    f"--offload-train: CUDA could not pin {size / 1024**3:.1f} GiB of host memory (error "
+                    f"{error}); the node may have too little of it, else use --no-offload-train"
+                )
+
+
+def _chunks(trained: Sequence[Trained]) -> Iterator[Any]:
+    for one in trained:
+        yield from one.chunks
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """What lies below them, each once: flat buffers are below many."""
+    found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

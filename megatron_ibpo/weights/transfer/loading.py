@@ -1,0 +1,90 @@
+"""What an engine's model takes of a weight update, so that what it lacks is known before it samples."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from megatron_ibpo.weights.transfer.checksum import checksum
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Loading:
+    """One update of a worker's model, from the moment that vLLM is ready for weights to its end.
+
+    vLLM itself only warns of a layer that no weight reached, and says nothing of one that some reached.
+    """
+
+    def __init__(self, model: Any, sums: dict[str, int] | None) -> None:
+        """
+        Args:
+            sums: gets a checksum of each whole tensor that arrives; None: none are taken.
+        """
+        self._model = model
+        self._sums = sums
+        self._absent = set(_owned(model))
+        self._load_weights: Callable[[Weights], set[str] | None] = model.load_weights
+        model.load_weights = self._load
+
+    def missing(self) -> list[str]:
+        """What has not come so far: parameters, and layers of which a part came."""
+        return sorted(self._absent) + [
+            f"a part of {name} ({loaded:,} of {owned:,} numbers came)"
+            for name, layer in self._model.named_modules()
+            for loaded, owned in [_progress(layer)]
+            if 0 < loaded < owned
+        ]
+
+    def close(self) -> None:
+        """Let the model load without being watched."""
+        del self._model.load_weights  # the instance's; the class has its own
+
+    def _load(self, weights: Weights) -> set[str]:
+        loaded = self._load_weights(weights if self._sums is None else self._summed(weights, self._sums))
+        if loaded is None:
+            raise TypeError(
+                f"{type(self._model).__name__}.load_weights of this vLLM does not say what it loaded, so a "
+                "weight update of it cannot be known to be whole"
+            )
+        self._absent -= loaded
+        return loaded
+
+    def _summed(self, weights: Weights, sums: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            sums[name] = checksum(tensor)
+            yield name, tensor
+
+
+def _owned(model: torch.nn.Module) -> Iterator[str]:
+    """Parameters that must come, each once where layers share it. Scales of a quantized KV cache have
+    defaults."""
+    seen = set()
+    for prefix, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            continue
+        present, _ = get_layerwise_info(layer).kernel_tensors or ({}, {})
+        for name, parameter in layer.named_parameters(recurse=False):
+            kept = id(present.get(name, parameter))  # what was shared is not while weights come
+            if kept not in seen:
+                seen.add(kept)
+                yield f"{prefix}.{name}" if prefix else name
+
+
+def _progress(layer: torch.nn.Module) -> tuple[int, int]:
+    """(numbers that came, numbers that must come) of a layer's own parameters, while vLLM waits for more;
+    (0, 0) otherwise."""
+    info = get_layerwise_info(layer)
+    if not info.can_load() or is_deferred_attention_layer(layer):
+        return 0, 0
+    parameters = list(layer.parameters(recurse=False))
+    owned = sum(get_tensor_load_numel(parameter) for parameter in parameters)
+    if isinstance(layer, VocabParallelEmbedding):  # rows that pad the vocabulary never come
+        shard = layer.shard_indices
+        padding = layer.num_embeddings_per_partition - shard.num_org_elements
+        owned -= sum(padding * parameter[0].numel() for parameter in parameters)
+    return info.load_numel, owned

@@ -1,0 +1,74 @@
+"""An NCCL group that ends for all its members when one of them is lost.
+
+NCCL waits for ever for a member that has gone, and pynccl has no watchdog. So the members look at a store
+while they send and receive: whoever learns that one is lost says so there, and each aborts its own part.
+Abort is the only call that ends NCCL's waiting. Not run on GPUs.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LOOK_EVERY_S = 0.2
+"""How long the others go on waiting after one is lost."""
+LOST = "lost"
+"""Key in the store of a group that is of no use any more."""
+
+
+def say_lost(store: dist.Store) -> None:
+    """Tell all members of the store's group that one of them is lost."""
+    store.set(LOST, "")
+
+
+@contextmanager
+def ends_when_lost(store: dist.Store, group: Any, timeout: float) -> Iterator[threading.Event]:
+    """What waits in `group` meanwhile ends when the store says that a member is lost, when the store is gone
+    with trainer rank 0, or after `timeout` seconds. What is sent after that goes nowhere, what is received
+    is undefined, and neither raises.
+
+    Args:
+        group: vLLM's PyNcclCommunicator.
+
+    Yields:
+        an event: set if it came to that.
+    """
+    lost, over = threading.Event(), threading.Event()
+    deadline = time.monotonic() + timeout
+
+    def watch() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            if is_lost(store) or time.monotonic() > deadline:
+                lost.set()
+                abort(group)
+                return
+
+    watcher = threading.Thread(target=watch, name="NCCL group", daemon=True)
+    watcher.start()
+    try:
+        yield lost
+    finally:
+        over.set()
+        watcher.join()
+
+
+def abort(group: Any) -> None:
+    """End this member's part of a group, whatever it waits for. (`PyNcclCommunicator.destroy` closes the
+    group to further calls only afterwards, when the thread that waited may have made one.)"""
+    if group.disabled:
+        return
+    group.disabled = True
+    with torch.accelerator.device_index(group.device.index):
+        group.nccl.ncclCommAbort(group.comm)
+
+
+def is_lost(store: dist.Store) -> bool:
+    """Whether a member said that one is lost, or the store has gone with trainer rank 0."""
+    try:
+        return store.check([LOST])
+    except RuntimeError:
+        return True

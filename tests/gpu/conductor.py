@@ -1,0 +1,175 @@
+"""Runs the parts of `tests/gpu.sh`, each in a process of its own, and keeps what they found in one JSON file.
+
+Only the standard library is imported: whatever is broken on a machine must not break this. The file is
+written anew after each part, so that a run that is cut off leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to find out."""
+
+    name: str
+    seconds: float
+    """It may take; then it is ended, and what it had found stays."""
+    module: str = ""
+    """In `parts`; its name with underscores unless given."""
+    variant: str = ""
+    """What the module is told."""
+
+
+PARTS = (
+    Part("machine", 120),
+    Part("kernels", 240),
+    Part("loss-speed", 240),
+    Part("parity", 300),
+    Part("delta-net", 150),
+    Part("trainer-qwen3", 180, "trainer", "qwen3"),
+    Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
+    Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
+    Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
+    Part("resume", 180),
+    Part("weight-update", 120),
+    Part("sleep", 120),
+    Part("memcheck", 180, "sanitizer", "memcheck"),
+    Part("racecheck", 180, "sanitizer", "racecheck"),
+    Part("synccheck", 180, "sanitizer", "synccheck"),
+    Part("initcheck", 180, "sanitizer", "initcheck"),
+)
+"""In the order in which somebody with little time would want them."""
+
+MINUTES, QUICK_MINUTES = 20.0, 9.5
+LEAST_S = 20.0
+"""With less time left no part is started."""
+SHOWN = 4000
+"""Characters kept of what a part said when it did not pass."""
+LINE = 160
+"""Characters of a part's line on the screen."""
+
+
+def main(argv: list[str]) -> int:
+    """0 when every part passed or was skipped."""
+    arguments = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
+    deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
+    report: dict[str, Any] = {
+        "format": 1,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": arguments.device,
+        "quick": arguments.quick,
+        "parts": {},
+    }
+    for part in PARTS:
+        if arguments.only and part.name not in arguments.only:
+            continue
+        report["parts"][part.name] = found = run_part(part, arguments, deadline)
+        save(report, arguments.save)
+        print(f"{part.name:25} {found['status']:8} {found['seconds']:7.1f} s  {summary(found)}", flush=True)
+    statuses = [found["status"] for found in report["parts"].values()]
+    counts = ", ".join(f"{statuses.count(s)} {s}" for s in ("passed", "failed", "skipped"))
+    print(f"{counts}; written to {arguments.save}")
+    return 1 if "failed" in statuses else 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(prog="tests/gpu.sh", allow_abbrev=False)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes")
+    parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
+    arguments = parser.parse_args(argv)
+    if not arguments.save.absolute().parent.is_dir():
+        parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
+    return arguments
+
+
+def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Its status, seconds, numbers, and what it said where it did not pass."""
+    left = deadline - time.monotonic()
+    if left < LEAST_S:
+        return {"status": "skipped", "reason": "no time was left for it", "seconds": 0.0}
+    allowed = min(part.seconds, left)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f"gpu-{part.name}-") as scratch:
+        found_file, log = Path(scratch, "found.json"), Path(scratch, "log")
+        command = [
+            *(sys.executable, str(HERE / "part.py"), part.module or part.name.replace("-", "_")),
+            *("--variant", part.variant, "--device", arguments.device, "--scratch", scratch),
+            *(["--quick"] if arguments.quick else []),
+        ]
+        with log.open("wb") as said:
+            ended = run(command, environment(arguments.device), said, allowed)
+        found = json.loads(found_file.read_text()) if found_file.exists() else {}
+        found["seconds"] = round(time.monotonic() - started, 1)
+        if not ended:
+            found |= {"status": "failed", "reason": f"it took longer than {allowed:.0f} s"}
+        elif found.get("status") not in ("passed", "failed", "skipped"):
+            found |= {"status": "failed", "reason": "its process died"}
+        if found["status"] == "failed":
+            found["said"] = log.read_text(errors="replace")[-SHOWN:]
+    return found
+
+
+def run(command: list[str], env: dict[str, str], said: Any, seconds: float) -> bool:
+    """Whether it ended by itself. Its children go with it."""
+    process = subprocess.Popen(
+        command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+    )
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return True
+
+
+def environment(device: str) -> dict[str, str]:
+    """This code before any other, no network, and ranks that meet on the loopback interface."""
+    paths = [ROOT, ROOT / "tests", ROOT / "tools", HERE]
+    own = {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1" if device == "cpu" else "8"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+    }
+    return {**os.environ, **own} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+
+
+def save(report: dict[str, Any], path: Path) -> None:
+    """Whole or not at all, at every moment."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def summary(found: dict[str, Any]) -> str:
+    """One line of it."""
+    return (found.get("reason") or found.get("summary", "")).partition("\n")[0][:LINE]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

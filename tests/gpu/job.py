@@ -1,0 +1,55 @@
+"""What a part of `tests/gpu.sh` is told, and how it tells what it found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LARGE_BYTES", "Job", "Skipped", "check"]
+
+LARGE_BYTES = 64 * 2**30
+"""A GPU with at least so much memory gets the sizes that reports are about; a smaller one gets smaller."""
+
+
+class Skipped(Exception):
+    """This machine lacks what the part needs; the message names it."""
+
+
+@dataclass
+class Job:
+    """Numbers that are noted stand in the report even if the part ends badly later."""
+
+    device: str
+    """cuda or cpu."""
+    quick: bool
+    scratch: Path
+    """A directory of its own, gone when the part ends."""
+    variant: str = ""
+    """Which of several cases of the same module."""
+    found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it has a GPU, and that much memory on it."""
+        import torch
+
+        return self.on_gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES
+
+    def note(self, **numbers: Any) -> None:
+        """Keep numbers under their names, in the file that the conductor reads."""
+        self.found |= numbers
+        new = self.scratch / "found.new"
+        new.write_text(json.dumps(self.found, ensure_ascii=False), encoding="utf-8")
+        new.replace(self.scratch / "found.json")
+
+
+def check(holds: bool, otherwise: str) -> None:
+    """The part fails with `otherwise` unless something holds; python -O would drop an assert."""
+    if not holds:
+        raise AssertionError(otherwise)

@@ -1,0 +1,52 @@
+"""The loss beside its peers: `tools/bench_loss.py` at P1 (logits given) and P2 (LM head fused), H = 2048."""
+
+from __future__ import annotations
+
+import os
+
+from job import Job, check
+
+
+def run(job: Job) -> None:
+    if not job.on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import bench_loss
+
+    arguments = bench_loss.Arguments(
+        device=job.device,
+        only=() if job.on_gpu else ("ours, torch", "eager fp32"),
+        tokens=(8192, 32768) if job.is_large else (4096,),
+        vocabularies=(151936,),
+        masked=(0.0,) if job.quick else (0.0, 0.5),
+        repeats=5 if job.quick else 10,
+    )
+    errors = bench_loss.errors(arguments)
+    job.note(errors=errors)
+    if job.on_gpu:
+        ceilings = bench_loss.ceilings()
+        job.note(ceilings=ceilings, predicted=bench_loss.predictions(arguments)["rows"])
+        rows: list[dict] = []
+        for row in bench_loss.times(arguments, ceilings):
+            rows.append(row)
+            job.note(times=rows)
+        job.note(summary=", ".join(spoken(rows)))
+    check_errors(errors, bound=2**-6 if job.on_gpu else 1e-5)
+
+
+def check_errors(errors: list[dict], bound: float) -> None:
+    """Ours must be right; the peers' errors are only noted."""
+    for row in errors:
+        if row["contestant"].startswith("ours"):
+            check("gradient_errors" in row, f"{row}")
+            check(max(row["gradient_errors"]) <= bound and row["loss_error"] <= bound, f"{row}")
+
+
+def spoken(rows: list[dict]) -> list[str]:
+    """Ours of the largest size: at P1 and P2 on a large GPU."""
+    most = max(row["tokens"] for row in rows)
+    chosen = [row for row in rows if row["contestant"] in ("ours", "ours, head fused")]
+    return [
+        f"{row['contestant']} {row.get('total_ms', float('nan')):.2f} ms"
+        for row in chosen
+        if row["tokens"] == most and not row["masked"]
+    ]

@@ -1,0 +1,49 @@
+"""What the numbers were measured on, and the rates that others are held against."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import torch
+from job import Job
+
+from megatron_ibpo.versions import differences, installed_versions, machine
+
+LIBRARIES = ("fla-core", "liger-kernel", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
+
+
+def run(job: Job) -> None:
+    job.note(versions=machine(*LIBRARIES), differs_from_tested=differences(installed_versions()))
+    if not job.on_gpu:
+        job.note(summary="a CPU: no speed is measured")
+        return
+    from bench_loss import ceilings
+
+    properties = torch.cuda.get_device_properties(0)
+    job.note(
+        gpus=torch.cuda.device_count(),
+        gpu=properties.name,
+        capability=list(torch.cuda.get_device_capability(0)),
+        memory_bytes=properties.total_memory,
+        multiprocessors=properties.multi_processor_count,
+        cuda=torch.version.cuda,
+        cudnn=torch.backends.cudnn.version(),
+        nccl=list(torch.cuda.nccl.version()),
+        driver=driver(),
+    )
+    rates = ceilings()
+    job.note(
+        **rates,
+        summary=f"{properties.name}, {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s copied, "
+        f"{rates['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s bf16",
+    )
+
+
+def driver() -> str:
+    """Its version; empty where nvidia-smi is not there or does not answer."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return done.stdout.partition("\n")[0].strip()

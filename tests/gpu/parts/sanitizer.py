@@ -1,0 +1,49 @@
+"""The kernels under one tool of NVIDIA's compute-sanitizer: accesses out of bounds, reads of memory that
+nobody wrote, races in shared memory, barriers that not all threads reach."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from job import Job, Skipped, check
+from pytest_run import run_pytest
+
+KERNELS = (
+    "logits_gradient_kernel",
+    "row_statistics_kernel",
+    "combine_kernel",
+    "segment_sums_kernel",
+    "sequence_loss_kernel",
+    "token_coefficients_kernel",
+)
+CASES = "variant_equals and gspo or several_blocks or peak_comes_late or padded or inplace"
+
+
+def run(job: Job) -> None:
+    if not job.on_gpu:
+        raise Skipped("compute-sanitizer needs a CUDA device")
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None:
+        raise Skipped("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    log = job.scratch / "sanitizer.log"
+    command = [program, "--tool", job.variant, "--error-exitcode", "86", "--launch-timeout", "120"]
+    command += ["--target-processes", "all", "--log-file", str(log)]
+    if job.variant != "initcheck":  # it must see who writes; the others need only look at ours
+        command += [word for name in KERNELS for word in ("--kernel-name", f"kns={name}")]
+    # memory that torch keeps for reuse would hide what lies beyond a tensor's end
+    environment = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
+    counts = run_pytest(["tests/gpu", "-k", CASES], job.scratch, environment, tuple(command))
+    said = log_of(log)
+    job.note(**counts, sanitizer=said[-2000:], summary=f"{counts['passed']} tests, {last_line(said)}")
+    print(said[-4000:])
+    check(counts["exit_status"] == 0 and counts["passed"] > 0, f"{counts}; {last_line(said)}")
+
+
+def log_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2].removeprefix("=========").strip()

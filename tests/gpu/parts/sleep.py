@@ -1,0 +1,101 @@
+"""A trainer and another process on one GPU, as a colocated engine is: the trainer leaves the GPU, the other
+fills it and gives it back, and the trainer goes on with the weights that it had. Twice, to see what stays."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from job import Job, check
+from processes import PipeLink, beside
+from training import load_of, make_config, make_sequences, model_of, start_policy
+
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.policy.residence import Held
+from megatron_ibpo.weights.transfer.checksum import checksum
+
+MARGIN = 2**30
+"""Bytes that the other process leaves free."""
+LEAK = 256 * 2**20
+"""Bytes that a second round may leave less free than the first."""
+LEFT = 4 * 2**30
+"""Bytes that a trainer that has left may hold: contexts, libraries' workspaces, communicators."""
+
+
+def run(job: Job) -> None:
+    load = load_of(job)
+    model = model_of(job, "qwen3")
+    policy, ranks = start_policy(make_config(job, model, load))
+    sequences = make_sequences(load, read_hf_config(model).vocab_size)
+    with beside(Tenant) as tenant:
+        tenant.ask("start", job.device)  # its context counts in what is not free
+        rounds = []
+        for _ in range(2):
+            policy.update(sequences)
+            rounds.append(one_round(job, ranks.rank, tenant))
+            job.note(rounds=rounds)
+        policy.update(sequences)
+    for found in rounds:
+        check(found["weights_kept"], "the weights are not what they were before")
+    if job.on_gpu:
+        total = torch.cuda.get_device_properties(0).total_memory
+        first, second = rounds
+        check(total - first["free_left"] <= LEFT, f"the trainer holds {total - first['free_left']} bytes")
+        check(
+            second["free_left"] >= first["free_left"] - LEAK, f"the second round leaves less free: {rounds}"
+        )
+        job.note(
+            summary=f"{first['free_left'] / 2**30:.1f} of {total / 2**30:.1f} GiB free, leaves in "
+            f"{second['leave_seconds']:.2f} s, is back in {second['return_seconds']:.2f} s"
+        )
+
+
+def one_round(job: Job, rank: Any, tenant: PipeLink) -> dict[str, Any]:
+    """Bytes free on the device and seconds, at each moment."""
+    before, found = sums(rank), {"free_training": free(job)}
+    started = time.perf_counter()
+    rank.make_room()
+    found |= {"leave_seconds": time.perf_counter() - started, "free_left": free(job)}
+    taken = max(0, found["free_left"] - MARGIN) if job.on_gpu else 2**20
+    tenant.ask("wake", taken)
+    found |= {"tenant_bytes": taken, "free_tenant": free(job)}
+    tenant.ask("sleep")
+    found["free_again"] = free(job)
+    started = time.perf_counter()
+    rank.residence.bring(Held.EVERYTHING)
+    synchronize(job)
+    found["return_seconds"] = time.perf_counter() - started
+    found["weights_kept"] = sums(rank) == before
+    return found
+
+
+def sums(rank: Any) -> dict[str, int]:
+    return {name: checksum(tensor) for name, tensor in rank.export}
+
+
+def free(job: Job) -> int:
+    synchronize(job)
+    return torch.cuda.mem_get_info()[0] if job.on_gpu else 0
+
+
+def synchronize(job: Job) -> None:
+    if job.on_gpu:
+        torch.cuda.synchronize()
+
+
+class Tenant:
+    """The other process. What it holds has a pattern that it looks at again before it lets go."""
+
+    def start(self, device: str) -> None:
+        self._device = device
+        torch.zeros(1, device=device)
+
+    def wake(self, size: int) -> None:
+        self._held = torch.full((size,), 7, dtype=torch.uint8, device=self._device)
+
+    def sleep(self) -> None:
+        if int(self._held.min()) != 7 or int(self._held.max()) != 7:
+            raise AssertionError("somebody else wrote into its memory")
+        del self._held
+        torch.cuda.empty_cache()

@@ -1,0 +1,139 @@
+"""Five steps of a trainer with random weights: do they train, how fast, and in how much memory beside what
+the dry run predicts."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from job import Job, check
+from training import load_of, make_config, make_sequences, model_of, start_policy
+
+from megatron_ibpo.config import Config, LossConfig
+from megatron_ibpo.models import forward_flops, read_hf_config
+
+STEPS = 5
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+}
+"""bf16 without sparsity, from the makers' data sheets, by what a device's name contains."""
+
+
+def run(job: Job) -> None:
+    family, _, special = job.variant.partition("/")
+    if special == "torch":
+        sys.modules["fla"] = None  # as if it were not installed
+    load = load_of(job, slow=special == "torch")
+    model = model_of(job, family)
+    config = make_config(job, model, load, loss=LossConfig(fuse_lm_head=special == "fused"))
+    shape = read_hf_config(model)
+    job.note(model=family, load=vars(load))
+    policy, ranks = start_policy(config)
+    job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))
+    sequences = make_sequences(load, shape.vocab_size)
+    before = gap(policy, sequences)
+    policy.take_passes()
+    steps = take_steps(job, policy, sequences)
+    passes = policy.take_passes()[0]
+    flops = sum(forward_flops(shape, n) for n in passes.forward)
+    flops += 3 * sum(forward_flops(shape, n) for n in passes.updates)
+    after = gap(policy, sequences)
+    job.note(logprob_gap_before=before, logprob_gap_after=after, flops_per_step=flops)
+    note_speed(job, [step["seconds"] for step in steps[1:]], sum(passes.updates), flops)
+
+    job.note(predicted_bytes=predict_apart(config, device_bytes(job)))
+    for step in steps:
+        check(step["updates_skipped"] == 0 and math.isfinite(step["grad_norm"]), f"a step was lost: {step}")
+    check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
+
+
+def take_steps(job: Job, policy: Any, sequences: list[Any]) -> list[dict[str, float]]:
+    """Metrics of each, and its seconds; memory is that of the last."""
+    steps = []
+    for _ in range(STEPS):
+        if job.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        metrics = policy.update(sequences)
+        if job.on_gpu:
+            torch.cuda.synchronize()
+        steps.append(metrics | {"seconds": time.perf_counter() - started})
+        job.note(steps=steps, memory_bytes=memory(job))
+    return steps
+
+
+def gap(policy: Any, sequences: list[Any]) -> float:
+    """Mean log-prob of tokens with a positive advantage, less that of the others."""
+    found = policy.logprobs(sequences)
+    pairs = [(float(own.mean()), s.advantage > 0) for own, s in zip(found, sequences, strict=True)]
+    wanted, others = ([mean for mean, good in pairs if good is kind] for kind in (True, False))
+    return statistics.fmean(wanted) - statistics.fmean(others)
+
+
+def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> None:
+    median = statistics.median(seconds)
+    rate = flops / median
+    name = torch.cuda.get_device_name(0) if job.on_gpu else ""
+    peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+    share = "" if peak is None else f", MFU {rate / peak:.1%}"
+    used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
+    job.note(
+        seconds_per_step=median,
+        tokens_per_step=tokens,
+        tokens_per_second=tokens / median,
+        flops_per_second=rate,
+        mfu=None if peak is None else rate / peak,
+        summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
+    )
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+
+def device_bytes(job: Job) -> int:
+    return torch.cuda.get_device_properties(0).total_memory if job.on_gpu else 80 * 2**30
+
+
+def memory(job: Job) -> dict[str, int]:
+    """Of this process, and `used` of the whole device: contexts and other processes count in it."""
+    if not job.on_gpu:
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "used": total - free,
+    }
+
+
+def predict_apart(config: Config, total: int) -> dict[str, int]:
+    """In another process: counting parameters makes Megatron's groups, and a context on the GPU."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(predict, config, total).result()
+
+
+def predict(config: Config, total: int) -> dict[str, int]:
+    """What the dry run says of this trainer's GPU."""
+    from megatron_ibpo.plan.feasibility import make_plan
+
+    config.run.dry_run_gpu_memory_gib = total / 2**30
+    config.run.dry_run_gpus_per_node = 1
+    plan = make_plan(config, 1)
+    assert plan.stages is not None, plan.problems
+    stage = plan.stages[0]
+    named = vars(stage) | {"resident": stage.resident, "training": stage.training}
+    return {name: int(value) for name, value in named.items()}

@@ -1,0 +1,118 @@
+"""Weight updates of another process on the same GPU, through our ipc transport: memory handles, checksums
+of everything as sent and as received, and GB/s. The other process stands in for an engine's worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from typing import Any
+
+import torch
+import vllm_stand_in
+from job import Job, check
+from processes import PipeLink, beside
+from training import load_of, make_config, make_sequences, model_of, start_policy
+
+from megatron_ibpo.models import read_hf_config
+
+TIMEOUT_S = 60.0
+"""Of a step of an update."""
+
+
+def run(job: Job) -> None:
+    load = load_of(job)
+    model = model_of(job, "qwen3")
+    policy, ranks = start_policy(make_config(job, model, load))
+    sequences = make_sequences(load, read_hf_config(model).vocab_size)
+    stands_in = not job.on_gpu or importlib.util.find_spec("vllm") is None
+    if stands_in:
+        vllm_stand_in.install()
+    with beside(Worker) as link:
+        rank = ranks.rank
+        rank.open_transport("ipc")
+        check(rank.connect({0: link}, [0]) == {}, "the stand-in refused to connect")
+        before = send(rank, link, version=1, check_sums=True)
+        policy.update(sequences)
+        plain = send(rank, link, version=2, check_sums=False)
+        checked = send(rank, link, version=3, check_sums=True)
+        size = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in rank.export.metadata())
+        seconds = plain["seconds"]
+        job.note(
+            sender="a stand-in for vLLM's" if stands_in else "vLLM's",
+            bytes=size,
+            first_seconds=before["seconds"],
+            update_seconds=seconds,
+            checked_seconds=checked["seconds"],
+            bytes_per_second=size / seconds,
+            summary=f"{size / 1e9:.2f} GB in {seconds:.2f} s, {size / seconds / 1e9:.1f} GB/s",
+        )
+        check(before["sum"] != checked["sum"], "the last update brought the weights of the first")
+
+
+def send(rank: Any, link: PipeLink, *, version: int, check_sums: bool) -> dict[str, Any]:
+    """One update; with `check_sums`, `update_engines` raises where something else came than was sent."""
+    from megatron_ibpo.weights.transfer.order import Order
+
+    order = Order(version, sleeping=False, check=check_sums, timeout=TIMEOUT_S)
+    started = time.perf_counter()
+    sent = rank.send({0: link}, [0], order)
+    seconds = time.perf_counter() - started
+    check(sent.failures == {}, f"the update failed: {sent.failures}")
+    return {"seconds": seconds, "sum": link.ask("sum")}
+
+
+class Worker:
+    """Takes tensors out of the buffer that a handle opens, as vLLM's worker does."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, torch.Tensor] = {}
+        self._buffer: torch.Tensor | None = None
+        self._came: set[str] = set()
+        self._checked = False
+
+    def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        assert info["packed"]
+
+    def start_weight_update(self, check: bool) -> None:
+        self._came, self._checked = set(), check
+
+    def update_weights(self, info: Any) -> None:
+        info = info if isinstance(info, dict) else vars(info)
+        buffer = self._open(info["ipc_handles"])
+        start = 0
+        for name, dtype, shape, size in zip(
+            info["names"], info["dtype_names"], info["shapes"], info["tensor_sizes"], strict=True
+        ):
+            part = buffer[start : start + size].view(getattr(torch, dtype)).view(shape)
+            self._weights[name] = part.clone()
+            self._came.add(name)
+            start += size
+        if buffer.is_cuda:
+            torch.cuda.synchronize()
+
+    def missing_weights(self) -> list[list[str]]:
+        return [sorted(self._weights.keys() - self._came)]
+
+    def finish_weight_update(self, version: int) -> list[dict[str, int]]:
+        from megatron_ibpo.weights.transfer.checksum import checksum
+
+        self._buffer = None
+        return [{name: checksum(tensor) for name, tensor in self._weights.items()} if self._checked else {}]
+
+    def sum(self) -> float:
+        """Of all weights, to see that they change."""
+        return sum(tensor.double().sum().item() for tensor in self._weights.values())
+
+    def _open(self, handle: Any) -> torch.Tensor:
+        """Once an update: the sender has one buffer. vLLM's handles are arguments by the GPU's UUID."""
+        if self._buffer is None:
+            if isinstance(handle, dict):
+                from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+                (arguments,) = handle.values()
+                self._buffer = rebuild_cuda_tensor(*arguments)
+            else:
+                rebuild, arguments = handle
+                self._buffer = rebuild(*arguments)
+        return self._buffer

@@ -1,0 +1,127 @@
+"""Hugging Face directories with public shapes and random weights, made without transformers.
+
+directory = make_random_model(path, SHAPES["qwen3"], device, seed=0)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.weights.layout.export import metadata_of
+
+__all__ = ["SHAPES", "TINY_SHAPES", "make_random_model"]
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-06,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""Qwen3-0.6B: huggingface.co/Qwen/Qwen3-0.6B, config.json."""
+
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 12,
+    "full_attention_interval": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_value_head_dim": 128,
+    "linear_num_value_heads": 16,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000,
+    "rms_norm_eps": 1e-06,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""About 1B parameters with the proportions of Qwen3-Next-80B-A3B: half its width, a quarter of its layers, a
+sixteenth of its experts."""
+
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
+_TINY_NEXT = {
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
+TINY_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3 | _TINY,
+    "qwen3_next": QWEN3_NEXT | _TINY | _TINY_NEXT,
+}
+"""The same models for two CPU cores."""
+
+
+def make_random_model(
+    directory: Path, config: dict[str, Any], device: str, dtype: torch.dtype, seed: int = 0
+) -> Path:
+    """Write config.json and one file of weights; the same for the same seed on the same kind of device."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    shape = read_hf_config(directory)
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {
+        meta.name: _draw(meta.name, meta.shape, shape, generator).to(dtype).cpu()
+        for meta in metadata_of(shape, dtype)
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _draw(name: str, size: tuple[int, ...], shape: ModelShape, generator: torch.Generator) -> torch.Tensor:
+    """As these models are initialised."""
+    device = generator.device
+    if name.endswith("A_log"):
+        return torch.empty(size, device=device).uniform_(1, 16, generator=generator).log()
+    if len(size) > 1:
+        return torch.empty(size, device=device).normal_(0, shape.initializer_range, generator=generator)
+    is_centred = shape.zero_centered_norms and "linear_attn" not in name
+    return torch.zeros(size, device=device) if is_centred else torch.ones(size, device=device)

@@ -1,0 +1,122 @@
+"""One trainer as the driver uses it, in this process: no Ray, no engine, random responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from job import Job
+from random_models import SHAPES, TINY_SHAPES, make_random_model
+
+from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
+from megatron_ibpo.models import forward_flops, read_hf_config
+from megatron_ibpo.records import TrainSequence, token_ids
+
+__all__ = ["Load", "OneRank", "load_of", "make_config", "make_sequences", "model_of", "start_policy"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step trains on."""
+
+    sequences: int
+    prompt: int
+    response: int
+    """Longest; lengths are spread evenly from an eighth of it on."""
+    max_tokens: int
+    """--max-tokens-per-gpu."""
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.response
+
+
+def load_of(job: Job, *, slow: bool = False) -> Load:
+    """
+    Args:
+        slow: for a delta net in plain torch, which goes through a sequence in chunks one after the other.
+    """
+    if not job.on_gpu:
+        return Load(sequences=8, prompt=4, response=28, max_tokens=128)
+    if slow or not job.is_large:
+        return Load(sequences=8, prompt=256, response=1024, max_tokens=2048)
+    return Load(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=8192)
+
+
+def model_of(job: Job, family: str) -> Path:
+    """Its directory, made now."""
+    config = (SHAPES if job.on_gpu else TINY_SHAPES)[family]
+    dtype = torch.bfloat16 if job.on_gpu else torch.float32
+    return make_random_model(job.scratch / "model", config, job.device, dtype)
+
+
+def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
+    """A run's settings, with a learning rate at which five steps show."""
+    return Config(
+        model=ModelConfig(
+            hf_checkpoint=model,
+            bf16=job.on_gpu,
+            allow_local_modules=True,
+            max_tokens_per_gpu=load.max_tokens,
+        ),
+        optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0),
+        rollout=RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response),
+        **sections,
+    )
+
+
+def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
+    """Random tokens; half of the sequences with a positive advantage."""
+    generator = np.random.default_rng(seed)
+    return [
+        TrainSequence(
+            token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
+            token_ids(generator.integers(vocabulary, size=length).tolist()),
+            np.ones(length, bool),
+            advantage=1.0 if number % 2 else -0.5,
+            weight=1.0 / load.sequences,
+            prompt_index=number // 2,
+            group=number // 2,
+            index=number % 2,
+        )
+        for number, length in enumerate(
+            np.linspace(load.response // 8, load.response, load.sequences).astype(int)
+        )
+    ]
+
+
+class OneRank:
+    """`policy.group.RankCalls` for a single trainer in this process."""
+
+    def __init__(self, config: Config, checkpoint: Path | None = None):
+        from megatron_ibpo.policy.start import trainer_rank
+
+        self.rank = trainer_rank(config, checkpoint)
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        (own,) = arguments
+        return [getattr(self.rank, method)(*own)]
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(self.rank, method)(*arguments)]
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def restart(self, *arguments: Any) -> None:
+        raise NotImplementedError("a part that resumes starts another process")
+
+
+def start_policy(config: Config, checkpoint: Path | None = None) -> tuple[Any, OneRank]:
+    """The policy as the driver has it, and its only rank."""
+    from megatron_ibpo.policy.group import Policy
+
+    assert config.model.hf_checkpoint is not None
+    cost = partial(forward_flops, read_hf_config(config.model.hf_checkpoint))
+    ranks = OneRank(config, checkpoint)
+    return Policy(ranks, config, 1, cost), ranks
