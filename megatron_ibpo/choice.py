@@ -25,6 +25,8 @@ LARGEST_ON_CPUS = 1e9
 """Parameters. A step of more takes longer on CPUs than anybody waits for."""
 LARGEST_TINY = 1e8
 """Parameters up to which a model takes the recipe for CPUs on GPUs too: its texts are as short there."""
+ROOM = 0.05
+"""Of a GPU's memory: what estimates of a plan may be wrong by."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
 PER_NODE = 8
 """GPUs of a node, to plan for where none was found and nobody says how many there are."""
@@ -95,7 +97,7 @@ class Choice:
 def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     """The recipe for the model in `hf_dir`, and the first layout under which its plan fits the devices: the
     recipe's own, then least tensor parallelism first, which sends least between GPUs; the same again with the
-    optimizer's steps in main memory, which take longer.
+    optimizer's steps in main memory, which take longer. One that leaves `ROOM` is preferred.
 
     Args:
         hf_dir: only config.json is read.
@@ -114,18 +116,26 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     if devices.gpus == 0 or parameters <= LARGEST_TINY:
         return _tiny(shape, devices)
     from megatron_ibpo.config import parse_config  # slow to import, and for GPUs only
-    from megatron_ibpo.plan.feasibility import make_plan
+    from megatron_ibpo.plan.feasibility import make_plan, tightest
 
     recipe = choose_recipe(shape, devices.gpus)
     problems: list[str] = []
+    tight: Choice | None = None
     layouts = list(_layouts(shape, devices))
     for layout in [*layouts, *((*layout, *IN_MAIN_MEMORY) for layout in layouts)]:
         arguments = ["--config", str(recipe.path), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
         config = parse_config(arguments)
         config.run.dry_run_gpus_per_node = devices.gpus_per_node
         config.run.dry_run_gpu_memory_gib = devices.gpu_memory_gib
-        if not (problems := make_plan(config, devices.gpus).problems):
-            return Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
+        plan = make_plan(config, devices.gpus)
+        problems = plan.problems
+        if not problems:
+            found = Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
+            if tightest(plan).left >= ROOM * devices.gpu_memory_gib * 1024**3:
+                return found
+            tight = tight or found
+    if tight is not None:
+        return tight
     raise ValueError(
         f"{hf_dir.name} (about {parameters / 1e9:.1f} B parameters) does not fit on {devices} with "
         f"{recipe.path.name} ({recipe}): " + "; ".join(problems) + ". More devices: NNODES=… and "

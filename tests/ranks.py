@@ -84,7 +84,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
 def _server() -> Any:
     """The multiprocessing context whose server has torch and Megatron imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_imports"])
+    # whoever asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
+    on_gpu = os.environ.get("IBPO_PARITY_DEVICE") == "cuda"
+    context.set_forkserver_preload([] if on_gpu else ["rank_imports"])
     # The server looks for the preloaded module on PYTHONPATH only (CPython gh-126631).
     here = Path(__file__).resolve().parent
     with _SERVER_STARTS:

@@ -102,7 +102,9 @@ def test_the_optimizer_moves_to_main_memory_where_nothing_else_fits():
 
 
 def test_tensor_parallelism_is_as_small_as_memory_allows():
-    assert chosen(MODELS / "qwen3_4b", 1, 8, 24.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "4")
+    model = MODELS / "qwen3_4b"
+    assert chosen(model, 1, 8, 48.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "2")
+    assert chosen(model, 1, 8, 24.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "8"), "4 leave no room"
 
 
 SMALL_CACHE = ("--vllm-kv-cache-bytes", str(6 * 1024**3))

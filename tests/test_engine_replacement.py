@@ -41,7 +41,7 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_what_took_their_plac
 ):
     first, successor = dict(engines.hosts), Process()
 
-    def update(_):
+    def update(*_):
         engines.hosts[1] = successor  # who samples has noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 

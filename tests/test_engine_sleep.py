@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,30 +60,27 @@ def engines(monkeypatch):
         start_timeout=1.0,
     )
     found.hosts = {index: Process(index, Engines.events) for index in range(2)}
+    monkeypatch.setattr(found, "_catch_up", partial(updated, Engines.events))
     return found
 
 
-def woken(*engines):
-    return [(f"engine {own}", "call", "wake", part) for part in ("weights", "kv_cache") for own in engines]
+def updated(events, engines, order):
+    """All engines get the weights that they are to have."""
+    events.append(("update", *engines, order))
+    return 0, 0, {}
 
 
-def test_engines_wake_when_all_trainers_have_made_room_weights_first(engines):
+def update(*engines, version=0):
+    return ("update", *engines, Order(version=version, sleeping=True, check=False, timeout=1.0))
+
+
+def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(engines):
+    engines.order = replace(engines.order, version=3)
     engines.wake()
-    assert engines.events == [("trainers", "make_room"), *woken(0, 1)]
+    assert engines.events == [update(0, 1, version=3)]
     assert not engines.order.sleeping
     engines.wake()
-    assert len(engines.events) == 5
-
-
-def test_engines_sleep_on_when_a_trainer_dies_over_making_room(engines):
-    def died(_):
-        raise ProcessDiedError("trainer 1")
-
-    engines.trainers.all = died
-    with pytest.raises(ProcessDiedError):
-        engines.wake()
-    assert engines.events == []
-    assert engines.order.sleeping
+    assert len(engines.events) == 1
 
 
 def test_an_engine_that_does_not_sleep_is_ended(engines):
@@ -94,13 +93,14 @@ def test_an_engine_that_does_not_sleep_is_ended(engines):
     assert ("engine 0", "killed") not in engines.events
 
 
-def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeypatch):
-    def died(_):
+@pytest.mark.parametrize("asked", ["update_weights", "wake"])
+def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeypatch, asked):
+    def died(*_):
         raise ProcessDiedError("trainer 1")
 
     monkeypatch.setattr(engines, "_catch_up", died)
     with pytest.raises(ProcessDiedError):
-        engines.update_weights(3)
+        engines.update_weights(3) if asked == "update_weights" else engines.wake()
     assert engines.events == [("engine 0", "call", "sleep"), ("engine 1", "call", "sleep")]
     assert engines.order.sleeping
 
@@ -128,7 +128,7 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wake
     engines.events.clear()
     engines.admit()
     revived.result(20)
-    assert engines.events == woken(1)
+    assert engines.events == [update(1)]
     loop.call_soon_threadsafe(loop.stop)
     thread.join(20)
     loop.close()

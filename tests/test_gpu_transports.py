@@ -22,6 +22,7 @@ from test_engine import (
     reference_logprobs,
 )
 from tiny_models import make_qwen3
+from transfer_stand_ins import AT_MEETING
 
 from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout import Engine
@@ -53,8 +54,10 @@ def whose(checkpoints: list[str], requests: list[SampleRequest], samples: list[S
     return None
 
 
-def two_engines_of_which_one_dies(world: Any, checkpoints: list[str], folder: str) -> dict[str, Any]:
-    """Rank r owns engine r. Engine 1 dies in the second update and is replaced for the third."""
+def two_engines_of_which_one_dies(
+    world: Any, checkpoints: list[str], folder: str, dies_at: int
+) -> dict[str, Any]:
+    """Rank r owns engine r. Engine 1 dies at its so many-th bucket and is replaced for the third update."""
     import transfer_stand_ins
 
     transfer_stand_ins.install()
@@ -63,9 +66,8 @@ def two_engines_of_which_one_dies(world: Any, checkpoints: list[str], folder: st
     source = CheckpointSource(Path(checkpoints[0]), world)
     others = CheckpointSource(Path(checkpoints[1])).tensors
     transport = open_transport("nccl", world, workers_per_engine=1, bucket_bytes=100_000, timeout=60.0)
-    # seven buckets at most in the first update
     log = Path(folder) / f"{world.rank}.log"
-    links = {world.rank: start(Path(checkpoints[0]), log, "nccl", 15 * world.rank)}
+    links = {world.rank: start(Path(checkpoints[0]), log, "nccl", dies_at * world.rank)}
     found: dict[str, Any] = {"failures": [], "weights": []}
     try:
         links[world.rank].wait_ready(TIMEOUT)
@@ -90,14 +92,19 @@ def two_engines_of_which_one_dies(world: Any, checkpoints: list[str], folder: st
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_over_nccl_hangs_nobody_and_the_others_get_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies_at", [15, AT_MEETING])  # seven buckets and more are an update
+def test_an_engine_that_dies_over_nccl_hangs_nobody_and_the_others_get_the_weights(
+    tmp_path: Path, dies_at: int
+) -> None:
     checkpoints = [str(make_qwen3(tmp_path / str(seed), seed)) for seed in (0, 1)]
-    well, dying = run_ranks(two_engines_of_which_one_dies, 2, checkpoints, str(tmp_path), timeout=300)
+    arguments = (checkpoints, str(tmp_path), dies_at)
+    well, dying = run_ranks(two_engines_of_which_one_dies, 2, *arguments, timeout=300)
     assert well["failures"] == [{}, {}, {}]
-    assert [list(failed) for failed in dying["failures"]] == [[], [1], []]
-    assert "exit status 9" in dying["failures"][1][1]
     assert well["weights"] == [1, 0, 1]
-    assert dying["weights"] == [1, 1]
+    first, second, third = dying["failures"]
+    assert (list(first), list(second), third) == ([] if dies_at > 0 else [1], [1], {})
+    assert "exit status 9" in second[1]
+    assert dying["weights"] == ([1, 1] if dies_at > 0 else [1])
 
 
 def engines_on_the_trainers_gpus(world: Any, checkpoints: list[str], folder: str) -> list[Any]:

@@ -191,6 +191,9 @@ def test_memory_of_an_engine(planner, plan_80b):
     plan, shape = plan_80b, plan_80b.shape
     routers = 48 * 512 * 2048
     assert plan.engine.weights == 2 * ((79_674_391_296 - routers) // 8 + routers), "routers are copied"
+    in_fp8 = planner(plan_of, NEXT_80B, 32, "--vllm-arg", "quantization=fp8_per_channel")
+    embeddings = 2 * 151936 * 2048
+    assert in_fp8.engine.weights == pytest.approx(plan.engine.weights / 2 + (embeddings / 8 + routers), abs=2)
     experts_of_a_layer = 512 * 3 * 2048 * 512 * 2
     assert plan.engine.loading == experts_of_a_layer + experts_of_a_layer // 8, "whole, and the shard of it"
     # one head of 256 for keys and for values, of 12 layers
@@ -229,7 +232,6 @@ def test_main_memory_of_a_node(plan_80b):
     # bf16 weights in four parts; 12 bytes of state, gathered and copied, on two tensor-parallel ranks of a
     # node for what is dense, on all eight for their experts
     assert host.checkpoint == 2 * 79_674_391_296 // 4 + 2 * 12 * (2 * dense + 8 * experts)
-    assert host.engines == 8 * plan_80b.engine.weights
     assert host.reference == 0
 
 
@@ -261,7 +263,7 @@ def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
         (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "a colocated engine lies within one node"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", str(60 * GIB)], "sampling takes .* GiB on rank"),
         (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
-        (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.8"], "a starting engine wants that share free"),
+        (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.97"], "a starting engine wants that share free"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
         (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "that does not divide its trainers"),
         (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),

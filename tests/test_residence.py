@@ -216,8 +216,6 @@ def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(models)
 class Recorder:
     """A transport that keeps what it is given to send, and what was on the device at each wake."""
 
-    shared_group = False
-
     def __init__(self, rank):
         self.rank, self.sent = rank, {}
 

@@ -19,7 +19,9 @@ from typing import Any
 GPU = "STAND_IN_GPU"
 """Environment variable: which GPU a trainer and its engine share."""
 DIE_AT = "STAND_IN_DIES_AT"
-"""Environment variable: the process ends when it is to receive its so many-th tensor."""
+"""Environment variable: the process ends when it is to receive its so many-th tensor, or with AT_MEETING when
+it is to join a group."""
+AT_MEETING = -1
 
 
 class Communicator:
@@ -37,6 +39,8 @@ class Communicator:
         self.nccl, self.comm = self, self
         self._aborted = False
         self._left = int(os.environ.get(DIE_AT, 0))
+        if self._left == AT_MEETING:
+            os._exit(9)
         self._group = open_group(dist.PrefixStore("nccl", group.store), self.rank, self.world_size)
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:

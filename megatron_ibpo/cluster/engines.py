@@ -211,7 +211,7 @@ class Engines:
         self.order = replace(self.order, version=version)
         present = {index: self.hosts[index] for index in sorted(self.hosts) if index not in self.joining}
         try:
-            sent, needed, found_dead = self._catch_up(list(present))
+            sent, needed, found_dead = self._catch_up(list(present), self.order)
         except ProcessDiedError:
             if self.order.sleeping:  # some are awake, and trainers train again before the next attempt
                 self._lay_to_sleep()
@@ -270,11 +270,10 @@ class Engines:
         if not (ready := {index: told for index, told in self.joining.items() if told is not None}):
             return
         dead: Reasons = {}
-        if self.settings.sleep_mode:
-            self._wake(sorted(ready))  # who is up before it joins falls asleep with the others
-        if self.version > 0 or self.settings.sleep_mode:  # else it has those that it loaded
+        may_sleep = self.settings.sleep_mode  # who is up before it joins falls asleep with the others
+        if self.version > 0 or may_sleep:  # else it has the weights that it loaded
             self.connected -= ready.keys()
-            _, _, dead = self._catch_up(sorted(ready))
+            _, _, dead = self._catch_up(sorted(ready), replace(self.order, sleeping=may_sleep))
         self._end(dead)
         for index, told in ready.items():
             del self.joining[index]
@@ -293,7 +292,7 @@ class Engines:
         self._build(index, hf_dir)
         self._wait([index])
         yield self.idle(index)
-        _, _, dead = self._catch_up([index])
+        _, _, dead = self._catch_up([index], self.order)
         self._end(dead)
 
     def idle(self, index: int) -> IdleEngine:
@@ -338,8 +337,9 @@ class Engines:
         gather([host.built for host in hosts], names)  # calls run in threads: none may overtake this one
         gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
 
-    def _catch_up(self, engines: Sequence[int]) -> tuple[int, int, Reasons]:
-        """Give `engines` the current weights; (bytes sent, bytes that their shards take, those that died)."""
+    def _catch_up(self, engines: Sequence[int], order: Order) -> tuple[int, int, Reasons]:
+        """Give `engines` the current weights as `order` says; (bytes sent, bytes that their shards take,
+        those that died)."""
         ranks = range(len(self.placement.trainers))
         strangers = [index for index in engines if index not in self.connected]
         dead: Reasons = {}
@@ -350,7 +350,7 @@ class Engines:
         present = [index for index in engines if index not in dead]
         if not present:
             return 0, 0, dead
-        orders = [(self._links(rank, present), present, self.order) for rank in ranks]
+        orders = [(self._links(rank, present), present, order) for rank in ranks]
         passes = self.trainers.each("send", orders)
         dead |= self._reasons([done.failures for done in passes])
         self.connected -= set(dead)
@@ -415,10 +415,6 @@ class Engines:
             except Exception as error:  # it is to go anyway
                 log.debug("%s of %s: %s", method, host.name, error)
             host.kill()
-
-    def _wake(self, engines: Sequence[int]) -> None:
-        self._tell(engines, "wake", "weights")
-        self._tell(engines, "wake", "kv_cache")
 
     def _lay_to_sleep(self) -> None:
         while self.starting:  # what they take would be missing in training; each start has a time-out

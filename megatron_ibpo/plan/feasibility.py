@@ -73,7 +73,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     stages = [rank_memory(shape, config, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
     engine = engine_memory(shape, config, census, gpu_bytes)
-    host = host_memory(config, census, stages, engine, ranks_per_node(config, world_size))
+    host = host_memory(config, census, stages, ranks_per_node(config, world_size))
     plan = Plan(config, shape, world_size, problems, census, stages, engine, host, placement)
     problems += _memory_problems(plan)
     return plan
@@ -160,11 +160,11 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
                 f"GPU of {plan.config.run.dry_run_gpu_memory_gib:g} GiB: {hint}"
             )
     asked = plan.config.rollout.vllm_gpu_memory_utilization
-    resident = max(memory.resident for memory in plan.stages)
-    if plan.config.rollout.colocate and asked * gpu_bytes + resident > gpu_bytes:
+    resting = max(memory.resting for memory in plan.stages)  # when one that died starts again
+    if plan.config.rollout.colocate and asked * gpu_bytes + resting > gpu_bytes:
         yield (
             f"--vllm-gpu-memory-utilization={asked:g}: a starting engine wants that share free, "
-            f"{asked * gpu_bytes / GIB:.1f} GiB, beside the trainer's {resident / GIB:.1f} GiB"
+            f"{asked * gpu_bytes / GIB:.1f} GiB, beside the trainer's {resting / GIB:.1f} GiB"
         )
     if full_contexts(plan) < 1:
         yield (

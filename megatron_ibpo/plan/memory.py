@@ -30,7 +30,7 @@ GRAPHS_BYTES = GIB
 ENGINE_BUFFERS_BYTES = int(0.75 * GIB)
 """Workspaces of vLLM's attention, all-reduce and sampling kernels."""
 ENGINE_PREFILL_TOKENS = 16384
-"""Prompt tokens that an engine takes in one step."""
+"""Prompt tokens that an engine takes in one step: vLLM's budget on an H100."""
 SAMPLER_BYTES = 14
 """For each logit of a sampled token: as bf16 and fp32, its log-probability and its probability in fp32."""
 _GATHERED_BYTES = 12
@@ -128,14 +128,12 @@ class HostMemory:
     """Copies of what is being written, while training goes on."""
     reference: int
     """Weights of the reference policy (--kl-coef)."""
-    engines: int
-    """Weights of engines that sleep."""
     optimizer: int
     """State that is there at all times (--optimizer-cpu-offload)."""
 
     @property
     def total(self) -> int:
-        return self.trainers + self.checkpoint + self.reference + self.engines + self.optimizer
+        return self.trainers + self.checkpoint + self.reference + self.optimizer
 
 
 def rank_memory(
@@ -210,9 +208,7 @@ def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: 
     rollout = config.rollout
     element, size = _engine_element(config), rollout.rollout_num_gpus_per_engine
     given = named_values(rollout.vllm_arg)
-    # routers are copied, everything else of size is cut
-    routers = shape.num_layers * shape.num_experts * shape.hidden_size
-    weights = ((census.total - routers) // size + routers) * element
+    weights = _engine_weights(shape, census.total, size, element, given.get("quantization"))
     tokens = int(given.get("max_num_batched_tokens", ENGINE_PREFILL_TOKENS))
     workspace = int(tokens * inference_elements(shape, size)) * element
     workspace += rollout.vllm_max_num_seqs * shape.vocab_size * SAMPLER_BYTES + ENGINE_BUFFERS_BYTES
@@ -229,17 +225,16 @@ def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: 
 
 
 def host_memory(
-    config: Config, census: Census, stages: Sequence[RankMemory], engine: EngineMemory, ranks_per_node: int
+    config: Config, census: Census, stages: Sequence[RankMemory], ranks_per_node: int
 ) -> HostMemory:
-    """The node that needs most; a node holds ranks of one stage, or of several that are as large."""
-    rollout = config.rollout
+    """The node that needs most; a node holds ranks of one stage, or of several that are as large. Engines
+    that sleep keep nothing."""
     trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
     reference = max(stage.weights for stage in stages) // _models(config) if config.loss.kl_coef > 0 else 0
     return HostMemory(
         trainers=trainers,
         checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
         reference=reference * ranks_per_node,
-        engines=engine.weights * ranks_per_node if rollout.colocate else 0,
         optimizer=max(stage.host_optimizer for stage in stages) * ranks_per_node,
     )
 
@@ -263,6 +258,16 @@ def _gathers(census: Census, place: Place) -> int:
     """Parameters whose optimizer state comes together on this rank."""
     part = census.stages[place.pipeline]
     return part.dense * (place.data == 0) + part.experts * (place.expert_data == 0)
+
+
+def _engine_weights(shape: ModelShape, total: int, size: int, element: int, quantization: str | None) -> int:
+    """Bytes of an engine's weights on each of `size` GPUs. Routers are copied to all of them. What vLLM
+    quantizes are the layers' matrices, to a byte each (to half of one in fp4); scales are left out."""
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    routers = shape.num_layers * shape.num_experts * shape.hidden_size
+    matrices = total - embeddings - routers
+    each = element if quantization is None else 0.5 if "fp4" in quantization else 1
+    return (int(matrices * each) + embeddings * element) // size + routers * element
 
 
 def kv_bytes_per_token(shape: ModelShape, config: Config) -> int:

@@ -293,7 +293,6 @@ def _main_memory(plan: Plan) -> str:
         "trainers' state while engines sample": plan.host.trainers,
         "a checkpoint being written": plan.host.checkpoint,
         "the reference policy": plan.host.reference,
-        "sleeping engines": plan.host.engines,
         "the optimizer": plan.host.optimizer,
     }
     named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)

@@ -6,8 +6,6 @@ rank 0 talk to all. Not run on GPUs: on CPUs the nccl transport runs over gloo i
 """
 
 import socket
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +29,7 @@ from megatron_ibpo.weights.layout.one_stream import on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
-from megatron_ibpo.weights.transfer.nccl_group import LOOK_EVERY_S, abort, ends_when_lost, is_lost, say_lost
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined, say_lost
 from megatron_ibpo.world import World, open_store, own_address
 
 PACKED_BUFFERS = 1
@@ -153,8 +151,6 @@ class NcclTransport:
         return failures
 
     def _join(self, host: str, port: int, size: int) -> NCCLTrainerWeightTransferEngine | None:
-        """Join a group; None if that takes too long, or one of those that are to join is lost. NCCL itself
-        waits for ever."""
         info = NCCLTrainerInitInfo(
             host,
             port,
@@ -163,21 +159,13 @@ class NcclTransport:
             packed_num_buffers=PACKED_BUFFERS,
             rank=self._world.rank,
         )
-        joined: list[NCCLTrainerWeightTransferEngine] = []
-
-        def join() -> None:
-            with torch.accelerator.device_index(self._world.device.index or 0):
-                source = _Adapted([], ())
-                joined.append(
-                    NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Uninvolved(), source=source)
-                )
-
-        joining = threading.Thread(target=join, name="NCCL join", daemon=True)
-        joining.start()
-        deadline = time.monotonic() + self._timeout
-        while joining.is_alive() and not is_lost(self._lost) and time.monotonic() < deadline:
-            joining.join(LOOK_EVERY_S)
-        return joined[0] if joined else None
+        trainer_init = NCCLTrainerWeightTransferEngine.trainer_init
+        return joined(
+            lambda: trainer_init(info, client=_Uninvolved(), source=_Adapted([], ())),
+            self._world.device.index or 0,
+            self._lost,
+            self._timeout,
+        )
 
     def _leave(self) -> None:
         """End what is left of the present group."""

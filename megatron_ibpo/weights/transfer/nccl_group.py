@@ -7,12 +7,14 @@ Abort is the only call that ends NCCL's waiting. Not run on GPUs.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 LOOK_EVERY_S = 0.2
 """How long the others go on waiting after one is lost."""
@@ -23,6 +25,23 @@ LOST = "lost"
 def say_lost(store: dist.Store) -> None:
     """Tell all members of the store's group that one of them is lost."""
     store.set(LOST, "")
+
+
+def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
+    """What `join` gives, called on GPU number `device`; None once the store says that one of those who are to
+    join is lost, or after `timeout` seconds. NCCL itself would wait for ever; then its thread does."""
+    found: list[T] = []
+
+    def work() -> None:
+        with torch.accelerator.device_index(device):  # a thread starts with the first
+            found.append(join())
+
+    joining = threading.Thread(target=work, name="NCCL join", daemon=True)
+    joining.start()
+    deadline = time.monotonic() + timeout
+    while joining.is_alive() and not is_lost(store) and time.monotonic() < deadline:
+        joining.join(LOOK_EVERY_S)
+    return found[0] if found else None
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined
 
 
 @dataclass(kw_only=True)
@@ -33,11 +33,14 @@ class NcclWorker(NCCLWeightTransferEngine):
     def init_transfer_engine(self, init_info: GroupInfo) -> None:  # type: ignore[override]
         if self.model_update_group is not None:
             abort(self.model_update_group)
+            self.model_update_group = None
         assert init_info.master_address is not None
         self._timeout = init_info.timeout
         meeting = timedelta(seconds=init_info.timeout)
         self._store = dist.TCPStore(init_info.master_address, init_info.lost_port, timeout=meeting)
-        super().init_transfer_engine(init_info)
+        # whoever does not join in time is not waited for: the trainers hear of it, and form another group
+        join = super().init_transfer_engine
+        joined(lambda: join(init_info), self.device.index or 0, self._store, init_info.timeout)
 
     def start_weight_update(self) -> None:
         self.lost = False
