@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
+from tiny_models import make_qwen3_next
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.models import packed
 from megatron_ibpo.models.qwen3_next import gated_delta_net
@@ -121,3 +127,115 @@ def test_rectangles_hold_every_token_once_in_order_and_give_it_back(layout, leng
 def test_padding_at_most_doubles_the_tokens():
     lengths = [1, 2, 3, 5, 8, 13, 100, 1000, 1001, 4000]
     assert len(packed.by_length(boundaries(lengths)).tokens_M) <= 2 * sum(lengths)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that the host asks tensors for: on a GPU it waits for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.counts = 0, True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        # of a tensor with itself, torch knows without looking
+        compares = name == "equal" and args[0].data_ptr() != args[1].data_ptr()
+        self.count += self.counts and (name == "_local_scalar_dense" or compares)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def kernels_stood_in(reads):
+    """flash-linear-attention's kernels by the torch functions of this project, whose reads do not count."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    def conv(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
+        assert (bias, activation, initial_state, output_final_state) == (None, "silu", None, False)
+        return F.silu(causal_conv(x[0], weight, packed.positions(cu_seqlens)))[None], None
+
+    def rule(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
+        assert (initial_state, output_final_state, use_qk_l2norm_in_kernel) == (None, False, False)
+        return gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], cu_seqlens)[None], None
+
+    def uncounted(kernel):
+        def call(*args, **kwargs):
+            reads.counts = False
+            try:
+                return kernel(*args, **kwargs)
+            finally:
+                reads.counts = True
+
+        return call
+
+    def l2norm(x):
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+    with (
+        mock.patch.object(common, "HAVE_FLA", True),
+        mock.patch.object(common, "l2norm", l2norm),
+        mock.patch.object(gdn, "causal_conv1d", uncounted(conv)),
+        mock.patch.object(gdn, "chunk_gated_delta_rule", uncounted(rule)),
+    ):
+        yield
+
+
+def megatrons_layers(world, hf_dir):
+    """(largest relative difference to the layers in plain torch, host reads of each layer, those of
+    Megatron's own, what is said of boundaries that do not fit), for the delta nets of one micro-batch."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from megatron_ibpo.config import Config, ParallelConfig
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.models.backends import LOCAL, Backends
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    parallel.initialize(ParallelConfig(), world, seed=0)
+    shape, reads = read_hf_config(hf_dir), HostReads()
+    flash = Backends(transformer_engine=False, flash_linear_attention=True)
+    hidden = torch.randn(90, 1, shape.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def sequences(*lengths):
+        cu_seqlens = boundaries(list(lengths))
+        return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(lengths))
+
+    with kernels_stood_in(reads), torch.no_grad():
+        models = [build_model(shape, Config(), libraries=libraries) for libraries in (LOCAL, flash)]
+        for model in models:
+            load_hf(model, shape, hf_dir)
+        plain, fast = ([layer.self_attention for layer in model[0].decoder.layers[:3]] for model in models)
+        packs, found = sequences(40, 1, 49), []
+        outputs = [layer(hidden, None, packed_seq_params=packs)[0] for layer in plain]
+        for layer in fast:
+            before = reads.count
+            with reads:
+                output = layer(hidden, None, packed_seq_params=packs)[0]
+            found.append((output, reads.count - before))
+        pairs = [(ours, theirs) for ours, (theirs, _) in zip(outputs, found, strict=True)]
+        difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+        again = sequences(40, 1, 49)
+        reads.count = 0
+        with (
+            reads,
+            mock.patch.object(type(fast[0]), "_resolve_cu_seqlens", GatedDeltaNet._resolve_cu_seqlens),
+        ):
+            fast[0](hidden, None, packed_seq_params=again)
+        try:
+            said = str(fast[1](hidden, None, packed_seq_params=sequences(40, 49)))
+        except ValueError as error:
+            said = str(error)
+    parallel.destroy()
+    return difference, [count for _, count in found], reads.count, said
+
+
+def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(tmp_path):
+    """And computes the same as ours, around the kernels: these are for GPUs, and stood in for."""
+    hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)
+    (found,) = run_ranks(megatrons_layers, 1, hf_dir)
+    difference, reads, of_megatron, said = found
+    assert difference < 3e-6, "of float32 sums in another order"
+    assert reads == [2, 0, 0]
+    assert of_megatron == 4
+    assert "does not match total_sequence_length=90" in said

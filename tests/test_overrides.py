@@ -84,6 +84,21 @@ def test_what_cannot_be_overridden_is_refused_and_says_what_to_do(setting, says)
         check_overrides(overriding(setting))
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("exp_avg_dtype=bf16", "needs --use-precision-aware-optimizer"),
+        ("exp_avg_dtype=int4", "there are fp32, float32, bf16"),
+        ("use_distributed_optimizer=true", "use --use-distributed-optimizer"),
+        ("overlap_param_gather=true", "weights are gathered after the step"),
+        ("timers=none", "takes a Python object"),
+    ],
+)
+def test_the_same_of_the_optimizers_fields(setting, says):
+    with pytest.raises(ValueError, match=says):
+        check_overrides(overriding(optimizer=[setting]))
+
+
 def test_all_problems_of_both_flags_are_told_at_once():
     with pytest.raises(ConfigError) as refused:
         check_settings(overriding("bf16=true", optimizer=["lr=1", "exp_avg_dtype=int4"]))
@@ -130,6 +145,7 @@ def test_settings_reach_megatron(shapes):
     assert transformer_config(shapes["dense"], Config()).attention_backend is AttnBackend.auto
     assert not _optimizer_config(config, 1e-3).decoupled_weight_decay
     halved = overriding(optimizer=["exp_avg_dtype=bf16"])
+    halved.optimizer.use_precision_aware_optimizer = True
     assert as_dtype(halved) is torch.bfloat16
     with pytest.raises(ValueError, match="--model-override fp8=hybrid, fp4=e2m1: Megatron refuses it"):
         transformer_config(shapes["dense"], overriding("fp8=hybrid", "fp4=e2m1"))

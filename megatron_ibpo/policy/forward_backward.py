@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ibpo.config import Config, OptimizerConfig
-from megatron_ibpo.policy.overrides import as_megatron, optimizer_overrides
+from megatron_ibpo.policy.overrides import OPTIMIZER, as_megatron, blaming, optimizer_overrides
 from megatron_ibpo.policy.packing import (
     PackedArrays,
     PackedBatch,
@@ -222,7 +222,8 @@ def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
         "optimizer_offload_fraction": 1.0,
         "overlap_cpu_optimizer_d2h_h2d": chosen.overlap_cpu_optimizer_d2h_h2d,
     }
-    return MegatronOptimizerConfig(**fields | as_megatron(overrides, MegatronOptimizerConfig))
+    with blaming(OPTIMIZER, chosen.optimizer_override):
+        return MegatronOptimizerConfig(**fields | as_megatron(overrides, MegatronOptimizerConfig))
 
 
 def _scheduler(

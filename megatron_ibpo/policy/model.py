@@ -1,7 +1,6 @@
 """From a ModelShape to this rank's part of the Megatron model."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
@@ -14,7 +13,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends, find_backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.policy.overrides import MODEL, as_megatron, model_overrides
+from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_overrides
 
 
 def build_model(
@@ -59,7 +58,7 @@ def build_model(
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    with torch.device(device), _current_device(device), _blaming_overrides(config):
+    with torch.device(device), _current_device(device), blaming(MODEL, config.model.model_override):
         chunk = GPTModel(
             config=core,
             transformer_layer_spec=spec.block_spec(
@@ -124,7 +123,7 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
     from megatron.core.transformer import TransformerConfig
 
     fields = _own_fields(shape, config, use_te=use_te)
-    with _blaming_overrides(config):
+    with blaming(MODEL, config.model.model_override):
         return TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
 
 
@@ -138,20 +137,8 @@ def check_model(shape: ModelShape, config: Config) -> None:
 
     fields = _own_fields(shape, config, use_te=True)
     fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # it looks for their kernels
-    with _blaming_overrides(config):
+    with blaming(MODEL, config.model.model_override):
         TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
-
-
-@contextmanager
-def _blaming_overrides(config: Config) -> Iterator[None]:
-    """What Megatron refuses, with --model-override given, comes as a ValueError that names it."""
-    try:
-        yield
-    except (ValueError, AssertionError, ImportError) as error:
-        if not config.model.model_override:
-            raise
-        given = ", ".join(config.model.model_override)
-        raise ValueError(f"{MODEL} {given}: Megatron refuses it: {error or 'without a reason'}") from error
 
 
 def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str, Any]:

@@ -3,7 +3,8 @@ its name, checked before anything starts and without Megatron. What they do on a
 """
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -90,6 +91,8 @@ OPTIMIZER_OURS = {
     "optimizer_cpu_offload": "use --optimizer-cpu-offload",
     "overlap_cpu_optimizer_d2h_h2d": "use --overlap-cpu-optimizer-d2h-h2d",
     "main_grads_dtype": "gradients are summed in float32",
+    "overlap_param_gather": "weights are gathered after the step",
+    "overlap_param_gather_with_optimizer_step": "weights are gathered after the step",
 }
 """Fields of OptimizerConfig that follow from the rest → what to do instead."""
 
@@ -133,7 +136,13 @@ def optimizer_overrides(config: Config) -> dict[str, Any]:
     if not config.optimizer.optimizer_override:
         return {}
     fields = declared_fields("megatron.core", "optimizer/optimizer_config.py", "OptimizerConfig")
-    return _values(OPTIMIZER, config.optimizer.optimizer_override, fields, OPTIMIZER_OURS, "OptimizerConfig")
+    values = _values(
+        OPTIMIZER, config.optimizer.optimizer_override, fields, OPTIMIZER_OURS, "OptimizerConfig"
+    )
+    smaller = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype") if name in values]
+    if smaller and not config.optimizer.use_precision_aware_optimizer:
+        raise ValueError(f"{OPTIMIZER} {smaller[0]}: needs --use-precision-aware-optimizer")
+    return values
 
 
 def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
@@ -159,6 +168,18 @@ def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, A
                 raise ValueError(f"{MODEL} {name}={value}: there are {', '.join(AttnBackend.__members__)}")
             found[name] = AttnBackend[value]
     return found
+
+
+@contextmanager
+def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
+    """What Megatron refuses within, with such settings given, comes as a ValueError that names them."""
+    try:
+        yield
+    except (ValueError, AssertionError, ImportError) as error:
+        if not settings:
+            raise
+        given = ", ".join(settings)
+        raise ValueError(f"{flag} {given}: Megatron refuses it: {error or 'without a reason'}") from error
 
 
 def check_overrides(config: Config) -> None:

@@ -1,7 +1,7 @@
-"""The gated delta net in plain torch, over packed sequences.
+"""The gated delta net over packed sequences: by flash-linear-attention's kernels, or in plain torch.
 
-Megatron's layer needs flash-linear-attention's CUDA kernels and refuses to start without them; this one
-keeps its parameters and checkpoint and computes the same. Gated DeltaNet: Yang, Kautz and Hatamizadeh,
+Megatron's layer needs those kernels, which are for GPUs, and refuses to start without them; the one in plain
+torch keeps its parameters and checkpoint and computes the same. Gated DeltaNet: Yang, Kautz and Hatamizadeh,
 "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
@@ -18,6 +18,28 @@ from megatron_ibpo.models import packed
 
 CHUNK = 32
 """Tokens per chunk of the delta rule."""
+
+
+class FlashGatedDeltaNet(GatedDeltaNet):
+    """Megatron's GatedDeltaNet, which waits for the GPU in every layer to compare the boundaries of sequences
+    with the number of tokens. Here the first layer to see the boundaries of a micro-batch does, and the
+    others take its word. Not run on a GPU.
+    """
+
+    def _resolve_cu_seqlens(
+        self,
+        cu_seqlens_padded: Tensor | None,
+        cu_seqlens_actual: Tensor,
+        total_seq_len: int,
+        name: str,
+        cp_size: int = 1,
+    ) -> Tensor:
+        cu_seqlens: Any = cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
+        asked = (total_seq_len, cp_size)
+        if getattr(cu_seqlens, "fits", None) != asked:
+            super()._resolve_cu_seqlens(cu_seqlens_padded, cu_seqlens_actual, total_seq_len, name, cp_size)
+            cu_seqlens.fits = asked
+        return cu_seqlens
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):

@@ -1,20 +1,20 @@
 """Qwen3-Next's layers: attention or a gated delta net, and experts.
 
-| part                           | Transformer Engine                               | local               |
-|--------------------------------|--------------------------------------------------|---------------------|
-| gated delta net                | GatedDeltaNet (flash-linear-attention), else ours | PackedGatedDeltaNet |
-| norm of the delta net's output | TEGatedNorm                                      | GatedNorm           |
+| part                           | on GPUs                                     | local               |
+|--------------------------------|---------------------------------------------|---------------------|
+| gated delta net                | FlashGatedDeltaNet (flash-linear-attention) | PackedGatedDeltaNet |
+| norm of the delta net's output | TEGatedNorm (Transformer Engine)            | GatedNorm           |
 """
 
 import copy
 from typing import Any
 
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ibpo.models.local_modules import RMSNorm
-from megatron_ibpo.models.qwen3_next.gated_delta_net import PackedGatedDeltaNet
+from megatron_ibpo.models.qwen3_next.gated_delta_net import FlashGatedDeltaNet, PackedGatedDeltaNet
 from megatron_ibpo.models.qwen3_next.shape import Qwen3NextShape
 from megatron_ibpo.models.spec import Backend, attention, moe, transformer_layer
 
@@ -47,7 +47,7 @@ def layer_spec(shape: Qwen3NextShape, layer: int, backend: Backend) -> ModuleSpe
 def _gated_delta_net(backend: Backend) -> ModuleSpec:
     libraries = backend.libraries
     return ModuleSpec(
-        module=GatedDeltaNet if libraries.flash_linear_attention else PackedGatedDeltaNet,
+        module=FlashGatedDeltaNet if libraries.flash_linear_attention else PackedGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
             in_proj=backend.norm_column_linear,
             out_norm=TEGatedNorm if libraries.transformer_engine else GatedNorm,
