@@ -33,6 +33,8 @@ CASES = {
 }
 """Model, layout of two ranks, bf16: every kind of Megatron optimizer, whose parameters are the model's own,
 views into its buffers, or copies."""
+QUICK = ["dense bf16, sharded", "next bf16, sharded"]
+REST = [name for name in CASES if name not in QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +120,30 @@ def moved(world, hf_dir, case, rows):
     return found
 
 
-@pytest.fixture(scope="module")
-def found(models):
-    cases = {name: (models[case[0]], case) for name, case in CASES.items()}
+def moved_cases(models, names):
+    cases = {name: (models[CASES[name][0]], CASES[name]) for name in names}
     return run_ranks(to_and_fro, 2, cases, sequences(6), timeout=240)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(found, name):
-    for seen in found:
+@pytest.fixture(scope="module")
+def quick(models):
+    return moved_cases(models, QUICK)
+
+
+@pytest.fixture(scope="module")
+def rest(models):
+    return moved_cases(models, REST)
+
+
+@pytest.mark.parametrize(
+    ("computed", "name"),
+    [
+        *(pytest.param("quick", name, id=name) for name in QUICK),
+        *(pytest.param("rest", name, id=name, marks=pytest.mark.slow) for name in REST),
+    ],
+)
+def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(request, computed, name):
+    for seen in request.getfixturevalue(computed):
         seen = seen[name]
         whole = seen["whole"]
         assert min(whole.values()) > 0
