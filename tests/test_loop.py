@@ -76,14 +76,19 @@ def rows_of(run_dir, kind="step"):
     return [row for row in rows if row["kind"] == kind]
 
 
-def shared_memory():
-    """Segments that no living process has mapped or open: others on this machine have some of their own."""
-    in_use = ""
-    for process in psutil.process_iter():
+def shared_memory(processes):
+    """Segments that they have mapped or open now."""
+    names = set()
+    for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            in_use += Path(f"/proc/{process.pid}/maps").read_text()
-            in_use += " ".join(file.path for file in process.open_files())
-    return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}" not in in_use}
+            used = Path(f"/proc/{process.pid}/maps").read_text().split()
+            used += [file.path for file in process.open_files()]
+            names |= {word for word in used if word.startswith("/dev/shm/")}
+    return names
+
+
+def still_there(paths):
+    return [path for path in paths if Path(path).exists()]
 
 
 def wait_for_step(run_dir, step, process, timeout=120):
@@ -99,7 +104,6 @@ def wait_for_step(run_dir, step, process, timeout=120):
 def run(tmp_path_factory):
     """One short run with everything on, and what it printed."""
     run_dir = tmp_path_factory.mktemp("loop") / "run"
-    before = shared_memory()
     process = start_script(
         run_dir,
         *SMALL,
@@ -112,11 +116,12 @@ def run(tmp_path_factory):
     )
     wait_for_step(run_dir, 1, process)
     started = started_by(process)
+    shared = shared_memory(started)
     assert engines_among(started)
     status, output = finished(process)
     assert status == 0, output[-5000:]
     assert still_running(started) == []
-    assert shared_memory() <= before
+    assert still_there(shared) == []
     return run_dir, output
 
 
@@ -243,10 +248,10 @@ def test_a_policy_that_diverges_is_stopped(run, tmp_path):
 def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path, layout):
     """Of one trainer and its engine, or of two and theirs."""
     run_dir = tmp_path / "run"
-    before = shared_memory()
     process = start_script(run_dir, *SMALL, *layout, "--num-rollout", "500", "--eval-num-prompts", "0")
     wait_for_step(run_dir, 1, process)
     started = started_by(process)
+    shared = shared_memory(started)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     status, output = finished(process, 60)
     assert status == 130, output[-5000:]
@@ -256,7 +261,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path, layout):
     assert f"to go on after step {taken} " in output
     assert f"--load {run_dir}" in output
     assert still_running(started) == []
-    assert shared_memory() <= before
+    assert still_there(shared) == []
 
 
 @pytest.mark.slow
@@ -291,11 +296,9 @@ def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_pa
     """The same weights, prompts and seeds: every measure and every outcome."""
     run_dir, _ = run
     alone = tmp_path / "alone"
-    before = shared_memory()
     process = start_evaluation(run_dir, "--run-dir", alone)
     status, output = finished(process)
     assert status == 0, output[-5000:]
-    assert shared_memory() <= before
     at_the_end = rows_of(run_dir, "evaluation")[-1]
     results = json.loads((alone / "results.json").read_text())
     (of_set,) = results["sets"].values()
@@ -311,11 +314,11 @@ def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_pa
 
 @pytest.mark.slow
 def test_ctrl_c_ends_an_evaluation_and_all_that_it_started(run, tmp_path):
-    before = shared_memory()
     process = start_evaluation(run[0], "--run-dir", tmp_path / "alone", "--eval-num-prompts", "20000")
     while "trainers –" not in (line := process.stdout.readline()):
         assert line, "it ended before it began"
     started = started_by(process)
+    shared = shared_memory(started)
     assert engines_among(started)
     os.killpg(process.pid, signal.SIGINT)
     status, output = finished(process, 60)
@@ -323,7 +326,7 @@ def test_ctrl_c_ends_an_evaluation_and_all_that_it_started(run, tmp_path):
     assert "Traceback" not in output
     assert json.loads((tmp_path / "alone/results.json").read_text())["status"] == "unfinished"
     assert still_running(started) == []
-    assert shared_memory() <= before
+    assert still_there(shared) == []
 
 
 @pytest.mark.slow

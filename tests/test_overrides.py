@@ -192,14 +192,14 @@ def test_bytes_of_optimizer_state_follow_the_settings(bf16, precise, offload, se
     assert (counted.device, counted.host) == (device, host)
 
 
-def test_the_dry_run_counts_it(models):
+def test_the_dry_run_counts_it(models, planner):
     needs_gpus = ("moe_token_dispatcher_type=flex", "moe_enable_deepep=true")
     config = overriding(*needs_gpus, optimizer=("exp_avg_dtype=bf16",), bf16=True)
     config.optimizer.use_precision_aware_optimizer = True
     config.model.hf_checkpoint = models["next"]
     config.rollout.rollout_max_response_len = 100
-    (stage,) = make_plan(config, 1).stages or ()
+    (stage,) = planner(make_plan, config, 1).stages or ()
     assert stage.optimizer / stage.gradients == 8 / 4, "2 + 2 + 4 bytes of state, 4 of gradients"
     config.model.model_override = ("fp8=hybrid", "fp4=e2m1")
     with pytest.raises(ValueError, match="Megatron refuses it"):
-        make_plan(config, 1)
+        planner(make_plan, config, 1)

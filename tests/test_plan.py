@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,13 +38,6 @@ RECIPES = {
     for name in WRITTEN_FOR
 }
 GIB = 1024**3
-
-
-@pytest.fixture(scope="module")
-def planner():
-    """A process of its own, since a census leaves Megatron set up for a machine without CUDA."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
 
 
 @pytest.fixture(scope="module")
