@@ -17,6 +17,7 @@ from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import DataError
+from megatron_ibpo.evaluate import benchmark_files
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
 from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import open_verifier
@@ -362,3 +363,14 @@ def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path)
             scores = verifier.score([(prompt, f"```python\n{code}\n```") for code in (right, wrong)])
             assert [score.correct for score in scores] == [True, False], name
             assert [score.error for score in scores] == [None, None]
+
+
+def test_files_are_known_by_their_checksums(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(b"abc")
+    (tmp_path / "b.json").write_bytes(b"[]")
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
+    monkeypatch.setitem(benchmark_files.PUBLISHED, abc, "the alphabet's first.jsonl")
+    first, second = benchmark_files.checksums(str(tmp_path))
+    assert first == f"{tmp_path}/a.jsonl: SHA-256 {abc}, as published: the alphabet's first.jsonl"
+    assert second.startswith(f"{tmp_path}/b.json: SHA-256 ")
+    assert "published" not in second

@@ -2,6 +2,7 @@
 directory of such files."""
 
 import gzip
+import hashlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,13 @@ from megatron_ibpo.strict_json import read_json
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
+PUBLISHED = {
+    "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14": "GSM8K's test.jsonl",
+    "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef": "HumanEval.jsonl.gz",
+    "35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132": "prm800k's math_splits/test.jsonl",
+}
+"""SHA-256 of files as they are published → which they are; docs/evaluation.md says how each is known."""
+
 Row = dict[str, Any]
 
 
@@ -22,6 +30,32 @@ def benchmark_rows(path: str) -> Iterator[tuple[str, Row]]:
     Raises:
         DataError: nothing there, or a file that is not what its name says; with file and line.
     """
+    for file in _files(path):
+        if file.suffix == ".parquet":
+            yield from _of_parquet(file)
+        elif file.suffix == ".json":
+            yield from _of_list(file)
+        else:
+            yield from _of_lines(file)
+
+
+def checksums(path: str) -> list[str]:
+    """A line for each file: its SHA-256, by which two evaluations can be known to have read the same, and
+    whether a published file is known to have it.
+
+    Raises:
+        DataError: nothing there.
+    """
+    lines = []
+    for file in _files(path):
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        known = f", as published: {PUBLISHED[found]}" if found in PUBLISHED else ""
+        lines.append(f"{file}: SHA-256 {found}{known}")
+    return lines
+
+
+def _files(path: str) -> list[Path]:
     found = path_in_recipe(path)
     if not found.exists():
         raise DataError(f"benchmark file {found}: no such file{searched(found)}")
@@ -30,13 +64,7 @@ def benchmark_rows(path: str) -> Iterator[tuple[str, Row]]:
         raise DataError(
             f"{found}: expected a file, or a directory of them, whose name ends in {', '.join(SUFFIXES)}"
         )
-    for file in files:
-        if file.suffix == ".parquet":
-            yield from _of_parquet(file)
-        elif file.suffix == ".json":
-            yield from _of_list(file)
-        else:
-            yield from _of_lines(file)
+    return files
 
 
 def _is_data(file: Path) -> bool:

@@ -11,6 +11,7 @@ from megatron_ibpo.data.generated import told_if_slow
 from megatron_ibpo.data.layouts import COLUMNS
 from megatron_ibpo.data.rows import prompts_of_rows, read_jsonl
 from megatron_ibpo.evaluate.accuracy import Evaluation
+from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
 from megatron_ibpo.evaluate.kept import Settings, prompts_digest
 from megatron_ibpo.evaluate.samples import EvalSample, problem_id
@@ -114,7 +115,7 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
     if benchmark is not None:
         rows = BenchmarkRows(benchmark, scheme, rest)
         source = _benchmark_prompts(rows, tokenizer, config.data, room)
-        notes = [*source.notes, *rows.notes()]
+        notes = [*source.notes, *rows.notes(), *checksums(rest)]
     else:
         source = open_source(spec.spec, tokenizer, config.data, split="eval", max_prompt_len=room)
         notes = [*source.notes, *_unused_fields(spec.spec, config.data)]
