@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from unittest import mock
 
 import pytest
@@ -65,6 +66,29 @@ def test_a_gpu_run_without_its_libraries_is_refused_and_says_why_and_what_to_do(
     accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
     assert accepted.transformer_engine == ("Transformer Engine" not in missing)
     assert accepted.flash_linear_attention == ("flash-linear-attention" not in missing)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "is_refused"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
+)
+def test_versions_of_triton_that_compile_wrong_gradients_are_refused(
+    shapes, monkeypatch, capability, triton, is_refused
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(
+        "megatron_ibpo.models.backends.import_module",
+        lambda name: types.SimpleNamespace(__version__=triton),
+    )
+    if is_refused:
+        with pytest.raises(
+            BackendError, match=r"cannot use flash-linear-attention \(Triton 3\.6\.0 compiles"
+        ):
+            find_backends(shapes["next"], on_gpu=True, allow_local=False)
+    found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
+    assert found.flash_linear_attention != is_refused
+    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False) == FAST, "it asks for none of it"
 
 
 def test_a_dense_model_needs_no_flash_linear_attention(shapes, monkeypatch):

@@ -1,10 +1,13 @@
 """Which libraries compute the layers of a model: Transformer Engine and flash-linear-attention on GPUs, plain
 torch on CPUs. Imports neither until it is asked."""
 
+import re
 import socket
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+
+import torch
 
 from megatron_ibpo.models.shape import ModelShape
 
@@ -12,7 +15,7 @@ ALLOW = "--allow-local-modules"
 
 
 class BackendError(ValueError):
-    """A library that a GPU needs is not there."""
+    """A library that a GPU needs is not there, or of no use."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,14 @@ def find_backends(shape: ModelShape, *, on_gpu: bool, allow_local: bool) -> Back
         "flash-linear-attention": _import_failure(
             "fla.modules.convolution", "fla.modules.l2norm", "fla.ops.gated_delta_rule"
         )
+        or _wrong_gradients()
         if shape.is_recurrent
         else None,
     }
     missing = [f"{library} ({why})" for library, why in failures.items() if why]
     if missing and not allow_local:
         raise BackendError(
-            f"{sys.executable} on {socket.gethostname()} cannot import {' and '.join(missing)}: on a GPU "
+            f"{sys.executable} on {socket.gethostname()} cannot use {' and '.join(missing)}: on a GPU "
             "the layers would run in plain torch, which waits for the GPU many times in every layer and is "
             "tens of times slower. Install what is missing with `bash tools/bootstrap.sh` (docs/gpus.md says "
             f"what its build needs), or accept that with {ALLOW}"
@@ -90,4 +94,19 @@ def _import_failure(*modules: str) -> str | None:
             import_module(name)
     except Exception as error:  # a library built for another torch or CUDA raises anything
         return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _wrong_gradients() -> str | None:
+    """Why flash-linear-attention cannot train here though it is installed. On Hopper some versions of Triton
+    compile its backward pass wrongly, and it raises there, after the first batch was sampled (its issue 640).
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    triton = import_module("triton")
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+    if (3, 4) <= version < (3, 7, 1):
+        return (
+            f"Triton {triton.__version__} compiles its gradients wrongly for this GPU; install Triton 3.7.1"
+        )
     return None
