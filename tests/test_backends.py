@@ -7,23 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, on_device, parse_config
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
 from megatron_ibpo.report.sizes import run_sizes
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    place = tmp_path_factory.mktemp("models")
-    return {"dense": make_qwen3(place / "dense", 0), "next": make_qwen3_next(place / "next", 0)}
-
-
-@pytest.fixture(scope="module")
-def shapes(models):
-    return {name: read_hf_config(path) for name, path in models.items()}
 
 
 def installed(monkeypatch, *packages):

@@ -6,11 +6,9 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.checks import check_settings
 from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig, parse_config
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.policy.overrides import (
     MODEL_OURS,
@@ -28,17 +26,6 @@ def overriding(*model, optimizer=(), bf16=None):
         model=ModelConfig(model_override=model, bf16=bf16),
         optimizer=OptimizerConfig(optimizer_override=tuple(optimizer)),
     )
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    place = tmp_path_factory.mktemp("models")
-    return {"dense": make_qwen3(place / "dense", 0), "next": make_qwen3_next(place / "next", 0)}
-
-
-@pytest.fixture(scope="module")
-def shapes(models):
-    return {name: read_hf_config(path) for name, path in models.items()}
 
 
 @pytest.mark.parametrize(
