@@ -426,7 +426,8 @@ class RolloutConfig:
     that are complete: no bias, and a batch waits for its longest response."""
     recompute_kv_after_update: bool = True
     """When new weights come while responses run, compute their caches anew, so that every later token is the
-    new policy's alone. Off: they go on from the old policy's cache, which saves that time."""
+    new policy's alone. Off: what was asked before the update goes on from the old policy's cache, which saves
+    that time; what is asked after it shares nothing with that."""
     update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""
