@@ -12,6 +12,7 @@ from credit_cases import (
     RIGHT,
     Loop,
     by_kind,
+    candidates,
     check_algorithm,
     fix_last,
     group,
@@ -125,6 +126,81 @@ def test_long_responses_and_corrections_pay_and_stay_what_they_are():
     made = group(RIGHT, [14], [10, 11, 12, 12, 14])
     credit = Loop(fix_last).credit([made], joint, rollout=rollout)
     assert [s.advantage for s in by_kind(credit, "correction")] == group_z_score([1.0, 0.5])
+
+
+def overlong(*contents, rewards=None, **settings):
+    """Rewards that are trained on, by the operator or as given: a limit of 8 tokens, a buffer of 4."""
+    made = group(*contents)
+    for sample, reward in zip(made.responses, rewards or [], strict=bool(rewards)):
+        sample.reward = reward
+    config = preset(settings.pop("name", "ibpo-shaping-only"), overlong_buffer_share=0.5, **settings)
+    rollout = RolloutConfig(rollout_max_response_len=8)
+    credit = Loop(fix_last).credit([made], config, rollout=rollout)
+    return credit, [s.reward for s in by_kind(credit, "response")]
+
+
+LONG = [10, 11, 12, 12, 12, 12, 13]
+"""A right response of 8 tokens with its end: it would pay 1."""
+
+
+def test_a_right_response_of_full_length_is_worth_no_less_than_a_corrected_wrong_one():
+    """1 - 1 = 0 would lie below the near one's .3, at A = -1 beside +1. It pays .7 instead."""
+    credit, rewards = overlong(LONG, [10, 14])
+    assert rewards == [0.3, 0.3]
+    assert credit.metrics["overlong_penalties_limited"] == 1
+    assert [s.advantage for s in credit.sequences] == [0, 0]
+
+
+def test_a_right_response_of_full_length_is_worth_no_less_than_a_graded_wrong_one():
+    credit, rewards = overlong(LONG, [14], [15], rewards=[1.0, 0.4, 0.0], name="gspo")
+    assert rewards == [0.4, 0.4, 0.0]
+    assert credit.metrics["overlong_penalties_limited"] == 1
+
+
+def test_a_penalty_that_changes_no_order_is_paid_whole():
+    """6 tokens pay .5; two wrong ones are worth 0 and, at full length, -1."""
+    credit, rewards = overlong([10, 11, 12, 12, 13], [14], [*LONG[:-1], 14], name="gspo")
+    assert rewards == [0.5, 0.0, -1.0]
+    assert credit.metrics["overlong_penalties_limited"] == 0
+
+
+def test_right_responses_alone_pay_whole():
+    _, rewards = overlong([13], LONG, name="gspo")
+    assert rewards == [1.0, 0.0]
+
+
+def test_a_right_correction_of_full_length_is_worth_no_less_than_a_wrong_one():
+    """With ρ = .5 for a rewrite: 1 - .5 - 1 is less than the other correction's 0."""
+    made = group(RIGHT, [20, 14], [21, 15])
+    answers = {20: LONG, 21: [22, 16]}
+    settings = preset("ibpo", overlong_buffer_share=0.5, ibpo_rewrite_penalty=0.5)
+    loop = Loop(lambda x: answers[candidates(x)[0][0]])
+    credit = loop.credit([made], settings, rollout=RolloutConfig(rollout_max_response_len=8))
+    assert [c.beyond_threshold for c in made.corrections] == [True, True]
+    assert [s.reward for s in by_kind(credit, "correction")] == [-0.5, -0.5]
+
+
+written = st.lists(st.integers(10, 14), min_size=1, max_size=7)
+
+
+@given(
+    st.lists(st.tuples(written, st.floats(0, 0.95)), min_size=2, max_size=6),
+    st.sampled_from(["gspo", "ibpo-shaping-only", "ibpo-ratio"]),
+    st.floats(0.05, 1),
+)
+def test_no_wrong_response_outranks_a_right_one(drawn, name, share):
+    """Whatever the lengths, the graded rewards of the wrong ones, and who is corrected."""
+    made = group(*(content for content, _ in drawn))
+    for sample, (_, graded) in zip(made.responses, drawn, strict=True):
+        sample.reward = 1.0 if sample.correct else graded
+    config = preset(name, overlong_buffer_share=share)
+    credit = Loop(fix_last).credit([made], config, rollout=RolloutConfig(rollout_max_response_len=8))
+    found = by_kind(credit, "response")
+    right = [s for s, sample in zip(found, made.responses, strict=True) if sample.correct]
+    wrong = [s for s, sample in zip(found, made.responses, strict=True) if not sample.correct]
+    if right and wrong:
+        assert min(s.reward for s in right) >= max(s.reward for s in wrong)
+        assert min(s.advantage for s in right) >= max(s.advantage for s in wrong)
 
 
 def test_dapo_is_its_four_parts():

@@ -51,7 +51,7 @@ def assign_credit(
     num_responses = sum(len(group.responses) for group in groups)
     weight = 1 / num_responses if num_responses else 0.0
 
-    shaped, withheld = _shaped(groups, judgement, context)
+    shaped, counts = _shaped(groups, judgement, context)
     of_responses = [advantages(rewards, estimator) for rewards in shaped]
     factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
     sequences: list[TrainSequence] = []
@@ -66,8 +66,7 @@ def assign_credit(
             sequences += train_sequences(
                 group, number, "correction", columns, weight * algorithm.ibpo_correction_weight
             )
-    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped)
-    metrics["bonuses_withheld"] = float(withheld)
+    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | counts
     if algorithm.advantages == CRITIC:
         sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic
@@ -76,14 +75,20 @@ def assign_credit(
 
 def _shaped(
     groups: Sequence[Group], judgement: Judgement, context: CreditContext
-) -> tuple[list[list[float | None]], int]:
-    """(rewards of the responses of every group as they are trained on, bonuses withheld in all)."""
+) -> tuple[list[list[float | None]], dict[str, float]]:
+    """(rewards of the responses of every group as they are trained on, how many bonuses were withheld and
+    overlong penalties limited in all)."""
     all_rewards: list[list[float | None]] = []
-    all_withheld = 0
+    all_withheld = all_limited = 0
     for group, phi in zip(groups, judgement.phi, strict=True):
         rewards, withheld = shaped_rewards(
             group, phi, context.algorithm.ibpo_lambda, context.reward_threshold
         )
-        all_rewards.append(with_overlong_penalty(rewards, group.responses, context))
+        lowered, limited = with_overlong_penalty(rewards, group.responses, context)
+        all_rewards.append(lowered)
         all_withheld += withheld
-    return all_rewards, all_withheld
+        all_limited += limited
+    counts = {"bonuses_withheld": float(all_withheld)}
+    if context.algorithm.overlong_buffer_share > 0:
+        counts["overlong_penalties_limited"] = float(all_limited)
+    return all_rewards, counts
