@@ -297,6 +297,12 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
             "critic gives every token an advantage of its own; drop one of them",
         ),
         (
+            algorithm.advantages != "maxrl"
+            or not (algorithm.overlong_buffer_share > 0 or algorithm.ibpo_rewrite_penalty > 0),
+            "--advantages maxrl takes the log of a mean reward, and --overlong-buffer-share and "
+            "--ibpo-rewrite-penalty make rewards negative; drop them",
+        ),
+        (
             algorithm.token_credit not in _CHOOSES_TOKENS
             or not (algorithm.masks_tokens or operator == "span-masking"),
             f"--token-credit {algorithm.token_credit} says where a wrong response learns, and so does "

@@ -283,9 +283,10 @@ class AlgorithmConfig:
     sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose; the
     window is then that step."""
     advantages: str = "group"
-    """What a reward is relative to: the mean and spread of its group's rewards ("group"), their mean alone
-    ("group-mean", Dr. GRPO), the mean of the others ("leave-one-out"), token by token what a critic expected
-    ("critic", PPO); or an import path package.module:name."""
+    """What a reward is relative to: the mean of its group's rewards, over their population std ("group", the
+    paper's), over Bessel's ("group-bessel", as verl, TRL, slime and oat), over that mean ("maxrl") or over
+    nothing ("group-mean", Dr. GRPO); the mean of the others ("leave-one-out"); token by token what a critic
+    expected ("critic", PPO); or an import path package.module:name."""
     group_filter: str | None = None
     """Import path package.module:name of a function that says of a scored group whether to train on it; all
     groups are when None."""
