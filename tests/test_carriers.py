@@ -14,6 +14,8 @@ from credit_cases import (
     by_kind,
     candidates,
     check_algorithm,
+    context,
+    correct_groups,
     fix_last,
     group,
     ids_of,
@@ -27,7 +29,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, parse_config
-from megatron_ibpo.credit import fill_batch, is_informative
+from megatron_ibpo.credit import fill_batch, find_operator, is_informative, leaves_gradient
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
@@ -96,6 +98,47 @@ def test_after_the_last_round_the_batch_is_filled_up_and_counted():
     groups, metrics = fill_batch(lambda number: rounds[number], wanted=3, max_rounds=2)
     assert [g.prompt.index for g in groups] == [2, 4, 0]
     assert (metrics["groups_filled_up"], metrics["groups_discarded"]) == (1, 3)
+
+
+WRONG = ([20, 21], [22, 23], [24, 25])
+"""No response is correct."""
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "right_corrections", "leaves"),
+    [
+        ("ibpo", WRONG, {20}, True),
+        ("ibpo-shaping-only", WRONG, {20}, True),  # a bonus for one of three
+        ("ibpo-joint-only", WRONG, {20}, True),  # one right correction of three
+        ("ibpo", WRONG, set(), False),
+        ("ibpo", WRONG, {20, 22, 24}, False),  # equal bonuses, equal corrections
+        ("gspo", WRONG, set(), False),
+        ("ibpo", ([13], [10, 13]), set(), False),
+        ("gspo", ([13], [14]), set(), True),
+        ("ppo", ([13], [14]), set(), True),
+        ("ppo", WRONG, set(), False),
+    ],
+)
+def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succeed(
+    name, contents, right_corrections, leaves
+):
+    loop = Loop(lambda x: [10, 13] if candidates(x)[0][0] in right_corrections else [10, 14])
+    made, own = group(*contents), context(preset(name, ibpo_rewrite_threshold=1.0))
+    operator = find_operator(own.algorithm)
+    correct_groups([made], own, operator, loop.sample, loop.score)
+    assert leaves_gradient(made, own, operator) is leaves
+    assert is_informative(made) is (contents == ([13], [14]))
+
+
+def test_dapo_decides_on_responses_and_ibpo_on_credit():
+    decides = {name: preset(name).dynamic_sampling_by for name in PRESETS}
+    assert {name for name, by in decides.items() if by == "credit"} == {
+        name for name in PRESETS if preset(name).ibpo_corrections
+    }
+    recipe = parse_config(["--config", "examples/algorithms/ibpo_on_dapo.yaml"]).algorithm
+    assert (recipe.dynamic_sampling, recipe.dynamic_sampling_by) == (True, "credit")
+    with pytest.raises(ValueError, match="--dynamic-sampling-by credit judges groups while"):
+        check_algorithm(preset("ciw", dynamic_sampling_by="credit"))
 
 
 # ------------------------------------------------------------------------------------ overlong punishment

@@ -484,5 +484,6 @@ def test_the_papers_base_settings():
         "token_credit": "uniform",
         "advantages": "group",
         "dynamic_sampling": False,
+        "dynamic_sampling_by": "credit",
         "overlong_buffer_share": 0.0,
     }

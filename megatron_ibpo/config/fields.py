@@ -296,7 +296,14 @@ class AlgorithmConfig:
     gae_lambda: Annotated[float, UNIT] = 0.95
     """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
     dynamic_sampling: bool = False
-    """DAPO: sample other prompts in the place of those that all or no responses answer correctly."""
+    """DAPO: sample other prompts in the place of those that all or no responses answer correctly, or
+    correct: --dynamic-sampling-by."""
+    dynamic_sampling_by: Literal["rewards", "credit"] = "credit"
+    """When dynamic sampling passes a group over. "rewards": where all or no responses are correct, before
+    anything is corrected, as in DAPO. "credit": where besides no response or correction has an advantage; so
+    groups without a correct response are corrected first, and stay if some corrections succeed. The default
+    where there are corrections, which those groups need most; it costs the corrections of groups that are
+    passed over in the end."""
     dynamic_sampling_rounds: Annotated[int, at_least(1)] = 10
     """Batches of --rollout-batch-size prompts that a step may sample for that. Prompts of rounds that a step
     does not need are passed over, so that the order of prompts depends on no result. 10 as in DAPO."""
