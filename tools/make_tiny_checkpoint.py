@@ -224,10 +224,10 @@ def supervised_rows(
         if number < correction_share * len(prompts):
             candidate, reference = lesson.solution(prompt, rng), lesson.solution(prompt, rng)
             asked = template(prompt, ids(candidate), [ids(reference)])
-            target = lesson.correction(prompt, candidate, rng)
+            written = lesson.correction(prompt, candidate, rng)
         else:
-            asked, target = prompt.token_ids, lesson.solution(prompt, rng)
-        rows.append((asked, (*ids(target), tokenizer.eos_id)))
+            asked, written = prompt.token_ids, lesson.solution(prompt, rng)
+        rows.append((asked, (*ids(written), tokenizer.eos_id)))
     total = sum(len(target) for _, target in rows)
     for number, (asked, target) in enumerate(rows):
         yield TrainSequence(
