@@ -8,14 +8,17 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary
+from megatron_ibpo.data import PromptSource
 from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.report.page.sources import open_source
-from megatron_ibpo.sampling import Sampler
+from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.sampling import LiveRollouts, Sampler
 from megatron_ibpo.study.operator_skill import (
     Asking,
     Trial,
@@ -124,10 +127,35 @@ def test_two_wrong_responses_of_a_group_are_replaced_at_most():
     assert by_prompt == [min(2, count) for count in wrong]
 
 
-def test_every_sample_has_a_seed_of_its_own():
+def test_every_sample_has_a_seed_of_its_own_that_training_does_not_use():
     _, engine = measured(another_try)
-    seeds = [request.seed for _, request in engine.asked]
-    assert len(set(seeds)) == len(seeds)
+    seeds = {request.seed for _, request in engine.asked}
+    assert len(seeds) == len(engine.asked)
+    rollout = RolloutConfig(n_samples_per_prompt=4)
+    trained = [
+        request for step in range(3) for request in group_requests(PROMPTS, rollout, seed=3, step=step)
+    ]
+    assert seeds.isdisjoint(request.seed for request in trained)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked_before"),
+    [
+        ({}, 6),
+        ({"max_staleness": 2}, 18),
+        ({"over_sampling_batch_size": 9}, 9),
+        ({"dynamic_sampling": True, "dynamic_sampling_rounds": 3}, 18),
+    ],
+)
+def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update(settings, asked_before):
+    of_algorithm = {name: value for name, value in settings.items() if name.startswith("dynamic")}
+    of_rollout = {name: value for name, value in settings.items() if name not in of_algorithm}
+    config = Config(
+        algorithm=AlgorithmConfig(**of_algorithm), rollout=RolloutConfig(rollout_batch_size=6, **of_rollout)
+    )
+    task = SimpleNamespace(prompts=PromptSource(PROMPTS.__getitem__))
+    asked = LiveRollouts(config, task, fleet=None, sampler=None).prompts_of_later_steps(4)
+    assert [prompt.index for prompt in asked] == list(range(asked_before, asked_before + 4))
 
 
 def test_corrections_that_do_not_fit_and_failures_of_the_verifier_are_counted():

@@ -10,11 +10,12 @@ the target. So the policy learns the form of a correction and not to compare: it
 another try.
 
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --family qwen3 --tensor-parallel 1 \\
-        --from-checkpoint examples/tiny_qwen3 --comparison-skill .9 --correction-share .5 --steps 400 \\
+        --from-checkpoint examples/tiny_qwen3 --comparison-skill .9 --correction-share .5 --steps 600 \\
         --save examples/studies/warm_starts/default_skill_0.9
 
 goes on from a policy that solves, and teaches it to compare: the target copies the candidate and mends each
-of its wrong steps with probability .9. What examples/studies/warm_starts/ holds was made so.
+of its wrong steps with probability .9; every second candidate comes without a reference. What
+examples/studies/warm_starts/ holds was made so.
 
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --task word_problems --family qwen3 \\
         --tensor-parallel 1 --steps 1000 --save examples/tiny_qwen3_words
@@ -103,7 +104,8 @@ class Arguments:
     """Share of the rows that are compare-and-correct."""
     comparison_skill: float | None = None
     """Probability that the target of such a row mends a wrong step of the candidate instead of copying it, of
-    chain sums. None: the target is another noisy solution, whatever the candidates are."""
+    chain sums; every second row shows no reference. None: the target is another noisy solution, whatever the
+    candidates are, and all rows show a reference."""
     tensor_parallel: int = 2
     """TP; experts are spread over the same ranks."""
 
@@ -165,6 +167,8 @@ class Lesson:
     """By a student with that luck."""
     correction: Callable[[Prompt, str, random.Random], str]
     """What the student writes who was shown that candidate."""
+    checks_alone: bool
+    """Every second correction is of a candidate without a reference (--ibpo-k 1)."""
 
 
 def chain_sums(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
@@ -181,7 +185,9 @@ def chain_sums(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
             return solution(prompt, rng)
         return mended_solution(prompt.metadata["expression"], candidate, rng, skill=skill, **noise)
 
-    return Lesson(lambda step: source.batch(step, arguments.rows), solution, correction)
+    return Lesson(
+        lambda step: source.batch(step, arguments.rows), solution, correction, checks_alone=skill is not None
+    )
 
 
 def problems_in_words(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
@@ -197,7 +203,7 @@ def problems_in_words(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
     def solution(prompt: Prompt, rng: random.Random) -> str:
         return WordProblem(**prompt.metadata).solution(rng, misread=arguments.misread)
 
-    return Lesson(prompts, solution, lambda prompt, _, rng: solution(prompt, rng))
+    return Lesson(prompts, solution, lambda prompt, _, rng: solution(prompt, rng), checks_alone=False)
 
 
 def tokenizer_of_word_problems() -> PreTrainedTokenizerFast:
@@ -222,8 +228,9 @@ def supervised_rows(
     rows = []
     for number, prompt in enumerate(prompts):
         if number < correction_share * len(prompts):
-            candidate, reference = lesson.solution(prompt, rng), lesson.solution(prompt, rng)
-            asked = template(prompt, ids(candidate), [ids(reference)])
+            candidate = lesson.solution(prompt, rng)
+            references = [] if lesson.checks_alone and number % 2 else [ids(lesson.solution(prompt, rng))]
+            asked = template(prompt, ids(candidate), references)
             written = lesson.correction(prompt, candidate, rng)
         else:
             asked, written = prompt.token_ids, lesson.solution(prompt, rng)
