@@ -14,7 +14,9 @@ from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.records import Sample
 from megatron_ibpo.words import shown
 
-FREE_STAGES = frozenset({"start", "evaluate", "save", "report", "record", "check weights", "gradient meter"})
+FREE_STAGES = frozenset(
+    {"start", "evaluate", "save", "report", "record", "check weights", "gradient meter", "operator skill"}
+)
 """Stages of the loop that observe and do not train."""
 
 

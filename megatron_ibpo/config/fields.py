@@ -552,6 +552,11 @@ class RunConfig:
     """Parts that the prompts of a measurement are cut into, a backward pass each. From --rollout-batch-size
     on each prompt is one, which is exact; 2 are two halves, the cheapest. All are unbiased; more are less
     scattered. 4 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
+    operator_skill_prompts: Annotated[int, at_least(0)] = 16
+    """Prompts on which a run that has responses corrected measures, before its first step, whether
+    corrections succeed more often than another try. Each is answered as in training, and two of its wrong
+    responses are corrected and answered anew: G + 4 samples. 0: not measured. 16: about the sampling of one
+    step of the tiny runs; `ibpo.sh skill` measures more closely."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_reward_error_rate: Annotated[float, UNIT] = 0.5
