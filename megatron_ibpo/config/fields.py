@@ -485,9 +485,12 @@ class RunConfig:
     budget: Annotated[float | None, POSITIVE] = None
     """Stop after the step with which so much is spent, in --budget-unit; --num-rollout steps at most. What
     only observes (evaluation, saving, reports, the gradient meter) is free. None: no such limit."""
-    budget_unit: Literal["accelerator-seconds", "tokens", "flops"] = "accelerator-seconds"
+    budget_unit: Literal[
+        "accelerator-seconds", "tokens", "flops", "tokens-shared-prefixes", "flops-shared-prefixes"
+    ] = "accelerator-seconds"
     """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
-    floating-point operations."""
+    floating-point operations; and of the last two what is left where a beginning that several sequences of a
+    pass share is computed once."""
     seed: Annotated[int, SEED] = 0
     """Seeds sampling, pairing and initialisation."""
     save: bool = True
