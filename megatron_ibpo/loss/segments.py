@@ -15,7 +15,7 @@ from megatron_ibpo.loss.rows import LossRows
 
 
 def segment_loss(
-    logprobs_N: Tensor, rows: LossRows, objective: Objective, value_weights_N: Tensor | None = None
+    logprobs_N: Tensor, rows: LossRows, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t): L_i is the sequence's loss by the variant, n_i its response
     tokens, w_i its weight and D_i the divisor that the aggregation says (n_i for "sequence-mean").
@@ -23,11 +23,20 @@ def segment_loss(
     Args:
         logprobs_N: fp32 or fp64; the loss is differentiable in it.
         rows: as `LossRows.checked` returns them.
-        value_weights_N: for `weighted_value` alone.
 
     Returns:
         (scalar loss, the same on every rank of cp_group; then as in `LossStats` mean_log_ratio_S, clipped,
         kl_N).
+    """
+    return _segment_loss(logprobs_N, rows, objective, None)
+
+
+def _segment_loss(
+    logprobs_N: Tensor, rows: LossRows, objective: Objective, value_weights_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    Args:
+        value_weights_N: as `weighted_value` has them.
     """
     variant, mask_N, dtype = objective.variant, rows.response_mask_N, logprobs_N.dtype
     sequence_N, size = rows.sequence_of_row(), rows.num_sequences
@@ -111,7 +120,7 @@ def weighted_value(
     """
     with torch.no_grad():
         checked = rows.checked(len(logprobs_N), objective)
-        return segment_loss(logprobs_N, checked, objective, importance_weights_N)[0]
+        return _segment_loss(logprobs_N, checked, objective, importance_weights_N)[0]
 
 
 def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:
