@@ -117,8 +117,8 @@ class CostMeter:
     def time(self, seconds: Mapping[str, float]) -> None:
         """Seconds by stage of the loop."""
         counted = sum(value for stage, value in seconds.items() if stage not in FREE_STAGES)
-        seconds = self.spent.accelerator_seconds + counted * self._accelerators
-        self.spent = replace(self.spent, accelerator_seconds=seconds)
+        spent = self.spent.accelerator_seconds + counted * self._accelerators
+        self.spent = replace(self.spent, accelerator_seconds=spent)
 
     def _forward(self, length: int) -> float:
         return forward_flops(self._shape, length)
