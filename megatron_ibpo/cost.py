@@ -15,7 +15,9 @@ from megatron_ibpo.prefixes import repeated_prefixes
 from megatron_ibpo.records import Sample
 from megatron_ibpo.words import shown
 
-FREE_STAGES = frozenset({"start", "evaluate", "save", "report", "record", "check weights", "gradient meter"})
+FREE_STAGES = frozenset(
+    {"start", "evaluate", "save", "report", "record", "check weights", "gradient meter", "operator skill"}
+)
 """Stages of the loop that observe and do not train."""
 
 

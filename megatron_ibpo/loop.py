@@ -33,8 +33,17 @@ from megatron_ibpo.report import (
     step_alarms,
 )
 from megatron_ibpo.report.disk import is_full, waiting_for_room
+from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.rollout.probe import compare_probes, probe
-from megatron_ibpo.sampling.rollouts import Rollouts
+from megatron_ibpo.sampling.rollouts import LiveRollouts, Rollouts
+from megatron_ibpo.study.operator_skill import (
+    Asking,
+    corrects,
+    operator_skill,
+    premise,
+    skill_json,
+    try_corrections,
+)
 from megatron_ibpo.task import Task
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
@@ -113,6 +122,37 @@ class Run:
             credit = self._surviving(lambda: assign_credit(groups, self._context()))
         self._count_passes()
         return credit
+
+    def measure_corrections_if_due(self) -> None:
+        """Before the first step of a run that has responses corrected: do corrections succeed more often than
+        another try? Uses seeds, and asks prompts, that the first step does not."""
+        config, rollouts = self.config, self.rollouts
+        count, algorithm = config.run.operator_skill_prompts, config.algorithm
+        if self.progress.step > 0 or not count or not corrects(algorithm):
+            return
+        if not isinstance(rollouts, LiveRollouts):  # a recording cannot be asked
+            return
+        context = self._context()
+        asking = Asking(
+            algorithm,
+            config.rollout,
+            context.vocabulary,
+            context.max_context,
+            config.run.seed,
+            targets=2,
+            as_in_training=True,
+            prompt_ids=self.task.suffixes,
+        )
+        prompts = rollouts.prompts_of_later_steps(count)
+        self._wake_engines()
+        with self.stages("operator skill"):
+            tried = rollouts.observed(
+                lambda sampler: try_corrections(sampler, prompts, asking), self._admit_engines
+            )
+            skill = operator_skill(tried)
+        path = config.run.run_dir / SKILL_FILE
+        self._with_room(lambda: write_whole(path, skill_json(skill)))
+        self.reporter.note(premise(skill))
 
     def measure_gradient_if_due(
         self, groups: list[Group], sequences: Sequence[TrainSequence]

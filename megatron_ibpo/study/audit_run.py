@@ -29,13 +29,12 @@ from megatron_ibpo.data import (
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Correction, Flags, Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.rewards import open_verifier
-from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.study.credit_audit import AuditedResponse
+from megatron_ibpo.study.own_engine import open_engine
 
 
 def audit_responses(
@@ -184,7 +183,7 @@ class _Asker:
         )
         config.rollout.rollout_max_context_len = self.max_context
         self.verifier = stack.enter_context(open_verifier(config.data))
-        self.engine = ThreadedEngine(_open_engine(config, hf_dir, stack))
+        self.engine = ThreadedEngine(open_engine(config, hf_dir, stack))
         strips = config.algorithm.ibpo_strip_thinking
         self.thinking = ThinkingMarks(*thinking_marks(tokenizer)) if strips else None
 
@@ -255,26 +254,6 @@ class _Asker:
             stall_timeout=self.config.rollout.engine_stall_timeout,
             max_context=self.max_context,
         )
-
-
-def _open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
-    """An engine that keeps the weights it starts with."""
-    import torch
-
-    rollout, on_gpu = config.rollout, torch.cuda.is_available()
-    engine = Engine(
-        engine_settings(
-            rollout,
-            hf_dir,
-            "nccl" if on_gpu else "gloo",
-            gpus=tuple(range(rollout.rollout_num_gpus_per_engine)) if on_gpu else (),
-            num_threads=torch.get_num_threads(),
-        ),
-        config.run.run_dir / "logs" / "engine.log",
-    )
-    stack.callback(engine.close)
-    engine.wait_ready(start_timeout(rollout, hf_dir))
-    return engine
 
 
 def _boundaries(texts: Sequence[str]) -> list[int]:
