@@ -22,13 +22,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.study import Study, compare_all, read_findings, read_study, runs, write_page
-from megatron_ibpo.study.claims import Claim
+from megatron_ibpo.study import runs
+from megatron_ibpo.study.claims import Claim, compare_all
 from megatron_ibpo.study.conduct import conduct
 from megatron_ibpo.study.curves import band
-from megatron_ibpo.study.findings import Findings, write_findings
-from megatron_ibpo.study.plan import PlannedRun, Task, Tuning, plan_main, plan_tuning
+from megatron_ibpo.study.findings import Findings, read_findings, write_findings
+from megatron_ibpo.study.page import write_page
+from megatron_ibpo.study.plan import PlannedRun, Study, Task, Tuning, plan_main, plan_tuning
 from megatron_ibpo.study.power import analyse, detectable, power, seeds_needed
+from megatron_ibpo.study.reading import read_study
 from megatron_ibpo.study.results import (
     RunResult,
     compare,
@@ -357,13 +359,19 @@ def test_the_response_is_given_by_the_dose():
         for run in over_tasks("gspo", seed, short=0.5, hard=0.25)
         + over_tasks("ibpo", seed, short=0.4 + 0.05 * seed, hard=0.3 + 0.05 * seed)
     ]
-    points = dose_response(TASKS, compare(TASKS, results))
+    points = dose_response(TASKS, results, compare(TASKS, results))
     assert [(p["skill"], p["mean"]) for p in points] == [
         (0.0, pytest.approx(-0.075)),
         (0.9, pytest.approx(0.075)),
     ]
     one_skill = replace(TASKS, tasks=(Task("short", {}, skill=0.5), Task("hard", {})))
-    assert dose_response(one_skill, compare(one_skill, results)) == []
+    lines = compare(one_skill, results)
+    assert dose_response(one_skill, results, lines) == []
+    measured = [
+        replace(run, skill=0.1 if run.seed else 0.3) if run.task == "hard" else run for run in results
+    ]
+    points = dose_response(one_skill, measured, lines)
+    assert [point["skill"] for point in points] == [pytest.approx(0.2), 0.5], "the mean of what runs measured"
 
 
 def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
@@ -573,7 +581,7 @@ def test_recipes_are_methods_too(tmp_path):
         ({"confirm-seeds": [1, 2]}, "confirmation must not use the study's own"),
         ({"tasks": {"a": {"hf-checkpoint": "x"}}}, "task a: must have settings"),
         ({"tasks": {"a/b": {"settings": {}}}}, "without a slash"),
-        ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"a recipe .* or an import path"),
+        ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"must be a recipe .* or settings"),
     ],
 )
 def test_a_study_that_makes_no_sense_is_refused(tmp_path, changes, words):

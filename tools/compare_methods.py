@@ -20,7 +20,11 @@ import tyro
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.display import open_console
-from megatron_ibpo.study import compare_all, conduct, read_findings, read_study, write_page
+from megatron_ibpo.study.claims import compare_all
+from megatron_ibpo.study.conduct import conduct
+from megatron_ibpo.study.findings import read_findings
+from megatron_ibpo.study.page import write_page
+from megatron_ibpo.study.reading import read_study
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

@@ -54,7 +54,7 @@ def compare_all(found: Findings) -> Comparison:
         lines=lines,
         overall=overall,
         equal_steps=compare_at_equal_steps(study, runs),
-        dose_response=dose_response(study, lines),
+        dose_response=dose_response(study, runs, lines),
         claims=[
             _claim(method, difference, found, confirmed)
             for method, difference in _differences(overall or lines).items()

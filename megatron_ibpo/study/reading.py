@@ -1,6 +1,5 @@
 """Studies as files: YAML in, `Study` out."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
 from megatron_ibpo.study.plan import Settings, Study, Task, Tuning
+from megatron_ibpo.study.results import comparison_skill
 
 
 def read_study(
@@ -173,10 +173,7 @@ def _skill(given: Any, where: str) -> float | None:
     if given is None or isinstance(given, int | float):
         return given
     try:
-        ways = json.loads(path_in_recipe(given).read_text(encoding="utf-8"))["ways"]
-        return float(
-            ways["groups with a correct response"]["correct reference"]["above_resample"]["estimate"]
-        )
+        return comparison_skill(path_in_recipe(given))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{where}: skill must be a number, or a file of `ibpo skill`: {error!r}") from error
 

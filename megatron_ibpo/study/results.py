@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import yaml
 
 from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
+from megatron_ibpo.report.run_dir import SKILL_FILE
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import (
     cost_to_reach,
@@ -61,6 +63,8 @@ class RunResult:
     """Temperature → accuracy in the end, of --eval-other-temperatures."""
     seconds: float | None = None
     """That the run took, start and evaluations included."""
+    skill: float | None = None
+    """`comparison_skill` of the policy that it started from, where the run has measured it."""
 
 
 def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) -> RunResult:
@@ -99,7 +103,20 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         prompts_per_step=prompts,
         other_accuracies={found[1]: v for n, v in evaluations[-1].items() if (found := _AT.fullmatch(n))},
         seconds=json.loads((run.directory / "summary.json").read_text(encoding="utf-8"))["seconds_total"],
+        skill=comparison_skill(measured) if (measured := run.directory / SKILL_FILE).exists() else None,
     )
+
+
+def comparison_skill(path: Path) -> float | None:
+    """How much more often a correction with a correct reference succeeds than another try, from a file that
+    `ibpo skill`, or a run before its first step, has left; None where that was asked of too few.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError: it is no such file.
+    """
+    ways = json.loads(path.read_text(encoding="utf-8"))["ways"]["groups with a correct response"]
+    above = ways.get("correct reference", {}).get("above_resample")
+    return None if above is None else float(above["estimate"])
 
 
 def compare(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
@@ -174,14 +191,21 @@ def compare_at_equal_steps(study: Study, results: Sequence[RunResult]) -> list[d
     return lines
 
 
-def dose_response(study: Study, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def dose_response(
+    study: Study, results: Sequence[RunResult], lines: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """For every method the difference from the baseline on each task, by the comparison skill of the task's
-    warm start; empty unless warm starts of two skills were compared.
+    warm start: as the study gives it, else the mean over what runs have measured before their first step.
+    Empty unless warm starts of two skills were compared.
 
     Args:
         lines: of `compare`.
     """
-    skills = {task.name: task.skill for task in study.tasks if task.skill is not None}
+    skills: dict[str, float] = {}
+    for task in study.tasks:
+        measured = [run.skill for run in results if run.task == task.name and run.skill is not None]
+        if task.skill is not None or measured:
+            skills[task.name] = task.skill if task.skill is not None else fmean(measured)
     if len(set(skills.values())) < 2:
         return []
     found = [
