@@ -530,6 +530,12 @@ class RunConfig:
     eval_temperature: Annotated[float | None, POSITIVE] = None
     """Divides the logits before held-out prompts are sampled. None: as --eval-preset says, else
     --rollout-temperature."""
+    eval_other_temperatures: Annotated[tuple[float, ...], each(POSITIVE)] = ()
+    """Temperatures at which every set of held-out prompts is sampled too, as a set of its own called SET@T. A
+    method that only makes the policy surer of itself gains at temperature 1 and not at a low one."""
+    eval_half: Literal["all", "tuning", "test"] = "all"
+    """Which held-out prompts are used: those whose text falls into the half for choosing settings, or into
+    the half for judging what was chosen; no text is in both. Studies that tune set it. all: both halves."""
     eval_top_p: Annotated[float | None, SHARE] = None
     """The same for --rollout-top-p."""
     eval_top_k: Annotated[int | None, or_word(-1, at_least(1), "off")] = None
