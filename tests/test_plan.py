@@ -323,6 +323,8 @@ def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_
         planner(plan_of, model, 2, *flags.split(), "--make-vocab-size-divisible-by", multiple)
         for multiple in ("1", "64")
     )
+    _, text = planner(printed, model, *flags.split(), "--dry-run-world-size", "2")
+    assert "vocabulary: 211 ids, padded to 212 rows" in text
     rows = 128 - 106  # of embedding and head each, on each rank
     assert more.census.stages[0].dense - least.census.stages[0].dense == 2 * rows * 96
     assert more.census.total == least.census.total

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numpy as np
 import planned
 import pytest
 import torch
@@ -18,8 +17,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_convert import ALONE, mtp_tensors, with_weights
 from test_critic import critic_config, open_critic
+from test_loop import ROOT, SMALL, finished, rows_of, start_script
 from test_trainer import close_trainer, config_for, open_trainer, sequence
-from test_weights import assert_same_bytes, there_and_back, with_random_bits
+from test_weights import assert_same_bytes, with_random_bits
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
@@ -53,19 +53,22 @@ def models(tmp_path_factory):
 
 
 def rows(count=6):
-    """Sequences whose tokens are of the whole vocabulary, the last id among them."""
-    rng = random.Random(0)
-    ids = range(2, VOCABULARY)
-    return [
-        sequence(
-            rng.choices(ids, k=rng.randrange(1, 9)),
-            [*rng.choices(ids, k=rng.randrange(1, 30)), VOCABULARY - 1],
-            advantage=rng.choice([-1.5, -0.5, 1.0]),
-            weight=1 / count,
-            group=number % 3,
+    """Sequences of tokens from the whole vocabulary, the last id among them, with what a critic needs."""
+    rng, ids, made = random.Random(0), range(2, VOCABULARY), []
+    for number in range(count):
+        response = [*rng.choices(ids, k=rng.randrange(1, 30)), VOCABULARY - 1]
+        made.append(
+            sequence(
+                rng.choices(ids, k=rng.randrange(1, 9)),
+                response,
+                advantage=rng.choice([-1.5, -0.5, 1.0]),
+                weight=1 / count,
+                group=number % 3,
+                returns=[rng.uniform(-1, 1) for _ in response],
+                values=[rng.uniform(-1, 1) for _ in response],
+            )
         )
-        for number in range(count)
-    ]
+    return made
 
 
 # --------------------------------------------------------------------------------------------- how many rows
@@ -124,19 +127,21 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def trained(world, cases, data):
-    """For each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an update,
-    weights after it, and what is in the padding then."""
-    return [policy_trained(world, *case, data) for case in cases]
-
-
-def valued(world, hf_dir, layouts, data):
-    """For each layout: a critic's values before and after an update, and its metrics."""
-    return [critic_trained(world, hf_dir, parallel, data) for parallel in layouts]
+def trained(world, cases, data, critic_dir, layouts):
+    """Of each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an update, weights
+    after it, and what is in the padding then. Of a critic in each layout: values before and after an update,
+    and its metrics."""
+    policies = [policy_trained(world, *case, data) for case in cases]
+    return policies, [critic_trained(world, critic_dir, parallel, data) for parallel in layouts]
 
 
 def policy_trained(world, hf_dir, reference, parallel, settings, data):
+    from megatron_ibpo.weights.formats.load import load_hf
+
     trainer, export, shape = open_trainer(world, hf_dir, config_for(parallel, lr=1.0, **settings), reference)
+    for parameter in trainer.chunks[0].parameters():  # new memory may hold anything, and most often holds 0
+        parameter.data.fill_(torch.nan)
+    load_hf(trainer.chunks, shape, hf_dir)
     assert padding_of(trainer, shape) == (padding_rows(shape, parallel, world), 0.0, 0.0)
     logprobs = planned.logprobs(trainer, data)
     metrics = planned.update(trainer, data)
@@ -179,30 +184,35 @@ def padding_of(trainer, shape):
 
 
 SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coef": 0.5}}
-TRAINED = {
-    "dense": ("logits", "reference", "fused"),
-    "tied": ("logits", "fused"),
-}
-PADDED = {1: [layout(), layout(multiple=16)], 2: [layout(2), layout(2, multiple=8)], 4: [layout(4)]}
+TRAINED = [("dense", "reference"), ("dense", "fused"), ("tied", "logits")]
+PADDED = {1: [layout()], 2: [layout(2), layout(2, multiple=8)], 4: [layout(4)]}
 
 
-def test_training_is_the_same_with_padding_and_padding_stays_zero(models):
-    """Tied and untied, logits held or fused with the loss, and a reference policy, at TP1, TP2 and TP4."""
-    expected = {}
+@pytest.fixture(scope="module")
+def runs(models):
+    """(ranks, cases, what each rank found) of every size of PADDED."""
+    made = []
     for size, layouts in PADDED.items():
         cases = [
             (models[name], models["reference"] if kind == "reference" else None, parallel, SETTINGS[kind])
             for parallel in layouts
-            for name, kinds in TRAINED.items()
-            for kind in (kinds if parallel.make_vocab_size_divisible_by == 1 else kinds[:1])
+            for name, kind in (TRAINED if parallel.make_vocab_size_divisible_by == 1 else TRAINED[-1:])
         ]
-        by_rank = run_ranks(trained, size, cases, rows(), timeout=500)
+        by_rank = run_ranks(trained, size, cases, rows(), models["tied"], layouts, timeout=500)
+        made.append((size, cases, by_rank))
+    return made
+
+
+def test_training_is_the_same_with_padding_and_padding_stays_zero(runs):
+    """Tied and untied, logits held or fused with the loss, and a reference policy, at TP1, TP2 and TP4."""
+    expected = {}
+    for size, cases, by_rank in runs:
         for number, case in enumerate(cases):
-            logprobs, metrics, weights, _ = by_rank[0][number]
-            wanted = expected.setdefault((case[0], repr(case[3])), (logprobs, metrics, weights))
-            compare((logprobs, metrics, weights), wanted, load_file(case[0] / "model.safetensors"), case)
-            left = [results[number][3] for results in by_rank]
-            assert sum(rows for rows, _, _ in left) > 0 or case[2] == layout(), case
+            found = by_rank[0][0][number][:3]
+            wanted = expected.setdefault((case[0], repr(case[3])), found)
+            compare(found, wanted, load_file(case[0] / "model.safetensors"), case)
+            left = [policies[number][3] for policies, _ in by_rank]
+            assert (sum(padded for padded, _, _ in left) > 0) == (size > 1), case
             assert all((weight, gradient) == (0.0, 0.0) for _, weight, gradient in left), case
 
 
@@ -219,29 +229,21 @@ def compare(found, expected, before, case):
         assert (found[2][name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
 
 
-def test_a_critic_is_the_same_with_padding(models):
+def test_a_critic_is_the_same_with_padding(runs):
     """Whose model has embeddings but no head."""
-    rng, data = random.Random(1), []
-    for row in rows():
-        returns, values = ([rng.uniform(-1, 1) for _ in row.response_token_ids] for _ in range(2))
-        data.append(replace(row, returns=np.array(returns), values=np.array(values, np.float32)))
-    expected = None
-    for size, layouts in PADDED.items():
-        for before, metrics, after in run_ranks(valued, size, models["tied"], layouts, data, timeout=500)[0]:
-            expected = expected or (before, metrics, after)
-            for found, wanted in ((before, expected[0]), (after, expected[2])):
-                for own, values in zip(found, wanted, strict=True):
-                    assert own == pytest.approx(values, abs=1e-4)
-            for name in ("critic_loss", "critic_grad_norm"):
-                assert metrics[name] == pytest.approx(expected[1][name], rel=1e-4), name
+    found = [values for _, _, by_rank in runs for values in by_rank[0][1]]
+    for before, metrics, after in found[1:]:
+        for own, wanted in zip((*before, *after), (*found[0][0], *found[0][2]), strict=True):
+            assert own == pytest.approx(wanted, abs=1e-4)
+        for name in ("critic_loss", "critic_grad_norm"):
+            assert metrics[name] == pytest.approx(found[0][1][name], rel=1e-4), name
 
 
 # --------------------------------------------------------------------------------------------- there and back
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("multiple", [1, 16])
-@pytest.mark.parametrize("name", ["dense", "tied", "next"])
+@pytest.mark.parametrize(("name", "multiple"), [("dense", 1), ("tied", 16), ("next", 1)])
 def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, tmp_path, name, tp, multiple):
     origin = with_random_bits(models[name], tmp_path / "origin", torch.bfloat16)
     if name == "next":  # and what is only carried along
@@ -258,38 +260,11 @@ def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, 
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_loading_and_exporting_change_no_bit(models, tmp_path, size):
-    cases = [
-        (
-            with_random_bits(models[name], tmp_path / name, torch.float32),
-            tmp_path / f"{name}-saved",
-            parallel,
-            False,
-        )
-        for name, parallel in (
-            ("dense", layout(size)),
-            ("tied", layout(size, multiple=16)),
-            ("next", layout(size)),
-        )
-    ]
-    by_rank = run_ranks(there_and_back, size, cases, timeout=300)
-    for (origin, saved, _, _), (_, tensors) in zip(cases, by_rank[0], strict=True):
-        expected = load_file(origin / "model.safetensors")
-        assert_same_bytes(dict(tensors), expected)
-        assert_same_bytes(load_file(saved / "model.safetensors"), expected)
-
-
 # -------------------------------------------------------------------------------------------------- resuming
 
 
-def one_update(world, cases):
-    """For each (checkpoint of the model, what to go on from, where to save, layout): weights and gradient
-    norm of one further update."""
-    return [went_on(world, *case) for case in cases]
-
-
-def went_on(world, hf_dir, start, save_to, parallel, updates=1):
+def went_on(world, hf_dir, parallel, start, save_to, updates=1):
+    """Weights, and gradient norm of the last update, after going on from a checkpoint or from the model."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
 
@@ -319,40 +294,51 @@ JOURNEYS = {
 the third."""
 
 
-def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path):
+@pytest.mark.parametrize("optimizer", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
+def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimizer):
     """TP2, TP4 and back to TP1 and TP2; a sharded optimizer goes from TP1 to TP2 and to TP1 and TP4."""
-    through = run_ranks(three_updates, 1, [models[name] for name, _, _ in JOURNEYS.values()], timeout=300)[0]
-    for (optimizer, (name, legs, ends)), (expected, norm) in zip(JOURNEYS.items(), through, strict=True):
-        start = None
-        for number, (size, parallel) in enumerate(legs):
-            place = tmp_path / f"{optimizer} {number}"
-            ((weights, _),) = run_ranks(
-                one_update, size, [(models[name], start, place, parallel)], timeout=300
-            )[0]
-            start = place
-            saved = StoredCheckpoint(find_stored(place))
-            padded = padded_vocab_size(read_hf_config(models[name]), parallel)
-            assert saved.tensors["embedding.word_embeddings.weight"].size[0] == padded
-            megatron_to_hf(
-                find_stored(place), tmp_path / f"{optimizer} {number} hf", ALONE, origin=models[name]
-            )
-            assert_same_bytes(load_file(tmp_path / f"{optimizer} {number} hf" / "model.safetensors"), weights)
-        for size, parallel in ends:
-            ((found, found_norm),) = run_ranks(
-                one_update, size, [(models[name], start, None, parallel)], timeout=300
-            )[0]
-            assert found_norm == pytest.approx(norm, rel=1e-5), (optimizer, parallel)
-            for tensor, wanted in expected.items():
-                assert (found[tensor] - wanted).abs().max() < 1e-6, (optimizer, parallel, tensor)
+    name, legs, ends = JOURNEYS[optimizer]
+    hf_dir, start = models[name], None
+    for size, parallel in legs:
+        place, hf = tmp_path / f"TP{parallel.tensor_model_parallel_size}", tmp_path / "hf" / str(size)
+        weights, _ = run_ranks(went_on, size, hf_dir, parallel, start, place, timeout=300)[0]
+        padded = padded_vocab_size(read_hf_config(hf_dir), parallel)
+        assert StoredCheckpoint(find_stored(place)).tensors[ROWS_MAY_BE_PADDED[0]].size[0] == padded
+        megatron_to_hf(find_stored(place), hf, ALONE, origin=hf_dir)
+        assert_same_bytes(load_file(hf / "model.safetensors"), weights)
+        start = place
+    expected, norm = run_ranks(went_on, 1, hf_dir, layout(), None, None, 3, timeout=300)[0]
+    for size, parallel in ends:
+        found, found_norm = run_ranks(went_on, size, hf_dir, parallel, start, None, timeout=300)[0]
+        assert found_norm == pytest.approx(norm, rel=1e-5), parallel
+        for tensor, wanted in expected.items():
+            assert (found[tensor] - wanted).abs().max() < 1e-6, (parallel, tensor)
 
 
-def three_updates(world, models):
-    return [went_on(world, hf_dir, None, None, layout(), updates=3) for hf_dir in models]
+@pytest.mark.slow
+def test_engines_get_the_vocabulary_alone(tmp_path, monkeypatch):
+    """The whole loop with two tensor-parallel trainers and vLLM, which says what has arrived."""
+    origin = with_unused_ids(ROOT / "examples/tiny_qwen3", tmp_path / "odd", VOCABULARY)
+    monkeypatch.setenv("HF_CHECKPOINT", str(origin))
+    flags = ["--num-trainers", "2", "--tensor-model-parallel-size", "2", "--check-weight-update-equal"]
+    status, output = finished(start_script(tmp_path / "run", *SMALL, *flags, script="run.sh"), timeout=900)
+    assert status == 0, output[-5000:]
+    before, after = (load_file(path / "model.safetensors") for path in (origin, tmp_path / "run/hf"))
+    assert len(rows_of(tmp_path / "run")) == 3
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert after[name].shape == (VOCABULARY, 96)
+        assert not torch.equal(after[name][:64], before[name][:64])
+    assert not torch.equal(after["lm_head.weight"][64:], before["lm_head.weight"][64:]), "rare, not unlikely"
 
 
-def test_training_starts_from_a_conversion_for_another_tensor_parallelism(models, tmp_path):
-    hf_to_megatron(models["dense"], tmp_path / "stored", layout(2), ALONE)
-    for size in (1, 4):
-        cases = [(models["dense"], start, None, layout(size)) for start in (None, tmp_path / "stored")]
-        (original, _), (converted, _) = run_ranks(one_update, size, cases, timeout=300)[0]
-        assert_same_bytes(converted, original)
+def with_unused_ids(source, target, count):
+    """A checkpoint with more token ids, which it seldom writes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
+    tokenizer.add_tokens([f"<more{number}>" for number in range(count - len(tokenizer))])
+    assert len(tokenizer) == count
+    model.resize_token_embeddings(count, mean_resizing=False)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
