@@ -220,9 +220,9 @@ def test_main_memory_of_a_node(plan_80b):
     assert host.trainers == 8 * max(stage.weights for stage in plan_80b.stages)
     assert host.optimizer == 8 * max(stage.host_optimizer for stage in plan_80b.stages)
     dense, experts = max((part.dense, part.experts) for part in plan_80b.census.stages)
-    # bf16 weights in four parts; 12 bytes of state, gathered and copied, on two tensor-parallel ranks of a
-    # node for what is dense, on all eight for their experts
-    assert host.checkpoint == 2 * 79_674_391_296 // 4 + 2 * 12 * (2 * dense + 8 * experts)
+    # bf16 weights in four parts; 12 bytes of state, gathered on two tensor-parallel ranks of a node for what
+    # is dense, on all eight for their experts; 4 on the way, and 4 in the shards of all that it comes from
+    assert host.checkpoint == 2 * 79_674_391_296 // 4 + (12 + 4 + 4) * (2 * dense + 8 * experts)
     assert host.reference == 0
 
 

@@ -35,6 +35,9 @@ SAMPLER_BYTES = 14
 """For each logit of a sampled token: as bf16 and fp32, its log-probability and its probability in fp32."""
 _GATHERED_BYTES = 12
 """Of a parameter's optimizer state in a checkpoint: itself and Adam's two means, in fp32."""
+_GATHERING_BYTES = 4
+"""Of a parameter, while one of these kinds is on its way: where it arrives, and as much where it comes from
+(`policy.gathering`)."""
 _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
 """fp32 statistics of the loss, which goes through the logits in chunks."""
 
@@ -133,7 +136,16 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        return self.trainers + self.checkpoint + self.reference + self.optimizer
+        return sum(self.named().values())
+
+    def named(self) -> dict[str, int]:
+        """For people to read."""
+        return {
+            "trainers' state while engines sample": self.trainers,
+            "a checkpoint being written": self.checkpoint,
+            "the reference policy": self.reference,
+            "the optimizer": self.optimizer,
+        }
 
 
 def rank_memory(
@@ -142,18 +154,15 @@ def rank_memory(
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = _trainer_element(config)
     state = optimizer_bytes(config)
-    dense, experts = part.dense, part.experts
-    if config.parallel.use_distributed_optimizer:
-        dense = -(-dense // census.data_parallel)
-        experts = -(-experts // census.expert_data_parallel)
+    own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.parameters
     stages = config.parallel.pipeline_model_parallel_size
     models = _models(config)
     groups = communicators(shape, config, census)
     return RankMemory(
         weights=models * part.parameters * element,
         gradients=models * part.parameters * 4,
-        optimizer=round(models * (dense + experts) * state.device),
-        host_optimizer=round(models * (dense + experts) * state.host),
+        optimizer=round(models * own * state.device),
+        host_optimizer=round(models * own * state.host),
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
         without_gradient=_without_gradient(shape, config, part, max_tokens),
@@ -227,31 +236,47 @@ def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: 
 def host_memory(
     config: Config, census: Census, stages: Sequence[RankMemory], ranks_per_node: int
 ) -> HostMemory:
-    """The node that needs most; a node holds ranks of one stage, or of several that are as large. Engines
-    that sleep keep nothing."""
-    trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
-    reference = max(stage.weights for stage in stages) // _models(config) if config.loss.kl_coef > 0 else 0
+    """The node that needs most, of nodes with as many ranks each."""
+    firsts = range(0, census.world_size, ranks_per_node)
+    nodes = [node_memory(config, census, stages, range(rank, rank + ranks_per_node)) for rank in firsts]
+    return max(nodes, key=lambda node: node.total)
+
+
+def node_memory(
+    config: Config, census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]
+) -> HostMemory:
+    """A node with GPUs and these trainers. Engines that sleep keep nothing.
+
+    Args:
+        stages: memory of a rank of each pipeline stage.
+    """
+    places = [census.place(rank) for rank in ranks]
+    own = [stages[place.pipeline] for place in places]
+    reference = config.loss.kl_coef > 0
     return HostMemory(
-        trainers=trainers,
-        checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
-        reference=reference * ranks_per_node,
-        optimizer=max(stage.host_optimizer for stage in stages) * ranks_per_node,
+        trainers=sum((rank.weights + rank.optimizer) * rank.moves_out for rank in own),
+        checkpoint=_checkpoint_copies(config, census, places) if config.run.save else 0,
+        reference=sum(rank.weights // _models(config) for rank in own) if reference else 0,
+        optimizer=sum(rank.host_optimizer for rank in own),
     )
 
 
-def _checkpoint_copies(config: Config, census: Census, ranks_per_node: int) -> int:
+def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) -> int:
     """What a node holds of a checkpoint until it is written. The state of a sharded optimizer is gathered on
-    the first rank of each data-parallel group, and copied there; of everything else ranks have a share."""
+    the first rank of each data-parallel group; of everything else ranks have a share."""
     if not config.parallel.use_distributed_optimizer:
         whole = checkpoint_bytes(census.total, bf16=bool(config.model.bf16))
-        return _models(config) * whole * ranks_per_node // census.world_size
-    weights = census.total * _trainer_element(config) * ranks_per_node // census.world_size
-    gathered = 0
-    for stage in range(len(census.stages)):
-        first = census.ranks(stage).start // ranks_per_node * ranks_per_node
-        places = [census.place(rank) for rank in range(first, first + ranks_per_node)]
-        gathered = max(gathered, sum(_gathers(census, place) for place in places))
-    return _models(config) * (weights + 2 * _GATHERED_BYTES * gathered)
+        return _models(config) * whole * len(places) // census.world_size
+    weights = census.total * _trainer_element(config) * len(places) // census.world_size
+    gathered = sum(_gathers(census, place) for place in places)
+    sent = sum(_shard(census, census.stages[place.pipeline]) for place in places)
+    kept = _models(config) * (weights + _GATHERED_BYTES * gathered)
+    return kept + _GATHERING_BYTES * (gathered + sent)
+
+
+def _shard(census: Census, part: StagePart) -> int:
+    """Parameters whose optimizer state a rank has, where data-parallel ranks share it out."""
+    return -(-part.dense // census.data_parallel) + -(-part.experts // census.expert_data_parallel)
 
 
 def _gathers(census: Census, place: Place) -> int:

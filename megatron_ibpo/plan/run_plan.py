@@ -289,13 +289,7 @@ def _kv_cache(plan: Plan) -> str:
 
 def _main_memory(plan: Plan) -> str:
     assert plan.host is not None
-    parts = {
-        "trainers' state while engines sample": plan.host.trainers,
-        "a checkpoint being written": plan.host.checkpoint,
-        "the reference policy": plan.host.reference,
-        "the optimizer": plan.host.optimizer,
-    }
-    named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    named = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.named().items() if size)
     return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"
 
 
