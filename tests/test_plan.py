@@ -23,8 +23,10 @@ from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
 from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
+from megatron_ibpo.plan.main_memory import census_by_names
 from megatron_ibpo.plan.memory import communicators, kv_bytes_per_token, state_bytes_per_sequence
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
+from megatron_ibpo.weights.layout.export import metadata_of
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
@@ -273,6 +275,16 @@ def test_a_model_that_is_none_is_refused(planner, tmp_path):
     status, text = planner(printed, tmp_path)
     assert status == REFUSED
     assert "config.json" in text
+
+
+def test_a_census_by_names_of_a_checkpoint_is_that_of_the_model(plan_80b):
+    """It is what a run checks its nodes' main memory by, on a driver that builds no model."""
+    elements = {meta.name: meta.num_bytes // 2 for meta in metadata_of(plan_80b.shape, torch.bfloat16)}
+    found = census_by_names(plan_80b.shape, plan_80b.config, elements, 32)
+    assert found.total == plan_80b.census.total
+    for own, counted in zip(found.stages, plan_80b.census.stages, strict=True):
+        assert (own.experts, own.layers) == (counted.experts, counted.layers)
+        assert 0.97 * counted.dense < own.dense <= counted.dense, "TP ranks have copies of routers"
 
 
 def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tuple[int, ...]]:
