@@ -6,7 +6,7 @@ attention and flash-linear-attention; the allowances below stand for what no for
 been compared with a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from megatron_ibpo.config import Config, ParallelConfig, named_values
@@ -14,7 +14,7 @@ from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
 from megatron_ibpo.plan.census import Census, Place, StagePart
-from megatron_ibpo.policy.overrides import optimizer_bytes
+from megatron_ibpo.policy.overrides import model_overrides, optimizer_bytes, recomputed_modules
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
@@ -60,6 +60,8 @@ class RankMemory:
     """The gradient meter's sum, in steps that measure."""
     process: int
     """CUDA context and communicators."""
+    copies: int
+    """FP8 copies of weights, which stay."""
     moves_out: bool
     """Weights, gradients and optimizer state leave the GPU while engines sample."""
 
@@ -70,7 +72,7 @@ class RankMemory:
     @property
     def resident(self) -> int:
         """Between two passes."""
-        return self.state + self.process
+        return self.state + self.process + self.copies
 
     @property
     def fragments(self) -> int:
@@ -89,12 +91,12 @@ class RankMemory:
     @property
     def updating(self) -> int:
         """While weights are sent."""
-        return self.process + (self.weights if self.moves_out else self.state)
+        return self.process + self.copies + (self.weights if self.moves_out else self.state)
 
     @property
     def resting(self) -> int:
         """While engines sample."""
-        return self.process + (0 if self.moves_out else self.state)
+        return self.process + self.copies + (0 if self.moves_out else self.state)
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,24 @@ def rank_memory(
         without_gradient=_without_gradient(shape, config, part, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.parameters * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
+        copies=models * _weight_copies(shape, config, part),
         moves_out=config.rollout.colocate and config.rollout.offload_train,
     )
+
+
+def _weight_copies(shape: ModelShape, config: Config, part: StagePart) -> int:
+    """FP8 copies of the layers' matrices and of their transposes, a byte an element each. Transformer Engine
+    keeps them from the first micro-batch of a step on, unless parameters are FP8 themselves or
+    disable_parameter_transpose_cache is set (transformer_engine/pytorch/module/linear.py). Embeddings and
+    head stay as they are. Not seen on a GPU."""
+    given = model_overrides(config)
+    if not given.get("fp8") or given.get("fp8_param") or given.get("disable_parameter_transpose_cache"):
+        return 0
+    ends = (part.pipeline == 0) + (part.pipeline == config.parallel.pipeline_model_parallel_size - 1)
+    if shape.tie_word_embeddings:
+        ends = min(ends, 1)
+    table = shape.vocab_size * shape.hidden_size // config.parallel.tensor_model_parallel_size
+    return 2 * (part.parameters - ends * table)
 
 
 def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str, int]:
@@ -345,8 +363,15 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     element = _trainer_element(config)
     in_flight = stages - part.pipeline  # micro-batches that 1F1B keeps alive on this stage
     (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
-    layer_bytes = [kept_elements(shape, config.parallel, layer) * tokens * element for layer in layers]
-    working = 2.0 * max(layer_bytes)  # a layer's tensors and their gradients
+    recomputed = recomputed_modules(config)
+
+    def layer_bytes_of(recomputed: Container[str]) -> list[float]:
+        return [
+            kept_elements(shape, config.parallel, layer, recomputed) * tokens * element for layer in layers
+        ]
+
+    layer_bytes = layer_bytes_of(recomputed)
+    working = 2.0 * max(layer_bytes_of(()))  # a layer's tensors and their gradients
     working += _gathered(shape, config.parallel, tokens) * element
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
     # largest weight, or of a layer's experts at once, whose first matrices are two thirds of them.
