@@ -85,10 +85,15 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             # what takes no time is checked before Ray starts, and the rest while it does
             wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
             check_loss_of_run(config)
+            # these take torch, too
+            from megatron_ibpo.plan.main_memory import check_main_memory
+            from megatron_ibpo.weights.formats.hugging_face import trained_elements
+
             task = open_task(config)
             config = with_epochs(config, task.prompts)
             stack.enter_context(locked(config.run.run_dir))
-            prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config))
+            elements = trained_elements(hf_dir, shape)
+            prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config, sum(elements.values())))
             journal, recovered = _open_journal(config, state["step"], stack)
             rm_types = named_rm_types(task.first_prompts, config.data)
             own_pool = stack.enter_context(open_pool(config.data, rm_types))
@@ -105,6 +110,8 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             stack.callback(trainers.close)
             engines = _launch_engines(config, hf_dir, trainers, placement, group, stack)
             trainers.locate()
+            there = trainers.main_memory() | (engines.main_memory() if engines is not None else {})
+            check_main_memory(config, shape, elements, placement, there)
             if engines is not None:
                 engines.start()
                 if engines.settings.sleep_mode:
@@ -419,12 +426,10 @@ def _with_context(config: Config, shape: ModelShape) -> Config:
     return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
 
 
-def _checkpoint_bytes(config: Config) -> int:
-    """Bytes of what the run will keep at one time; an upper bound, as if the shards held bf16."""
-    assert config.model.hf_checkpoint is not None
-    size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
+def _checkpoint_bytes(config: Config, parameters: int) -> int:
+    """Bytes of what the run will keep at one time; an upper bound where the device is not known yet."""
     models = 2 if config.algorithm.advantages == "critic" else 1
-    parameters, bf16 = size // 2, config.model.bf16 is not False
+    bf16 = config.model.bf16 is not False
     checkpoints, exports = kept_at_once(config)
     return models * checkpoints * checkpoint_bytes(parameters, bf16=bf16) + exports * export_bytes(
         parameters, bf16=bf16

@@ -13,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ibpo.policy.critic import Critic
+from megatron_ibpo.policy.gathering import gathered_by_kind
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
@@ -27,7 +28,8 @@ CRITIC = "critic"
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
     """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards."""
     models = _models(trained.chunks, is_loading=False)
-    return {**models, **_progress(trained, models, is_loading=False)}
+    with gathered_by_kind():
+        return {**models, **_progress(trained, models, is_loading=False)}
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> None:
