@@ -213,15 +213,13 @@ def operator_skill(tried: Trials) -> dict[str, Any]:
     """
     responses = [response for group in tried.groups for response in group.responses]
     correct = [sum(response.correct for response in group.responses) for group in tried.groups]
+    wrong = [any(map(is_wrong, group.responses)) for group in tried.groups]
     return {
         "prompts": len(tried.groups),
         "responses": len(responses),
         "accuracy": sum(correct) / len(responses),
-        "groups_with_both": sum(
-            n > 0 and any(map(is_wrong, group.responses))
-            for n, group in zip(correct, tried.groups, strict=True)
-        ),
-        "groups_all_wrong": correct.count(0),
+        "groups_with_both": sum(n > 0 and some for n, some in zip(correct, wrong, strict=True)),
+        "groups_all_wrong": sum(n == 0 and some for n, some in zip(correct, wrong, strict=True)),
         "corrections_too_long": tried.too_long,
         "reward_errors": tried.reward_errors,
         "ways": {
