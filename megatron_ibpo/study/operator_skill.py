@@ -317,9 +317,12 @@ def premise(skill: Mapping[str, Any]) -> str:
         f"{of_way['trials']} wrong responses to {of_way['prompts']} prompts"
     )
     if above["low"] > 0:
-        return f"{found}: IBPO's premise holds for this policy ({size})"
-    told = "does not hold" if above["high"] < CLOSE else "is not shown by so few"
-    return f"{found}: IBPO's premise {told} for this policy ({size})"
+        told = "IBPO's premise holds for this policy"
+    elif above["high"] < CLOSE:
+        told = "IBPO's premise does not hold for this policy"
+    else:
+        told = "too few to say whether IBPO's premise holds for this policy"
+    return f"{found}: {told} ({size})"
 
 
 CLOSE = 0.1
