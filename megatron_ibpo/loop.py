@@ -451,7 +451,9 @@ class Run:
 
     def _count_passes(self) -> None:
         for passes in self.policy.take_passes():
-            self.cost.training(passes.forward, passes.updates)
+            self.cost.training(
+                passes.forward, passes.updates, passes.repeated_forward, passes.repeated_updates
+            )
 
     def _check_against_fresh_engine(self, engines: Engines) -> None:
         """After the run's first update, for what goes wrong inside engines goes wrong at once.

@@ -6,12 +6,14 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -677,6 +679,32 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(
     assert not runs(int(pid))
     assert not Path(scratch).exists()
     assert not any(Path(path).exists() for path in shared)
+
+
+def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(
+    tmp_path: Path,
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    here, there = socket.socketpair()
+    program = (
+        "import os; from megatron_ibpo.rollout.engine_process import run; "
+        f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program],
+        pass_fds=[there.fileno()],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    there.close()
+    with Connection(here.detach()) as channel, engine:
+        channel.send("no settings")
+        _, said = engine.communicate(timeout=TIMEOUT)
+    assert engine.returncode == 1
+    assert "AttributeError" in said
+    assert not scratch.exists()
 
 
 @pytest.mark.slow

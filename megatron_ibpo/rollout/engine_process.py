@@ -127,9 +127,13 @@ def _end_with_owner(owner: int, scratch: Path) -> None:
 
 
 def _end(scratch: Path) -> None:
+    _clear_up(scratch)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _clear_up(scratch: Path) -> None:
     end_group(os.getpgrp())
     shutil.rmtree(scratch, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SamplingEngine:
@@ -382,6 +386,7 @@ def run(descriptor: int, owner: int, scratch: str) -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
+        _clear_up(Path(scratch))  # what it failed of may have ended its owner too, who else would
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # closed in order already; the interpreter's own teardown takes seconds

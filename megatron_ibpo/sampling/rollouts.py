@@ -15,6 +15,7 @@ from megatron_ibpo.credit import (
     find_group_filter,
     find_operator,
     is_informative,
+    leaves_gradient,
     shown,
 )
 from megatron_ibpo.data import PromptSource
@@ -397,6 +398,7 @@ class LiveRollouts:
             max_rounds=algorithm.dynamic_sampling_rounds if chooses else 1,
             usable=find_group_filter(algorithm),
             preferred=is_informative if algorithm.dynamic_sampling else any_group,
+            after_credit=leaves_gradient if algorithm.dynamic_sampling_by == "credit" else None,
         )
 
     @property
