@@ -243,6 +243,24 @@ def test_the_table_has_a_line_for_each_way_and_the_file_says_how_it_was_measured
     assert kept["premise"] == premise(skill)
 
 
+MEASURED = sorted((ROOT / "tools/results").glob("operator_skill_*.json"))
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_kept_figures_are_of_policies_that_are_here_and_say_what_their_file_says(path):
+    skill = json.loads(path.read_text())
+    assert (ROOT / skill["settings"]["checkpoint"] / "model.safetensors").is_file()
+    assert premise(skill) == skill["premise"]
+
+
+def test_policies_taught_to_compare_know_more_than_another_try_and_the_others_do_not():
+    told = {path.stem.removeprefix("operator_skill_"): json.loads(path.read_text()) for path in MEASURED}
+    assert {"tiny_qwen3", "tiny_qwen3_hard", "default_skill_0.9"} <= told.keys()
+    for name, skill in told.items():
+        expected = "premise holds" if name.endswith("skill_0.9") else "premise does not hold"
+        assert expected in skill["premise"], name
+
+
 def test_only_runs_that_have_responses_corrected_are_measured():
     assert corrects(AlgorithmConfig())
     assert not corrects(AlgorithmConfig(ibpo_corrections=0))
