@@ -570,7 +570,7 @@ class RunConfig:
     """Prompts on which a run that has responses corrected measures, before its first step, whether
     corrections succeed more often than another try. Each is answered as in training, and two of its wrong
     responses are corrected and answered anew: G + 4 samples. 0: not measured. 16: about the sampling of one
-    step of the tiny runs; `ibpo.sh skill` measures more closely."""
+    step of the tiny runs, and a difference known to about .3; `ibpo.sh skill` measures more closely."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_reward_error_rate: Annotated[float, UNIT] = 0.5
