@@ -78,7 +78,7 @@ def test_what_cannot_be_overridden_is_refused_and_says_what_to_do(setting, says)
         ("exp_avg_dtype=bf16", "needs --use-precision-aware-optimizer"),
         ("exp_avg_dtype=int4", "there are fp32, float32, bf16"),
         ("use_distributed_optimizer=true", "use --use-distributed-optimizer"),
-        ("overlap_param_gather=true", "weights are gathered after the step"),
+        ("overlap_param_gather=true", "use --overlap-param-gather"),
         ("timers=none", "takes a Python object"),
     ],
 )

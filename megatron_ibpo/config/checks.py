@@ -131,6 +131,14 @@ def _optimizer_problems(config: Config) -> list[str]:
         problems.append("--use-precision-aware-optimizer: is about weights in bfloat16; add --bf16 True")
     if chosen.optimizer_cpu_offload and not chosen.use_precision_aware_optimizer:
         problems.append("--optimizer-cpu-offload: needs --use-precision-aware-optimizer, as in Megatron-LM")
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not (
+        parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        problems.append(
+            "--overlap-param-gather: needs --use-distributed-optimizer, which leaves weights to gather, and "
+            "--overlap-grad-reduce, which divides them into buckets"
+        )
     if chosen.overlap_cpu_optimizer_d2h_h2d and not chosen.optimizer_cpu_offload:
         problems.append("--overlap-cpu-optimizer-d2h-h2d: has no meaning without --optimizer-cpu-offload")
     return problems

@@ -113,6 +113,10 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks in buckets while the backward pass goes on. Off, as in
     Megatron-LM: one reduction after it, in an order of sums of its own."""
+    overlap_param_gather: bool = False
+    """Gather the new weights of a sharded optimizer layer by layer during the next forward pass, as
+    Megatron-LM's flag. Off: there is such a pass only between the steps of --num-steps-per-rollout, since
+    engines get the weights after the last one."""
     distributed_timeout_minutes: Annotated[float, MINUTES] = 30.0
     """Minutes after which a collective gives up. 30: a step's longest forward pass stays far below it."""
 

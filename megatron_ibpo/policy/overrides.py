@@ -91,8 +91,8 @@ OPTIMIZER_OURS = {
     "optimizer_cpu_offload": "use --optimizer-cpu-offload",
     "overlap_cpu_optimizer_d2h_h2d": "use --overlap-cpu-optimizer-d2h-h2d",
     "main_grads_dtype": "gradients are summed in float32",
-    "overlap_param_gather": "weights are gathered after the step",
-    "overlap_param_gather_with_optimizer_step": "weights are gathered after the step",
+    "overlap_param_gather": "use --overlap-param-gather",
+    "overlap_param_gather_with_optimizer_step": "use --overlap-param-gather",
 }
 """Fields of OptimizerConfig that follow from the rest → what to do instead."""
 
