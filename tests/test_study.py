@@ -30,7 +30,7 @@ from megatron_ibpo.study.statistics import cost_to_reach, mean_with_interval, pa
 from megatron_ibpo.study.table import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
+STUDIES = [path for path in sorted((ROOT / "examples/studies").glob("*.yaml")) if path.stem != "suite"]
 
 
 # ------------------------------------------------------------------------------------------------ statistics

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from megatron_ibpo.data.worked_solutions import noisy_step
+from megatron_ibpo.data.worked_solutions import worked_solution
 
 Question = dict[str, Any]
 """What a question consists of; also the metadata of its prompt."""
@@ -36,6 +36,9 @@ class Noise:
     """Probability with which the task's misconception acts where it can."""
     slip: float = 0.0
     """Probability that another result is off by one or two."""
+
+
+_NONE = Noise()
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def _next_of_target(question: Question, steps: Sequence[str], rng: random.Random
         return f"#{total}"
     allowed = _DIGITS if rng.random() < noise.misconception else _DIGITS - set(question["banned"])
     term = rng.choice(_choices(question["target"] - total, left, allowed))
-    return _addition(question, steps, term, noisy_step(total, "+", term, rng, 0.0, noise.slip))
+    return _addition(question, steps, term, _computed(total, "+", term, rng, Noise(slip=noise.slip)))
 
 
 def _mended_of_target(question: Question, steps: Sequence[str], step: str) -> str:
@@ -185,13 +188,13 @@ def _next_of_pairs(question: Question, steps: Sequence[str], rng: random.Random,
     if len(steps) == len(question["pairs"]):
         return ""
     left, operator, right = question["pairs"][len(steps)]
-    result = noisy_step(left, operator, right, rng, noise.misconception, noise.slip)
+    result = _computed(left, operator, right, rng, noise)
     return _pair(question, len(steps), result)
 
 
 def _mended_of_pairs(question: Question, steps: Sequence[str], step: str) -> str:
     left, operator, right = question["pairs"][len(steps)]
-    return _pair(question, len(steps), noisy_step(left, operator, right, None, 0.0, 0.0))
+    return _pair(question, len(steps), _computed(left, operator, right))
 
 
 def _pair(question: Question, place: int, result: int) -> str:
@@ -200,7 +203,7 @@ def _pair(question: Question, place: int, result: int) -> str:
 
 
 def _pairs_label(question: Question) -> str:
-    results = [noisy_step(*pair, None, 0.0, 0.0) for pair in question["pairs"]]
+    results = [_computed(*pair) for pair in question["pairs"]]
     return ",".join(map(str, results))
 
 
@@ -238,7 +241,7 @@ def _next_of_rule(question: Question, steps: Sequence[str], rng: random.Random, 
             left, right = left % 10, right % 10
         sign = "+" if left < right else "-"
     term = question["terms"][len(steps)]
-    return _link(steps, sign, term, noisy_step(total, sign, term, rng, 0.0, noise.slip))
+    return _link(steps, sign, term, _computed(total, sign, term, rng, Noise(slip=noise.slip)))
 
 
 def _mended_of_rule(question: Question, steps: Sequence[str], step: str) -> str:
@@ -248,7 +251,7 @@ def _mended_of_rule(question: Question, steps: Sequence[str], step: str) -> str:
         return f"#{total}"
     sign = _written_sign(steps) or _right_sign(question)
     term = question["terms"][len(steps)]
-    return _link(steps, sign, term, noisy_step(total, sign, term, None, 0.0, 0.0))
+    return _link(steps, sign, term, _computed(total, sign, term))
 
 
 def _right_sign(question: Question) -> Literal["+", "-"]:
@@ -289,6 +292,17 @@ def pairs(split: str) -> list[dict[str, Any]]:
 def rule(split: str) -> list[dict[str, Any]]:
     """Rows of long chains whose first step decides."""
     return rows(RULE, "rule", split)
+
+
+def _computed(
+    left: int, operator: str, right: int, rng: random.Random | None = None, noise: Noise = _NONE
+) -> int:
+    """What a student of chain_sum makes of one step, whose misconception it is to drop carries; without
+    `rng` the right result."""
+    written = worked_solution(
+        f"{left} {operator} {right}", rng, carry_dropped=noise.misconception, slip=noise.slip
+    )
+    return int(written.rpartition("#")[2])
 
 
 def _term(step: str) -> int:

@@ -17,15 +17,14 @@ def worked_solution(
     first, *rest = expression.split()
     value, text = int(first), first
     for operator, term in zip(rest[::2], rest[1::2], strict=True):
-        value = noisy_step(value, operator, int(term), rng, carry_dropped, slip)
+        value = _step(value, operator, int(term), rng, carry_dropped, slip)
         text += f"{operator}{term}={value}"
     return f"{text}#{value}"
 
 
-def noisy_step(
+def _step(
     value: int, operator: str, term: int, rng: random.Random | None, carry_dropped: float, slip: float
 ) -> int:
-    """What the student makes of one step; the right result without `rng`."""
     sign = 1 if operator == "+" else -1
     result = value + sign * term
     if rng is None:
