@@ -191,6 +191,11 @@ class Engines:
         return self.order.version
 
     @property
+    def count(self) -> int:
+        """Engines in all."""
+        return len(self.hosts)
+
+    @property
     def alive(self) -> int:
         """Engines that can be asked: those being started again cannot, nor those given up."""
         return len(self.hosts) - len(self.joining)

@@ -397,8 +397,12 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
-    """Sampling by vLLM."""
+    """Sampling, by vLLM where nothing else is said."""
 
+    rollout_backend: Literal["vllm", "lean"] = "vllm"
+    """What samples. "lean": the trainer's own process in plain torch and float32, without Ray; for studies of
+    dense Qwen3 of up to 4 M parameters on a processor, where starting vLLM takes longer than training
+    (docs/studies.md)."""
     rollout_batch_size: Annotated[int, at_least(1)] = 32
     """P: prompts per rollout."""
     n_samples_per_prompt: Annotated[int, at_least(1)] = 8
