@@ -130,10 +130,10 @@ def test_the_end_is_changed_where_the_correction_has_none():
 # ------------------------------------------------------------------------------------------------- λ
 
 
-@pytest.mark.parametrize("estimator", ["group", "group-bessel"])
+@pytest.mark.parametrize("estimator", ["group", "group-bessel", "maxrl"])
 def test_lambda_cancels_where_no_response_is_correct(estimator):
     """r' = λβ or 0 there, and the spread of the group divides λ out: at any λ the corrected one of four has
-    advantage √3 (Bessel: 3/2). Beside a correct response λ counts."""
+    advantage √3 (Bessel: 3/2, MaxRL: 3). Beside a correct response λ counts."""
     wrong, with_right = [[10, 11, 12, 14], [20, 21], [22, 23], [24, 25]], [[10, 11, 12, 14], [20, 21], RIGHT]
 
     def advantage(contents, weight):
@@ -141,7 +141,7 @@ def test_lambda_cancels_where_no_response_is_correct(estimator):
         credit = Loop(one_is_corrected).credit([group(*contents)], config)
         return by_kind(credit, "response")[0].advantage
 
-    expected = {"group": math.sqrt(3), "group-bessel": 1.5}[estimator]
+    expected = {"group": math.sqrt(3), "group-bessel": 1.5, "maxrl": 3.0}[estimator]
     for weight in (0.01, 0.3, 0.6, 1.9):
         assert advantage(wrong, weight) == pytest.approx(expected, rel=1e-5)
     assert advantage(wrong, 0.0) == 0

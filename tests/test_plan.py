@@ -23,7 +23,12 @@ from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
 from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
-from megatron_ibpo.plan.memory import communicators, kv_bytes_per_token, state_bytes_per_sequence
+from megatron_ibpo.plan.memory import (
+    communicators,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+    sync_bytes,
+)
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 
 REPOSITORY = Path(__file__).parents[1]
@@ -309,6 +314,25 @@ def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tm
         assert [at.tensor, at.pipeline, at.data, at.expert, at.expert_data] == place
         assert rank in census.ranks(at.pipeline)
         assert census.stages[at.pipeline].parameters == parameters
+
+
+def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_path):
+    model = make_qwen3_next(tmp_path, 0, vocabulary=211)
+    flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --max-tokens-per-gpu 16384"
+    least, more = (
+        planner(plan_of, model, 2, *flags.split(), "--make-vocab-size-divisible-by", multiple)
+        for multiple in ("1", "64")
+    )
+    _, text = planner(printed, model, *flags.split(), "--dry-run-world-size", "2")
+    assert "vocabulary: 211 ids, padded to 212 rows" in text
+    rows = 128 - 106  # of embedding and head each, on each rank
+    assert more.census.stages[0].dense - least.census.stages[0].dense == 2 * rows * 96
+    assert more.census.total == least.census.total
+    (before,), (after,) = least.stages, more.stages
+    element, tokens = (after.weights - before.weights) // (2 * rows * 96), 16384
+    assert element in (2, 4)
+    assert after.logits - before.logits == rows * tokens * element
+    assert sync_bytes(more.census, more.config) == sync_bytes(least.census, least.config)
 
 
 def test_a_million_ranks_are_planned_in_seconds_and_shown_in_part(planner, tmp_path):

@@ -16,6 +16,7 @@ from credit_cases import (
     of_preset,
     prompt,
     response,
+    some_groups,
     token_weights,
 )
 from hypothesis import given
@@ -25,6 +26,12 @@ from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit import TokenFactors
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.records import Group
+
+FREE_TOKEN_CREDITS = (
+    "uniform", "wrong-weight", "wrong-weight-by-length",
+    "divergence-window", "divergence-cut", "random-window",
+)  # fmt: skip
+FREE_ESTIMATORS = ("group", "group-bessel", "group-mean", "leave-one-out", "maxrl")
 
 
 def gspo(**settings):
@@ -257,6 +264,23 @@ def test_a_token_credit_multiplies_the_operators_weights_and_leaves_corrections_
     credit = Loop(fix_last).credit([made], config)
     assert token_weights(by_kind(credit, "response")) == [None, (0.0, 0.0, 0.0, 0.15, 0.0)]
     assert token_weights(by_kind(credit, "correction")) == [None]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"token_credit": name} for name in FREE_TOKEN_CREDITS),
+        *({"advantages": name} for name in FREE_ESTIMATORS),
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_the_price_is_that_of_gspo_to_the_token(settings):
+    """1.00: as many tokens trained on, and nothing asked of engine, policy or critic."""
+    loop, groups = Loop(fix_last), some_groups()
+    credit, plain = (loop.credit(groups, gspo(**own)) for own in (settings, {}))
+    assert loop.requests == []
+    assert [s.num_tokens for s in credit.sequences] == [s.num_tokens for s in plain.sequences]
+    assert sum(s.num_tokens for s in plain.sequences) > 100
 
 
 def first_token_only(groups, advantages, context):

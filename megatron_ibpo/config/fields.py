@@ -98,6 +98,11 @@ class ParallelConfig:
     """EP: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: Annotated[int, RANKS] = 1
     """ETP: ranks that share one expert's matrices. 1, since experts are small and EP scales better."""
+    make_vocab_size_divisible_by: Annotated[int, at_least(1)] = 1
+    """Rows of embedding and head on each tensor-parallel rank are a multiple of this: the vocabulary is
+    padded to the next multiple of this times TP. Padding has no part in what is computed, sent or exported.
+    1, where Megatron-LM has 128: rows are added only where TP does not divide the vocabulary, and the
+    published models that need more for speed have it in their vocabulary already."""
     context_parallel_size: Annotated[int, only(1, "context parallel is not built yet")] = 1
     """CP: ranks that share one sequence. Only 1 is supported."""
     sequence_parallel: bool = True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_ibpo.config import Config, ParallelConfig, named_values
 from megatron_ibpo.loss import CHUNK_ROWS
-from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
 from megatron_ibpo.plan.census import Census, Place, StagePart
 from megatron_ibpo.policy.overrides import optimizer_bytes
@@ -197,7 +197,7 @@ def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str
 def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
     """Logits of a micro-batch; with the LM head fused those of a chunk, and two fp32 gradients of the head:
     its own, and that of the sequence which the chunk leaves open."""
-    columns = shape.vocab_size // config.parallel.tensor_model_parallel_size
+    columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
     if config.loss.fuse_lm_head:
         return min(max_tokens, CHUNK_ROWS) * columns * element + 2 * columns * shape.hidden_size * 4
     return max_tokens * columns * element + _LOSS_CHUNK_BYTES

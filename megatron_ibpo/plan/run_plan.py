@@ -1,7 +1,7 @@
 """The plan that `--dry-run` prints: what a configuration means on a cluster, and whether it can work."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from rich.console import Console
@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.environment import environment_number
-from megatron_ibpo.models import ModelConfigError
+from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
 from megatron_ibpo.plan.census import Census
@@ -252,6 +252,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
+        *_padding(plan),
         f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
@@ -297,6 +298,12 @@ def _main_memory(plan: Plan) -> str:
     }
     named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
     return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"
+
+
+def _padding(plan: Plan) -> Iterator[str]:
+    ids, rows = plan.shape.vocab_size, padded_vocab_size(plan.shape, plan.config.parallel)
+    if rows > ids:
+        yield f"vocabulary: {ids:,} ids, padded to {rows:,} rows for the trainers"
 
 
 def _disk(config: Config, parameters: int) -> str:

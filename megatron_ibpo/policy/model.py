@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.models.backends import Backends, find_backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.policy import cpu
@@ -38,8 +38,9 @@ def build_model(
         ValueError: Megatron refuses what --model-override made of its configuration.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
-    logits [1, N, vocab/TP] on the last pipeline stage and hidden states elsewhere. N must be a multiple
-    of TP; cu_seqlens_q is int32 [sequences + 1] from 0 to N; max_seqlen_q must be set.
+    logits [1, N, padded_vocab_size/TP] on the last pipeline stage, which mean nothing beyond the vocabulary,
+    and hidden states elsewhere. N must be a multiple of TP; cu_seqlens_q is int32 [sequences + 1] from 0 to
+    N; max_seqlen_q must be set.
     """
     cpu.activate()
     from megatron.core import parallel_state
@@ -67,7 +68,7 @@ def build_model(
                 get_transformer_layer_offset(core, pp_rank=stage),
                 get_num_layers_to_build(core, pp_rank=stage),
             ),
-            vocab_size=shape.vocab_size,
+            vocab_size=padded_vocab_size(shape, config.parallel),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),

@@ -38,7 +38,7 @@ from megatron_ibpo.words import shown
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for what is no tensor."""
 ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Megatron-LM pads the vocabulary to a multiple of 128 TP."""
+"""With rows beyond the vocabulary, which Megatron saves as it holds them."""
 
 _ALLOWED = {
     "pathlib": {"PosixPath"},
