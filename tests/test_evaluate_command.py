@@ -406,3 +406,4 @@ def test_two_evaluations_are_shown_side_by_side(tmp_path, sums, capsys):
     shown = capsys.readouterr().out
     assert "2 problems known to one of the two only, left out" in shown
     assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
+    assert "≤ 0.0005" in shown, "the floor of so many resamples"

@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_ibpo.config import ConfigError
+from megatron_ibpo.config import ConfigError, config_yaml, parse_config
 from megatron_ibpo.study import runs
 from megatron_ibpo.study.claims import Claim, compare_all
 from megatron_ibpo.study.conduct import conduct
-from megatron_ibpo.study.curves import band
+from megatron_ibpo.study.curves import band, figure_of_runs
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
 from megatron_ibpo.study.plan import PlannedRun, Study, Task, Tuning, plan_main, plan_tuning
@@ -308,6 +308,14 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed(tmp_path):
     assert "<td>ibpo</td>" in page
 
 
+def test_a_method_has_the_same_colour_in_every_panel():
+    """gspo has too few steps for a curve of its reward."""
+    short = [result("gspo", seed, 0.5, rewards=(0.5,) * 4) for seed in (0, 1)]
+    figure = figure_of_runs(STUDY, [*short, *(result("ibpo", seed, 0.6) for seed in (0, 1))])
+    of_panels = [{line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes]
+    assert of_panels[0]["gspo"] != of_panels[0]["ibpo"] == of_panels[1]["ibpo"]
+
+
 def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
     never = (0.1,) * 7
     found = Findings(STUDY, [result("gspo", 0, 0.5), result("ibpo", 0, 0.5, rewards=never)])
@@ -552,6 +560,12 @@ def test_a_task_has_a_warm_start_of_measured_skill(tmp_path):
     (tmp_path / "skill.json").write_text("{}")
     with pytest.raises(ConfigError, match="task hard: skill must be a number, or a file"):
         read_study([minimal(tmp_path, tasks=tasks)])
+
+
+def test_the_configuration_of_every_planned_run_is_what_its_flags_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the directory of the results is relative to it
+    for run in plan_main(read_study([minimal(tmp_path)]), Path("out")):
+        assert config_yaml(parse_config(run.arguments)) == run.config
 
 
 def test_recipes_are_methods_too(tmp_path):

@@ -29,7 +29,7 @@ class Claim:
 class Comparison:
     """All tables that follow from what a study has found."""
 
-    lines: list[dict[str, Any]]
+    table: list[dict[str, Any]]
     """`compare`"""
     overall: list[dict[str, Any]]
     """`compare_overall`"""
@@ -51,7 +51,7 @@ def compare_all(found: Findings) -> Comparison:
     lines, overall = compare(study, runs), compare_overall(study, runs)
     confirmed = _confirmed(found)
     return Comparison(
-        lines=lines,
+        table=lines,
         overall=overall,
         equal_steps=compare_at_equal_steps(study, runs),
         dose_response=dose_response(study, runs, lines),

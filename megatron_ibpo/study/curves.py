@@ -1,6 +1,7 @@
 """Accuracy and reward over what was spent, one line per method with its band over seeds."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import matplotlib as mpl
@@ -62,14 +63,16 @@ def dose_figure(study: Study, points: Sequence[dict[str, Any]]) -> Figure:
 def _draw(
     axes: Axes, study: Study, results: Sequence[RunResult], points: Callable[[RunResult], Points]
 ) -> None:
-    for method in study.methods:
+    colors = mpl.color_sequences["tab10" if len(study.methods) <= 10 else "tab20"]
+    # a method keeps its colour in panels that lack another one
+    for method, color in zip(study.methods, cycle(colors), strict=False):
         curves = [points(run) for run in results if run.method == method]
         curves = [curve for curve in curves if len(curve) > 1]
         if not curves:
             continue
         grid, mean, half = band(curves)
-        (line,) = axes.plot(grid, mean, label=method)
-        axes.fill_between(grid, mean - half, mean + half, alpha=0.15, color=line.get_color(), linewidth=0)
+        axes.plot(grid, mean, label=method, color=color)
+        axes.fill_between(grid, mean - half, mean + half, alpha=0.15, color=color, linewidth=0)
 
 
 def band(curves: Sequence[Points], points: int = 100) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from megatron_ibpo.checks import check_run
-from megatron_ibpo.config import ConfigError, config_yaml, parse_config
+from megatron_ibpo.config import Config, ConfigError, config_yaml, parse_config, path_of_user
 
 Settings = dict[str, Any]
 """Recipe keys and their values."""
@@ -123,14 +123,12 @@ def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
     """
     if study.tune is None:
         return []
-    points = grid_points(study.tune)
     return [
         run
-        for seed in study.tune.seeds
-        for point in points
+        for point in grid_points(study.tune)
         for task in study.tasks
         for method in study.methods
-        for run in plan_point(study, directory, task, method, point, (seed,))
+        for run in plan_point(study, directory, task, method, point, study.tune.seeds)
     ]
 
 
@@ -145,7 +143,7 @@ def plan_point(
     assert study.tune is not None
     name = "_".join(f"{key}_{value}" for key, value in point.items())
     parent = _of_task(directory / "tuning", task) / method / name
-    return [_planned(study, "tuning", task, method, seed, parent, point) for seed in seeds]
+    return _planned(study, "tuning", task, method, seeds, parent, point)
 
 
 Chosen = Mapping[tuple[str, str], Settings]
@@ -167,20 +165,20 @@ def plan_runs(
     """
     tuned = chosen or {}
     folder = {"main": "runs"}.get(phase, phase)
-    return [
+    by_method = [
         _planned(
             study,
             phase,
             task,
             method,
-            seed,
+            seeds,
             _of_task(directory / folder, task) / method,
             tuned.get((task.name, method), {}),
         )
-        for seed in seeds
         for task in study.tasks
         for method in methods
     ]
+    return [run for of_seed in zip(*by_method, strict=True) for run in of_seed]
 
 
 def plan_main(study: Study, directory: Path, chosen: Chosen | None = None) -> list[PlannedRun]:
@@ -201,30 +199,44 @@ def _planned(
     phase: Phase,
     task: Task,
     method: str,
-    seed: int,
+    seeds: Sequence[int],
     parent: Path,
     tuned: Settings,
-) -> PlannedRun:
+) -> list[PlannedRun]:
+    """Runs that differ by their seed alone."""
     assert study.tune is not None or phase != "tuning"
     budget = study.tune.budget if study.tune is not None and phase == "tuning" else study.budget
-    directory = parent / f"seed_{seed}"
     settings: Settings = {} if phase == "tuning" else {"eval-other-temperatures": OTHER_TEMPERATURES}
     settings |= {**study.common, **task.settings, **study.methods[method], **tuned}
-    settings |= {"seed": seed, "data-seed": seed, "budget": budget, "budget-unit": study.budget_unit}
+    settings |= {"budget": budget, "budget-unit": study.budget_unit}
     if study.tune is not None or study.pilot_seeds:
         # what is chosen must not be chosen on the problems by which it is judged
         settings["eval-half"] = "tuning" if phase in ("tuning", "pilot") else "test"
-    recipe = directory.with_suffix(".yaml")
-    recipe.parent.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    base = [] if study.recipe is None else ["--config", str(study.recipe)]
-    arguments = (*base, "--config", str(recipe), "--run-dir", str(directory))
+    parent.mkdir(parents=True, exist_ok=True)
+    runs: list[PlannedRun] = []
+    config: Config | None = None
+    for seed in seeds:
+        directory = parent / f"seed_{seed}"
+        recipe = directory.with_suffix(".yaml")
+        of_seed = settings | {"seed": seed, "data-seed": seed}
+        recipe.write_text(yaml.safe_dump(of_seed, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        base = [] if study.recipe is None else ["--config", str(study.recipe)]
+        arguments = (*base, "--config", str(recipe), "--run-dir", str(directory))
+        if config is None:
+            where = f"task {task.name}, method {method}" if task.name else f"method {method}"
+            config = _checked(arguments, where)
+        else:  # reading it anew takes ten times as long, and a suite has a thousand runs
+            config.run.seed = config.data.data_seed = seed
+            config.run.run_dir = path_of_user(directory)
+        text = config_yaml(config)
+        runs.append(PlannedRun(method, seed, directory, arguments, text, budget, tuned, task.name, phase))
+    return runs
+
+
+def _checked(arguments: Sequence[str], where: str) -> Config:
     try:
         config = parse_config(arguments)
         check_run(config)
     except ConfigError as error:
-        where = f"task {task.name}, method {method}" if task.name else f"method {method}"
         raise ConfigError(f"{where}: {error}") from error
-    return PlannedRun(
-        method, seed, directory, arguments, config_yaml(config), budget, tuned, task.name, phase
-    )
+    return config

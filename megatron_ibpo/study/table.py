@@ -26,7 +26,7 @@ def tables(found: Findings, compared: Comparison) -> list[Table]:
     """All that a study has something for, in the order of the page."""
     made = [_verdicts(found.study, compared), _overall(compared.overall)]
     for task in found.study.tasks:
-        of_task = [line for line in compared.lines if line["task"] == task.name]
+        of_task = [line for line in compared.table if line["task"] == task.name]
         made += [_methods(found.study, task.name, of_task), _gradient(task.name, of_task)]
     made += [_equal_steps(compared.equal_steps), _doses(compared.dose_response), _tuning(found)]
     return [table for table in made if table.rows]
