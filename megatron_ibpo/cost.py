@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.prefixes import repeated_prefixes
-from megatron_ibpo.records import Sample
+from megatron_ibpo.records import Group, Sample, TrainSequence
 from megatron_ibpo.words import shown
 
 FREE_STAGES = frozenset(
@@ -115,6 +115,28 @@ class CostMeter:
             sum(repeated_forward) + sum(repeated_updates),
             self._passes(repeated_forward, repeated_updates),
         )
+
+    def correction_price(self, groups: Iterable[Group], sequences: Sequence[TrainSequence]) -> float | None:
+        """κ: operations of a correction, in operations of a response; None where there are none. Each with
+        its sampling and the update on what it is trained as; passes for log-probs, which both have alike,
+        are left out.
+
+        Args:
+            sequences: what the step trains on.
+        """
+        groups = list(groups)
+        responses = [response for group in groups for response in group.responses]
+        corrections = [correction.response for group in groups for correction in group.corrections]
+        if not responses or not corrections:
+            return None
+
+        def each(samples: Sequence[Sample], kind: str) -> float:
+            apart = CostMeter(self._shape, self._accelerators, recomputes=self._update_passes > 3)
+            apart.sampling(samples)
+            apart.training((), [sequence.num_tokens for sequence in sequences if sequence.kind == kind])
+            return apart.spent.flops / len(samples)
+
+        return each(corrections, "correction") / each(responses, "response")
 
     def time(self, seconds: Mapping[str, float]) -> None:
         """Seconds by stage of the loop."""

@@ -20,6 +20,7 @@ from megatron_ibpo.credit import (
     LogProbQuery,
     assign_credit,
 )
+from megatron_ibpo.credit.break_even import composition_counts
 from megatron_ibpo.journal import Journal
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.records import Floats, Group, TrainSequence
@@ -279,7 +280,7 @@ class Run:
                 alive, engines = self.engines.alive, self.engines.count
                 metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
-            metrics |= self._by_source(groups)
+            metrics |= self._by_source(groups) | self._premise(groups, credit.sequences)
             responses = [response for group in groups for response in group.responses]
             errors = [response.reward_error for response in responses if response.reward_error is not None]
             first = errors[0] if errors else None
@@ -294,6 +295,11 @@ class Run:
         mixed = len(self.config.data.prompt_data) > 1
         prompts = self.task.prompts
         return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
+
+    def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """What tells whether corrections pay (`credit.break_even`); nothing where there are none."""
+        price = self.cost.correction_price(groups, sequences)
+        return {} if price is None else {"correction_price": price, **composition_counts(groups)}
 
     def evaluate_if_due(self) -> None:
         """Evaluate at the start, at the end, and every --eval-interval steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,25 @@ def test_who_mends_every_step_from_the_first_wrong_one_on_is_right(kind, seed):
     for step in task.solution(question, rng, Noise(misconception=0.9, slip=0.1)):
         mended.append(task.mended(question, mended, step))
     assert judged(kind, question, "".join(mended)) == 1
+
+
+@pytest.mark.parametrize("kind", STUDY_TASKS)
+@given(seed=st.integers(0, 10**6))
+def test_who_compares_copies_with_skill_0_and_is_right_with_skill_1(kind, seed):
+    task, rng, noise = STUDY_TASKS[kind], random.Random(seed), Noise(0.9, 0.1)
+    question = task.draw(rng)
+    candidate = task.solution(question, rng, noise)
+    assert task.mended_solution(question, candidate, rng, noise, skill=0.0) == candidate
+    mended = task.mended_solution(question, candidate, rng, noise, skill=1.0)
+    assert judged(kind, question, "".join(mended)) == 1
+
+
+def test_who_overlooks_an_error_of_pairs_still_copies_the_rest():
+    candidate = ["38+7=35", ",91-5=96", ",26+1=27", ",40-8=32"]
+    noticed = [False, True]  # the first is overlooked
+    luck = types.SimpleNamespace(random=lambda: 0.0 if noticed.pop(0) else 1.0)
+    mended = PAIRS.mended_solution(SUMS, candidate, luck, Noise(), skill=0.5)
+    assert mended == ["38+7=35", ",91-5=86", ",26+1=27", ",40-8=32"]
 
 
 @pytest.mark.parametrize(

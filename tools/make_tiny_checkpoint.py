@@ -64,6 +64,7 @@ from megatron_ibpo.data import (
     worked_solution,
 )
 from megatron_ibpo.data.prompts import plain_prompt
+from megatron_ibpo.data.study_tasks import STUDY_TASKS, Noise, questions, steps_of
 from megatron_ibpo.data.word_problems import WordProblem, word_problems
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy import parallel
@@ -86,7 +87,7 @@ class Arguments:
     """Directory to write, in Hugging Face format."""
     from_checkpoint: Path | None = None
     """Checkpoint in Hugging Face format to teach further, with its tokenizer. None: random weights."""
-    task: Literal["chain_sum", "word_problems"] = "chain_sum"
+    task: Literal["chain_sum", "word_problems", "targets", "pairs", "rule"] = "chain_sum"
     family: Literal["qwen3_next", "qwen3"] = "qwen3_next"
     """Mixture of experts with gated delta nets, or dense."""
     steps: int = 600
@@ -100,12 +101,14 @@ class Arguments:
     """Probability that another step is off by one or two."""
     misread: float = 0.55
     """Probability that a step of a word problem takes the wrong operation."""
+    misconception: float = 0.5
+    """Probability that the misconception of targets, pairs or rule acts where it can."""
     correction_share: float = 0.2
     """Share of the rows that are compare-and-correct."""
     comparison_skill: float | None = None
-    """Probability that the target of such a row mends a wrong step of the candidate instead of copying it, of
-    chain sums; every second row shows no reference. None: the target is another noisy solution, whatever the
-    candidates are, and all rows show a reference."""
+    """Probability that the target of such a row mends a wrong step of the candidate, else copies it; for
+    all tasks but word problems. Every second row shows no reference. None: the target is another noisy
+    solution, whatever the candidates are, and all rows show a reference."""
     tensor_parallel: int = 2
     """TP; experts are spread over the same ranks."""
 
@@ -151,7 +154,7 @@ def initial_model(family: str, tokenizer: PreTrainedTokenizerFast) -> torch.nn.M
 
 def write_initial_checkpoint(directory: Path, arguments: Arguments) -> None:
     torch.manual_seed(arguments.seed)
-    tokenizer = make_tiny_tokenizer() if arguments.task == "chain_sum" else tokenizer_of_word_problems()
+    tokenizer = tokenizer_of_word_problems() if arguments.task == "word_problems" else make_tiny_tokenizer()
     model: Any = initial_model(arguments.family, tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -206,6 +209,35 @@ def problems_in_words(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
     return Lesson(prompts, solution, lambda prompt, _, rng: solution(prompt, rng), checks_alone=False)
 
 
+def tasks_of_studies(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
+    """Targets, pairs or the rule (`data.study_tasks`); none of the questions that are held out."""
+    task, skill = STUDY_TASKS[arguments.task], arguments.comparison_skill
+    noise = Noise(arguments.misconception, arguments.slip)
+    stream = questions(task, "train", random.Random(1000))
+
+    def prompts(step: int) -> list[Prompt]:
+        return [
+            Prompt(index, *plain_prompt(task.text(question), tokenizer), "", "", "", question)
+            for index, question in enumerate(itertools.islice(stream, arguments.rows))
+        ]
+
+    def solution(prompt: Prompt, rng: random.Random) -> str:
+        return "".join(task.solution(prompt.metadata, rng, noise))
+
+    def correction(prompt: Prompt, candidate: str, rng: random.Random) -> str:
+        if skill is None:
+            return solution(prompt, rng)
+        return "".join(task.mended_solution(prompt.metadata, steps_of(candidate), rng, noise, skill))
+
+    return Lesson(prompts, solution, correction, checks_alone=skill is not None)
+
+
+LESSONS = {"chain_sum": chain_sums, "word_problems": problems_in_words} | dict.fromkeys(
+    STUDY_TASKS, tasks_of_studies
+)
+"""By task."""
+
+
 def tokenizer_of_word_problems() -> PreTrainedTokenizerFast:
     """Of the words of all templates."""
     problems = itertools.islice(word_problems(seed=0), 5000)
@@ -251,8 +283,8 @@ def supervised_rows(
 
 def check(arguments: Arguments) -> None:
     """Raises ValueError for what cannot be taught."""
-    if arguments.comparison_skill is not None and arguments.task != "chain_sum":
-        raise ValueError("--comparison-skill: corrections that mend are written for --task chain_sum only")
+    if arguments.comparison_skill is not None and arguments.task == "word_problems":
+        raise ValueError("--comparison-skill: no corrections that mend are written for --task word_problems")
     for name in ("comparison_skill", "correction_share"):
         if not 0 <= (getattr(arguments, name) or 0) <= 1:
             raise ValueError(f"--{name.replace('_', '-')}: must lie between 0 and 1")
@@ -287,8 +319,7 @@ def main(arguments: Arguments) -> None:
         load_hf(chunks, shape, start)
         trainer = Trainer(chunks, shape.vocab_size, config, world, arguments.steps)
         tokenizer = load_tokenizer(start)
-        teach = chain_sums if arguments.task == "chain_sum" else problems_in_words
-        lesson = teach(tokenizer, arguments)
+        lesson = LESSONS[arguments.task](tokenizer, arguments)
         template = CorrectionTemplate(tokenizer, num_candidates=2)
         rng = random.Random(arguments.seed)
         ranks = parallel_state.get_data_parallel_world_size()

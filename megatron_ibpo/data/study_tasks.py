@@ -10,7 +10,7 @@ misconception, which a warm start plants and reinforcement can take away.
 import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -65,27 +65,55 @@ class StudyTask:
             steps.append(step)
         return steps
 
+    def mended_solution(
+        self, question: Question, candidate: Sequence[str], rng: random.Random, noise: Noise, skill: float
+    ) -> list[str]:
+        """What a student who compares writes after seeing the steps of a candidate.
+
+        He copies right ones. At a wrong one he writes the right one with probability `skill`; else he
+        overlooks it and copies on, or, where he has changed something before, goes on by himself.
+        """
+        written: list[str] = []
+        for tried in candidate:
+            right = self.mended(question, written, tried)
+            if tried == right or rng.random() < skill:
+                written.append(right)
+            elif written == list(candidate[: len(written)]):
+                written.append(tried)
+            else:
+                written.append(self.next_step(question, written, rng, noise))
+        return written
+
 
 def steps_of(text: str) -> list[str]:
     """A written solution cut into steps: `5+8=13+9=22#22` into `5+8=13`, `+9=22`, `#22`."""
     return _STEP.findall(text)
 
 
+def questions(task: StudyTask, split: str, rng: random.Random) -> Iterator[Question]:
+    """Questions of a split without end. A question belongs to one split by a hash of its text.
+
+    Args:
+        split: train or eval.
+    """
+    while True:
+        question = task.draw(rng)
+        if _held_out(task.text(question)) == (split == "eval"):
+            yield question
+
+
 def rows(task: StudyTask, name: str, split: str) -> list[dict[str, Any]]:
-    """Different questions as rows of data, the same for ever. A question belongs to one split by a hash of
-    its text.
+    """Different questions as rows of data, the same for ever.
 
     Args:
         name: of the task, for the rows.
         split: train or eval.
     """
-    rng = random.Random(f"{name} {split}")
     found: dict[str, Question] = {}
-    while len(found) < QUESTIONS[split]:
-        question = task.draw(rng)
-        text = task.text(question)
-        if _held_out(text) == (split == "eval"):
-            found[text] = question
+    for question in questions(task, split, random.Random(f"{name} {split}")):
+        found[task.text(question)] = question
+        if len(found) == QUESTIONS[split]:
+            break
     return [
         {"prompt": text, "label": task.label(question), "task": name, "metadata": {"kind": name, **question}}
         for text, question in found.items()

@@ -69,7 +69,7 @@ def interval(correct_PS: Outcomes) -> tuple[float, float]:
     not independent, so prompts are resampled (percentile bootstrap)."""
     if correct_PS.shape[1] == 1:
         known = correct_PS[~np.isnan(correct_PS)]
-        return _wilson(float(known.mean()), len(known))
+        return wilson(float(known.mean()), len(known))
     hits_P = np.nansum(correct_PS, axis=1)
     known_P = (~np.isnan(correct_PS)).sum(axis=1)
     draw = np.random.default_rng(0).integers(len(hits_P), size=(_RESAMPLES, len(hits_P)))
@@ -85,13 +85,13 @@ def interval_over_prompts(values_P: Outcomes) -> tuple[float, float]:
     bootstrap)."""
     known = values_P[~np.isnan(values_P)]
     if np.isin(known, (0.0, 1.0)).all():
-        return _wilson(float(known.mean()), len(known))
+        return wilson(float(known.mean()), len(known))
     draw = np.random.default_rng(0).integers(len(known), size=(_RESAMPLES, len(known)))
     low, high = np.quantile(known[draw].mean(axis=1), [0.025, 0.975])
     return float(low), float(high)
 
 
-def _wilson(share: float, count: int) -> tuple[float, float]:
+def wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's score interval, 95 %, of a share of `count` independent trials."""
     z2 = 1.959964**2
     center = (share + z2 / (2 * count)) / (1 + z2 / count)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import SetEvaluation
+from megatron_ibpo.report.break_even import break_even_line
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
 from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on, jsonable, write_whole
@@ -135,6 +136,8 @@ class Report:
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
             self.note(f"in the whole run: {counts}")
+        if line := break_even_line(summary["break_even"]):
+            self.note(line)
         for file in kept:
             self.note(str(file))
         if status != "finished":

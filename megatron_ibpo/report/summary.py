@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ibpo.report.break_even import break_even
+
 COUNTS = (
     "truncated_responses",
     "truncated_corrections",
@@ -63,6 +65,7 @@ def summarise(
             the evaluation before the first step and the one after the last step. A start that was measured on
             another number of problems than the end is None.
         reward: mean training reward of the first and of the last five steps, where there are ten.
+    break_even: whether corrections paid, by the run's own figures (`report.break_even`).
     seconds_* are of this process: a resumed run counts from there.
 
     Args:
@@ -78,6 +81,7 @@ def summarise(
         "seconds_total": round(seconds_total, 2),
         "seconds_by_stage": {name: round(value, 2) for name, value in seconds_by_stage.items()},
         "counts": {name: int(count) for name, count in counts.items()},
+        "break_even": break_even(steps),
     }
 
 

@@ -9,6 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from megatron_ibpo.study.break_even import break_even_figure, break_even_points
 from megatron_ibpo.study.claims import Comparison
 from megatron_ibpo.study.curves import dose_figure, figure_of_runs
 from megatron_ibpo.study.findings import Findings
@@ -42,6 +43,8 @@ def write_page(
     figures = [("Curves", figure_of_runs(found.study, found.runs))]
     if points := compared.dose_response:
         figures.append(("Dose and response", dose_figure(found.study, points)))
+    if standing := break_even_points(found.runs):
+        figures.append(("Where corrections pay", break_even_figure(standing)))
     with mpl.rc_context({"svg.hashsalt": "study"}):  # the same study gives the same file
         for name in ("curves.png", "curves.svg"):
             figures[0][1].savefig(directory / name)

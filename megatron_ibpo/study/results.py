@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
+from megatron_ibpo.report.break_even import break_even
 from megatron_ibpo.report.run_dir import SKILL_FILE
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import (
@@ -65,6 +66,8 @@ class RunResult:
     """That the run took, start and evaluations included."""
     skill: float | None = None
     """`comparison_skill` of the policy that it started from, where the run has measured it."""
+    break_even: dict[str, Any] | None = None
+    """Where its corrections stand (`report.break_even`); None where it made none."""
 
 
 def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) -> RunResult:
@@ -104,6 +107,7 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         other_accuracies={found[1]: v for n, v in evaluations[-1].items() if (found := _AT.fullmatch(n))},
         seconds=json.loads((run.directory / "summary.json").read_text(encoding="utf-8"))["seconds_total"],
         skill=comparison_skill(measured) if (measured := run.directory / SKILL_FILE).exists() else None,
+        break_even=break_even(steps),
     )
 
 
