@@ -278,7 +278,7 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = read_study([tmp_path / "documented.yaml"])
     assert list(study.methods) == ["gspo", "ibpo", "mine", "near"]
-    assert len(grid_points(study.tune)) == 12
+    assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
     one_task = replace(study, tasks=study.tasks[1:], seeds=(0,))
     assert len(plan_main(one_task, tmp_path / "out")) == 4
 
