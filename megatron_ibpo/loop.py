@@ -3,13 +3,14 @@
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megatron_ibpo.cluster.engines import MOST_DEATHS, Engines
+from megatron_ibpo.cluster.engines import MOST_DEATHS
 from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
@@ -34,8 +35,8 @@ from megatron_ibpo.report import (
 )
 from megatron_ibpo.report.disk import is_full, waiting_for_room
 from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
-from megatron_ibpo.rollout.probe import compare_probes, probe
-from megatron_ibpo.sampling.rollouts import LiveRollouts, Rollouts
+from megatron_ibpo.rollout.probe import IdleEngine, compare_probes, probe
+from megatron_ibpo.sampling.rollouts import Fleet, LiveRollouts, Rollouts
 from megatron_ibpo.study.operator_skill import (
     Asking,
     corrects,
@@ -82,6 +83,49 @@ class Progress:
     old_logprobs: list[Floats] | None = None
     """With --save-debug-rollout-data the trainers' before this step's update, and the new ones after it."""
     new_logprobs: list[Floats] | None = None
+
+
+class Engines(Fleet, Protocol):
+    """The engines of a run, as the loop leads them: those of a cluster (`cluster.Engines`), or one in this
+    process."""
+
+    @property
+    def count(self) -> int:
+        """Engines in all."""
+        ...
+
+    @property
+    def alive(self) -> int:
+        """Those that can be asked."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave devices that are shared to the trainers."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to sample again."""
+        ...
+
+    def admit(self) -> None:
+        """Let engines that are up again join, while the trainers have nothing to do."""
+        ...
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Take the trainers' weights as policy `version`; metrics of that."""
+        ...
+
+    def meet_trainers(self) -> None:
+        """Get to know trainers that have just started."""
+        ...
+
+    def idle(self, index: int) -> IdleEngine:
+        """One engine, which nobody else asks meanwhile."""
+        ...
+
+    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
+        """A fresh engine with the weights of `hf_dir` as version 0, in the place of one."""
+        ...
 
 
 @dataclass
@@ -232,7 +276,7 @@ class Run:
                     )
                 )
             if self.engines is not None:
-                alive, engines = self.engines.alive, len(self.engines.hosts)
+                alive, engines = self.engines.alive, self.engines.count
                 metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
             metrics |= self._by_source(groups)

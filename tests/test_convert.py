@@ -332,7 +332,7 @@ def same_parameters(world, hf_dir, stored, parallel_config):
     with torch.no_grad():
         for parameter in chunks[0].parameters():
             parameter.fill_(float("nan"))
-    load_weights(chunks, stored)
+    load_weights(chunks, stored, shape.vocab_size)
     same = all(
         torch.equal(as_bytes(parameter.detach()), as_bytes(from_hf[name]))
         for name, parameter in chunks[0].named_parameters()

@@ -24,9 +24,11 @@ from safetensors.torch import load_file
 from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.rollout.engine_process import _device_arguments
+from megatron_ibpo.rollout.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.process_group import shared_memory
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids, start_timeout
@@ -308,6 +310,20 @@ def test_logprobs_are_those_of_the_sampled_distribution(
     samples = dense.generate(requests, version=0, timeout=TIMEOUT)
     reference = reference_logprobs(checkpoints["dense 0"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
+
+
+def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
+    dense: Engine, checkpoints: dict[str, Path]
+) -> None:
+    requests = make_requests(40, seed=3, temperature=0.0)
+    shape = read_hf_config(checkpoints["dense 0"])
+    lean = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=16)
+    lean.load(checkpoint_weights(shape, checkpoints["dense 0"]), 0)
+    ours, theirs = lean.generate(requests), dense.generate(requests, version=0, timeout=TIMEOUT)
+    assert [s.token_ids.tolist() for s in ours] == [s.token_ids.tolist() for s in theirs]
+    assert [s.finish_reason for s in ours] == [s.finish_reason for s in theirs]
+    gap = difference([s.logprobs.tolist() for s in ours], [s.logprobs.tolist() for s in theirs])
+    assert gap.max() < 1e-4
 
 
 def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense: Engine) -> None:

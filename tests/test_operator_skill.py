@@ -104,7 +104,7 @@ def test_a_policy_whose_corrections_are_other_tries_is_found_out():
     skill = operator_skill(tried)
     above = skill["ways"]["groups with a correct response"]["correct reference"]["above_resample"]
     assert above["low"] < 0 < above["high"]
-    assert "IBPO's premise does not hold" in premise(skill) or "is not shown by so few" in premise(skill)
+    assert "IBPO's premise does not hold" in premise(skill) or "too few to say" in premise(skill)
 
 
 def test_before_a_run_corrections_are_made_as_in_training():
@@ -228,7 +228,7 @@ def test_the_premise_in_plain_words():
         "hold for this policy (difference +0.00 ["
     )
     few = [True, False, False, True]
-    assert "is not shown by so few" in premise(skill_of(few, [not success for success in few]))
+    assert "too few to say" in premise(skill_of(few, [not success for success in few]))
     assert "premise holds" in premise(skill_of([True] * 50, many[:50]))
     assert premise(skill_of([True], [False])).startswith("too few of 2 prompts")
 
@@ -241,6 +241,24 @@ def test_the_table_has_a_line_for_each_way_and_the_file_says_how_it_was_measured
     kept = json.loads(skill_json(skill, {"seed": 3}))
     assert kept["settings"] == {"seed": 3}
     assert kept["premise"] == premise(skill)
+
+
+MEASURED = sorted((ROOT / "tools/results").glob("operator_skill_*.json"))
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_kept_figures_are_of_policies_that_are_here_and_say_what_their_file_says(path):
+    skill = json.loads(path.read_text())
+    assert (ROOT / skill["settings"]["checkpoint"] / "model.safetensors").is_file()
+    assert premise(skill) == skill["premise"]
+
+
+def test_policies_taught_to_compare_know_more_than_another_try_and_the_others_do_not():
+    told = {path.stem.removeprefix("operator_skill_"): json.loads(path.read_text()) for path in MEASURED}
+    assert {"tiny_qwen3", "tiny_qwen3_hard", "default_skill_0.9"} <= told.keys()
+    for name, skill in told.items():
+        expected = "premise holds" if name.endswith("skill_0.9") else "premise does not hold"
+        assert expected in skill["premise"], name
 
 
 def test_only_runs_that_have_responses_corrected_are_measured():

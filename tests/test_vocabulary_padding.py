@@ -25,6 +25,7 @@ from tiny_models import make_qwen3, make_qwen3_next
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
@@ -313,6 +314,19 @@ def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimi
         assert found_norm == pytest.approx(norm, rel=1e-5), parallel
         for tensor, wanted in expected.items():
             assert (found[tensor] - wanted).abs().max() < 1e-6, (parallel, tensor)
+
+
+def resumed_from_another_vocabulary(world, hf_dir, stored):
+    with pytest.raises(
+        CheckpointError, match=r"has 211 rows for a vocabulary of 213: it is of another model"
+    ):
+        went_on(world, hf_dir, layout(), stored, None)
+
+
+def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(models, tmp_path):
+    other = make_qwen3(tmp_path / "other", 3, kv_heads=4, vocabulary=VOCABULARY + 2)
+    hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
+    run_ranks(resumed_from_another_vocabulary, 1, other, tmp_path / "stored")
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def logits_difference(hf_dir: Path, stored_dir: Path, world: World) -> tuple[flo
     parallel.initialize(ParallelConfig(), world, seed=0)
     try:
         (model,) = build_model(shape, Config())
-        load_weights([model], stored_dir)
+        load_weights([model], stored_dir, shape.vocab_size)
         difference = _megatron_logits(model, ids) - expected
         return difference.abs().max().item(), (difference.norm() / expected.norm()).item()
     finally:

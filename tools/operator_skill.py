@@ -34,7 +34,7 @@ class Arguments:
     """Recipe with the task and how it is sampled; may be repeated. The dense tiny policies' when left out."""
     prompts: int = 256
     """Held-out prompts to answer, each --n-samples-per-prompt times, as the recipe has it."""
-    targets: int = 4
+    targets: int = 8
     """Wrong responses to each prompt that are corrected, at most."""
     seed: int = 0
     save: Path | None = None
@@ -57,6 +57,9 @@ def main(arguments: Arguments) -> int:
                 targets=arguments.targets,
                 seed=arguments.seed,
             )
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     except (ValueError, OSError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

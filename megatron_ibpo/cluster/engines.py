@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from megatron_ibpo.cluster.host import Host, ProcessDiedError, awaited, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
-from megatron_ibpo.cluster.trainers import Trainers
+from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
 from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout import EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.rollout.settings import EngineSettings
@@ -146,6 +146,19 @@ class Engines:
         for index in range(len(self.placement.engines)):
             self.hosts[index] = self._host(index)
 
+    def main_memory(self) -> dict[int, int]:
+        """Bytes on each node that has engines and no trainers, by its index in the placement.
+
+        Raises:
+            ProcessDiedError: a process did not start.
+        """
+        with_trainers = {slot.node for slot in self.placement.trainers}
+        slots = self.placement.engines
+        own = {slot.node: index for index, slot in enumerate(slots) if slot.node not in with_trainers}
+        asked = [self.hosts[index] for index in own.values()]
+        found = gather([host.where() for host in asked], [host.name for host in asked], START_TIMEOUT_S)
+        return {node: where.memory for node, where in zip(own, found, strict=True)}
+
     def start(self) -> None:
         """Start the engines in them, once the trainers' places are known, and return at once."""
         for index in self.hosts:
@@ -176,6 +189,11 @@ class Engines:
     def version(self) -> int:
         """Of the weights that the engines sample with."""
         return self.order.version
+
+    @property
+    def count(self) -> int:
+        """Engines in all."""
+        return len(self.hosts)
 
     @property
     def alive(self) -> int:

@@ -75,6 +75,8 @@ def _missing_inputs(config: Config, trains: bool) -> list[str]:
             "--eval-prompt-data: required for evaluation"
             + ("; --eval-num-prompts 0 turns evaluation off" if trains else "")
         )
+    if not trains and config.rollout.rollout_backend == "lean":
+        problems.append("--rollout-backend lean: is for runs that train; evaluate with vllm")
     if not trains and run.eval_num_prompts == 0:
         problems.append("--eval-num-prompts: must be at least 1 for an evaluation, is 0")
     return problems
@@ -106,6 +108,7 @@ def _contradictions(config: Config) -> list[str]:
             "--rollout-num-gpus: only engines with GPUs of their own count them; add --no-colocate"
         )
     problems += _staleness_problems(config)
+    problems += _lean_problems(config)
     problems += _data_problems(config)
     if config.model.ref_load is not None and loss.kl_coef == 0:
         problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
@@ -131,6 +134,14 @@ def _optimizer_problems(config: Config) -> list[str]:
         problems.append("--use-precision-aware-optimizer: is about weights in bfloat16; add --bf16 True")
     if chosen.optimizer_cpu_offload and not chosen.use_precision_aware_optimizer:
         problems.append("--optimizer-cpu-offload: needs --use-precision-aware-optimizer, as in Megatron-LM")
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not (
+        parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        problems.append(
+            "--overlap-param-gather: needs --use-distributed-optimizer, which leaves weights to gather, and "
+            "--overlap-grad-reduce, which divides them into buckets"
+        )
     if chosen.overlap_cpu_optimizer_d2h_h2d and not chosen.optimizer_cpu_offload:
         problems.append("--overlap-cpu-optimizer-d2h-h2d: has no meaning without --optimizer-cpu-offload")
     return problems
@@ -202,6 +213,24 @@ def _staleness_problems(config: Config) -> list[str]:
     if ahead and config.run.load_debug_rollout_data is not None:
         problems.append("--load-debug-rollout-data: recorded rollouts cannot run ahead; drop --max-staleness")
     return problems
+
+
+def _lean_problems(config: Config) -> list[str]:
+    """What a run in one process cannot do."""
+    if config.rollout.rollout_backend != "lean":
+        return []
+    rules = {
+        "--max-staleness: one process does one thing after another, and sampling cannot run ahead": (
+            config.rollout.max_staleness > 0
+        ),
+        "--num-trainers: one process trains": (config.cluster.num_trainers or 1) > 1,
+        "--ray-address: it uses no Ray": config.cluster.ray_address is not None,
+        "--vllm-arg: it uses no vLLM": bool(config.rollout.vllm_arg),
+        "--load-debug-rollout-data: a replay samples nothing": (
+            config.run.load_debug_rollout_data is not None
+        ),
+    }
+    return [f"--rollout-backend lean with {problem}" for problem, broken in rules.items() if broken]
 
 
 def _contradictory_corrections(loss: LossConfig) -> list[str]:

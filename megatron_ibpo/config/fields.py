@@ -113,6 +113,10 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks in buckets while the backward pass goes on. Off, as in
     Megatron-LM: one reduction after it, in an order of sums of its own."""
+    overlap_param_gather: bool = False
+    """Gather the new weights of a sharded optimizer layer by layer during the next forward pass, as
+    Megatron-LM's flag. Off: there is such a pass only between the steps of --num-steps-per-rollout, since
+    engines get the weights after the last one."""
     distributed_timeout_minutes: Annotated[float, MINUTES] = 30.0
     """Minutes after which a collective gives up. 30: a step's longest forward pass stays far below it."""
 
@@ -393,8 +397,12 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
-    """Sampling by vLLM."""
+    """Sampling, by vLLM where nothing else is said."""
 
+    rollout_backend: Literal["vllm", "lean"] = "vllm"
+    """What samples. "lean": the trainer's own process in plain torch and float32, without Ray; for studies of
+    dense Qwen3 of up to 4 M parameters on a processor, where starting vLLM takes longer than training
+    (docs/studies.md)."""
     rollout_batch_size: Annotated[int, at_least(1)] = 32
     """P: prompts per rollout."""
     n_samples_per_prompt: Annotated[int, at_least(1)] = 8
@@ -570,7 +578,7 @@ class RunConfig:
     """Prompts on which a run that has responses corrected measures, before its first step, whether
     corrections succeed more often than another try. Each is answered as in training, and two of its wrong
     responses are corrected and answered anew: G + 4 samples. 0: not measured. 16: about the sampling of one
-    step of the tiny runs; `ibpo.sh skill` measures more closely."""
+    step of the tiny runs, and a difference known to about .3; `ibpo.sh skill` measures more closely."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_reward_error_rate: Annotated[float, UNIT] = 0.5

@@ -18,6 +18,7 @@ from megatron_ibpo.policy.forward_backward import (
     make_trainable,
 )
 from megatron_ibpo.policy.packing import PackedBatch, packed
+from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
@@ -80,6 +81,7 @@ class Critic:
             because the loss or the gradient was not finite.
         """
         steps = [self._optimizer_step(part) for part in share]
+        finish_gathers(self.chunks)
         taken = [step for step in steps if step["critic_updates_skipped"] == 0]
         metrics = {"critic_updates_skipped": float(len(steps) - len(taken))}
         for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):

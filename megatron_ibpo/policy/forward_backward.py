@@ -25,9 +25,12 @@ from megatron_ibpo.policy.packing import (
     PackedArrays,
     PackedBatch,
     lay_out,
+    pack,
     response_values,
     split_sequences,
 )
+from megatron_ibpo.policy.param_gather import Waits, find_uncalled, wait_around
+from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.records import Floats
 from megatron_ibpo.world import World
 
@@ -41,7 +44,11 @@ Loss = Callable[[float, PackedBatch, Tensor], tuple[Tensor, Observed]]
 
 
 def make_trainable(
-    chunks: list[Any], config: Config, lr: float, total_updates: int
+    chunks: list[Any],
+    config: Config,
+    lr: float,
+    total_updates: int,
+    processor: Callable[..., Tensor] | None = None,
 ) -> tuple[list[Any], Any, OptimizerParamScheduler]:
     """This rank's part of a model under data parallelism, its optimizer and its schedule.
 
@@ -49,19 +56,41 @@ def make_trainable(
         chunks: what `build_model` made for this rank.
         lr: peak learning rate.
         total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+        processor: GPTModel's `output_processor` in all passes, instead of its output layer.
+
+    Raises:
+        ValueError: --overlap-param-gather with a model that it does not serve, or settings that Megatron's
+            optimizer refuses.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
     model_config = chunks[0].config
+    uncalled: list[Waits] = [[] for _ in chunks]
+    if config.parallel.overlap_param_gather:
+        uncalled = [find_uncalled(chunk, partial(_forward_nothing, chunk, processor)) for chunk in chunks]
     wrapped = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
+    for chunk, waits in zip(wrapped, uncalled, strict=True):
+        wait_around(chunk, waits)
+        _count_padding(chunk)
     optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = wrapped[0].no_sync
     return wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates)
+
+
+def _count_padding(chunk: Any) -> None:
+    """Megatron's checkpoint of a sharded optimizer leaves out the padding at the end of buckets, and then
+    looks for each parameter's state where it lies with the padding. After a bucket that has some, every
+    parameter would be saved with a part of another's state. Padding that counts as contents stays in."""
+    for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def infer(
@@ -162,21 +191,7 @@ def _run(
 
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         batch: PackedBatch = next(iterator)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=batch.rows.cu_seqlens,
-            cu_seqlens_kv=batch.rows.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        )
-        result = model(
-            batch.input_ids_1N,
-            batch.position_ids_1N,
-            None,
-            packed_seq_params=packed,
-            output_processor=processor,
-        )
-        return result, partial(output, batch)
+        return _forward(model, batch, processor), partial(output, batch)
 
     return get_forward_backward_func()(
         forward_step_func=forward,
@@ -187,6 +202,33 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def _forward(model: Any, batch: PackedBatch, processor: Callable[..., Tensor] | None) -> Tensor:
+    """A micro-batch through this rank's part of the model."""
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.rows.cu_seqlens,
+        cu_seqlens_kv=batch.rows.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    return model(
+        batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed, output_processor=processor
+    )
+
+
+def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> None:
+    """Padding through this rank's part of the model, without the rest of the pipeline."""
+    weight = next(model.parameters())
+    (batch,) = _lay_out_all([pack(MicroBatch((), ()))], weight.device)
+    if not model.pre_process:
+        rows = batch.input_ids_1N.shape[1]
+        if model.config.sequence_parallel:
+            rows //= parallel_state.get_tensor_model_parallel_world_size()
+        size = (rows, 1, model.config.hidden_size)
+        model.set_input_tensor(torch.zeros(size, dtype=weight.dtype, device=weight.device))
+    _forward(model, batch, processor)
 
 
 def is_reporting_rank() -> bool:
@@ -221,6 +263,7 @@ def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
         "optimizer_cpu_offload": chosen.optimizer_cpu_offload,
         "optimizer_offload_fraction": 1.0,
         "overlap_cpu_optimizer_d2h_h2d": chosen.overlap_cpu_optimizer_d2h_h2d,
+        "overlap_param_gather": config.parallel.overlap_param_gather,
     }
     with blaming(OPTIMIZER, chosen.optimizer_override):
         return MegatronOptimizerConfig(**fields | as_megatron(overrides, MegatronOptimizerConfig))

@@ -91,8 +91,8 @@ OPTIMIZER_OURS = {
     "optimizer_cpu_offload": "use --optimizer-cpu-offload",
     "overlap_cpu_optimizer_d2h_h2d": "use --overlap-cpu-optimizer-d2h-h2d",
     "main_grads_dtype": "gradients are summed in float32",
-    "overlap_param_gather": "weights are gathered after the step",
-    "overlap_param_gather_with_optimizer_step": "weights are gathered after the step",
+    "overlap_param_gather": "use --overlap-param-gather",
+    "overlap_param_gather_with_optimizer_step": "use --overlap-param-gather",
 }
 """Fields of OptimizerConfig that follow from the rest → what to do instead."""
 
@@ -215,6 +215,13 @@ def _is_object(declared: ast.expr) -> bool:
     return any(
         kind in text for kind in ("Callable", "ContextManager", "RecipeConfig", "InferenceCudaGraphScope")
     )
+
+
+def recomputed_modules(config: Config) -> frozenset[str]:
+    """Parts of a layer that selective recomputation takes; Megatron's own choice is the core of attention."""
+    if config.model.recompute_granularity != "selective":
+        return frozenset()
+    return frozenset(model_overrides(config).get("recompute_modules") or ["core_attn"])
 
 
 @dataclass(frozen=True)

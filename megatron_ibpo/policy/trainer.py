@@ -37,6 +37,7 @@ from megatron_ibpo.policy.forward_backward import (
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, packed, packed_values
+from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
 from megatron_ibpo.records import Floats
@@ -70,8 +71,10 @@ class Trainer:
         check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         lr = config.optimizer.lr
-        self.chunks, self.optimizer, self.scheduler = make_trainable(chunks, config, lr, total_updates)
         self._processor = _whole_hidden_states if config.loss.fuse_lm_head else None
+        self.chunks, self.optimizer, self.scheduler = make_trainable(
+            chunks, config, lr, total_updates, self._processor
+        )
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """One rollout's optimizer steps. Collective.
@@ -92,6 +95,7 @@ class Trainer:
                 corrected += self._in_order(own)
             packs = self._with_reference(packs, part.cut)
             totals.merge(self._optimizer_step(packs, part.mean_length))
+        finish_gathers(self.chunks)
         metrics = totals.metrics()
         metrics["loss"] /= len(share)
         metrics["seconds_old_logprobs"] = seconds_logprobs
@@ -137,6 +141,7 @@ class Trainer:
     def _with_reference(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
         if self.reference is None or not packs:
             return list(packs)
+        finish_gathers(self.chunks)
         with self.reference.swapped_in(self.chunks):
             found = packed_values(packs, self._logprobs(cut.forward_batches))
         return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]

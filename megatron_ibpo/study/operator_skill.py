@@ -213,15 +213,13 @@ def operator_skill(tried: Trials) -> dict[str, Any]:
     """
     responses = [response for group in tried.groups for response in group.responses]
     correct = [sum(response.correct for response in group.responses) for group in tried.groups]
+    wrong = [any(map(is_wrong, group.responses)) for group in tried.groups]
     return {
         "prompts": len(tried.groups),
         "responses": len(responses),
         "accuracy": sum(correct) / len(responses),
-        "groups_with_both": sum(
-            n > 0 and any(map(is_wrong, group.responses))
-            for n, group in zip(correct, tried.groups, strict=True)
-        ),
-        "groups_all_wrong": correct.count(0),
+        "groups_with_both": sum(n > 0 and some for n, some in zip(correct, wrong, strict=True)),
+        "groups_all_wrong": sum(n == 0 and some for n, some in zip(correct, wrong, strict=True)),
         "corrections_too_long": tried.too_long,
         "reward_errors": tried.reward_errors,
         "ways": {
@@ -319,9 +317,12 @@ def premise(skill: Mapping[str, Any]) -> str:
         f"{of_way['trials']} wrong responses to {of_way['prompts']} prompts"
     )
     if above["low"] > 0:
-        return f"{found}: IBPO's premise holds for this policy ({size})"
-    told = "does not hold" if above["high"] < CLOSE else "is not shown by so few"
-    return f"{found}: IBPO's premise {told} for this policy ({size})"
+        told = "IBPO's premise holds for this policy"
+    elif above["high"] < CLOSE:
+        told = "IBPO's premise does not hold for this policy"
+    else:
+        told = "too few to say whether IBPO's premise holds for this policy"
+    return f"{found}: {told} ({size})"
 
 
 CLOSE = 0.1

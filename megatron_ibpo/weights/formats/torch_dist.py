@@ -197,6 +197,15 @@ class StoredCheckpoint:
                 f"{self.directory}: tensors that this model has no place for: {listed(extra)}"
             )
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises CheckpointError if embedding or head have fewer rows, which Megatron would add as 0."""
+        for key in ROWS_MAY_BE_PADDED:
+            if key in self.tensors and (rows := self.tensors[key].size[0]) < vocab_size:
+                raise CheckpointError(
+                    f"{self.directory}: {key} has {rows} rows for a vocabulary of {vocab_size}: it is of "
+                    "another model"
+                )
+
     def _check_tensor(self, block: Block) -> None:
         meta = self.tensors[block.key]
         shape = tuple(meta.size)

@@ -1,0 +1,155 @@
+"""--overlap-param-gather: each layer's new weights arrive while the layers before it compute.
+
+After an optimizer step with a sharded optimizer a rank has only its own share of the new weights. Megatron's
+DistributedDataParallel gathers the rest when the next forward pass comes to a module: a hook on each module
+waits for the module's own parameters. A module whose parameters are read without calling it (the gated delta
+net's convolution, an output layer whose weight the loss takes) has a hook that never runs. Here one pass is
+watched before training: what waits for such a module is then the nearest module around it that is called.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ibpo.weights.errors import listed
+
+Waits = list[tuple[Module, Module]]
+"""(module that is never called, the nearest one around it that is)."""
+
+
+def find_uncalled(model: Module, run: Callable[[], object]) -> Waits:
+    """The modules whose parameters are read without a call.
+
+    Args:
+        model: a rank's part of one, not wrapped yet.
+        run: one forward pass through it, as in training. It is done in evaluation and in training mode,
+            without gradients. Collective, where the pass is.
+
+    Raises:
+        ValueError: a parameter is read before the module that would wait for it is called; names both. Or
+            CUDA graphs, which run without hooks.
+    """
+    if getattr(model.config, "cuda_graph_impl", "none") != "none":
+        raise ValueError("--overlap-param-gather: CUDA graphs of the model read weights without waiting")
+    passes = []
+    for training in (False, True):
+        model.train(training)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            passes.append(_watched(model, run))
+    return _uncalled(model, passes)
+
+
+def wait_around(chunk: Any, uncalled: Waits) -> None:
+    """Have the modules around wait for parameters of those that are never called.
+
+    Args:
+        chunk: the model in Megatron's DistributedDataParallel, built with overlap_param_gather.
+    """
+    wait = chunk._make_forward_pre_hook()
+    for module, around in uncalled:
+        around.register_forward_pre_hook(lambda *_, module=module: wait(module))
+
+
+def finish_gathers(chunks: Sequence[Any]) -> None:
+    """Have all of the weights on every rank: before they are read by anything but a forward pass. Nothing to
+    do without --overlap-param-gather, or where they have arrived. Collective.
+
+    Args:
+        chunks: of a rank, wrapped by DistributedDataParallel.
+    """
+    groups = [group for chunk in chunks if chunk.ddp_config.overlap_param_gather for group in _groups(chunk)]
+    for group in groups:
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+    for group in groups:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _groups(chunk: Any) -> Iterator[Any]:
+    """In the order in which forward passes ask for them."""
+    for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+        yield from reversed(groups)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a forward pass did."""
+
+    calls: dict[Module, int]
+    """Place of each module that was called, by the first call."""
+    reads: dict[Parameter, int]
+    """Modules that had been called when a parameter was first read."""
+
+
+class _Reads(TorchFunctionMode):
+    """Notes when each parameter is first read by a function of torch's. Functions of Transformer Engine's own
+    are not seen: they read in the forward pass of their module."""
+
+    def __init__(self, found: _Pass, parameters: set[Parameter]):
+        super().__init__()
+        self._found, self._parameters = found, parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # shapes and dtypes are no values
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Parameter) and leaf in self._parameters:
+                    self._found.reads.setdefault(leaf, len(self._found.calls))
+        return result
+
+
+def _watched(model: Module, run: Callable[[], object]) -> _Pass:
+    found = _Pass({}, {})
+
+    def called(module: Module, *_: Any) -> None:
+        found.calls.setdefault(module, len(found.calls))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(called).remove)
+        stack.enter_context(_Reads(found, set(model.parameters())))
+        run()
+    return found
+
+
+def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
+    """Of modules that some pass did not call; those around were called in all of them.
+
+    Raises:
+        ValueError: a parameter was read before either was called.
+    """
+    modules, found, unguarded = dict(model.named_modules()), [], []
+    for name, module in modules.items():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        around = next(outer for outer in _outwards(name) if all(modules[outer] in p.calls for p in passes))
+        if around != name:
+            found.append((module, modules[around]))
+        unguarded += [
+            f"{name}.{parameter}".lstrip(".")
+            for parameter, tensor in own.items()
+            if any(p.reads.get(tensor, len(p.calls)) <= p.calls[modules[around]] for p in passes)
+        ]
+    if unguarded:
+        raise ValueError(
+            f"--overlap-param-gather: nothing waits for the new values of {listed(unguarded)}, which "
+            "other modules read before its own is called; drop the flag"
+        )
+    return found
+
+
+def _outwards(name: str) -> Iterator[str]:
+    """A module's name, and of those around it; the model's own is empty."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
