@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def method_settings(given: Settings | str | None) -> Settings:
 
     Args:
         given: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
-            (--ibpo-operator) or of an estimator (--advantages, on GSPO).
+            (--ibpo-operator), or, on GSPO, of a function: of rewards it is an estimator (--advantages), of
+            groups, advantages and context a token credit (--token-credit).
 
     Raises:
         ConfigError: there is no such recipe, or the import path leads to nothing of the kind.
@@ -96,10 +98,12 @@ def method_settings(given: Settings | str | None) -> Settings:
         return dict(found)
     if hasattr(found, "judge"):
         return {"ibpo-operator": given}
-    if callable(found):
-        return {"advantage-estimator": "gspo", "advantages": given}
+    arguments = len(signature(found).parameters) if callable(found) else 0
+    if flag := {1: "advantages", 3: "token-credit"}.get(arguments):
+        return {"advantage-estimator": "gspo", flag: given}
     raise ConfigError(
-        f"method {given}: is neither settings nor an operator nor an estimator: docs/comparing-methods.md"
+        f"method {given}: neither settings, an operator, an estimator nor a token credit: "
+        "docs/comparing-methods.md"
     )
 
 
