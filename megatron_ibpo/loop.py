@@ -430,7 +430,8 @@ class Run:
 
     def _replace_trainers(self, death: ProcessDiedError) -> None:
         """New trainers from the last checkpoint train again on what the journal has: nothing is sampled
-        again, engines stay up, and the weights come out as they were."""
+        again, engines stay up (asleep where they share the trainers' GPUs), and the weights come out as they
+        were."""
         progress = self.progress
         while True:
             progress.deaths_in_a_row += 1
@@ -453,6 +454,7 @@ class Run:
         if checkpoint is None and run.load is not None:
             checkpoint = newest_step(run.load)
         done = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
+        self._lay_engines_to_sleep()  # trainers build and train; whoever samples next wakes them
         self.policy.restart(checkpoint)
         if self.engines is not None:
             self.engines.meet_trainers()

@@ -136,7 +136,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                 )
             )
             reporter.note(_where(placement, verifiers))
-            for note in task.notes:
+            for note in (*about.notes, *task.notes):
                 reporter.note(note)
             if config.rollout.max_staleness and not config.loss.corrections:
                 reporter.note(
