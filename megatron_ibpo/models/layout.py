@@ -55,7 +55,9 @@ def pipeline_layers(
     return [tuple(ranges) for ranges in chunks]
 
 
-def check_layout(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> list[str]:
+def check_layout(
+    shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1
+) -> list[str]:
     """What is wrong with training `shape` under `parallel` on `world_size` ranks; empty if nothing is."""
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -64,10 +66,12 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig, world_size: int) -
         "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size,
     }
     problems = [f"{flag}={size}: must be at least 1" for flag, size in sizes.items() if size < 1]
-    return problems or list(_layout_problems(shape, parallel, world_size))
+    return problems or list(_layout_problems(shape, parallel, world_size, virtual_stages))
 
 
-def _layout_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+def _layout_problems(
+    shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int
+) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.context_parallel_size != 1:
         yield (
@@ -81,7 +85,7 @@ def _layout_problems(shape: ModelShape, parallel: ParallelConfig, world_size: in
     }
     yield from _undivided("--tensor-model-parallel-size", tp, divided)
     try:
-        pipeline_layers(shape.num_layers, parallel)
+        pipeline_layers(shape.num_layers, parallel, virtual_stages)
     except ValueError as error:
         yield str(error)
     yield from _expert_problems(shape, parallel, world_size)
