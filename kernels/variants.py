@@ -58,7 +58,7 @@ def cispo(log_ratio, logprob, advantage, eps_low, eps_high):
     ratio, _ = bounded_ratio(log_ratio)
     bounded = clip(ratio, 1.0 - eps_low, 1.0 + eps_high)
     slope = -bounded * advantage
-    return slope * logprob, slope, bounded != ratio
+    return tl.where(bounded == 0, 0.0, slope * logprob), slope, bounded != ratio
 
 
 @triton.jit

@@ -3,13 +3,14 @@
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megatron_ibpo.cluster.engines import MOST_DEATHS, Engines
+from megatron_ibpo.cluster.engines import MOST_DEATHS
 from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
 from megatron_ibpo.cost import CostMeter
@@ -33,8 +34,17 @@ from megatron_ibpo.report import (
     step_alarms,
 )
 from megatron_ibpo.report.disk import is_full, waiting_for_room
-from megatron_ibpo.rollout.probe import compare_probes, probe
-from megatron_ibpo.sampling.rollouts import Rollouts
+from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
+from megatron_ibpo.rollout.probe import IdleEngine, compare_probes, probe
+from megatron_ibpo.sampling.rollouts import Fleet, LiveRollouts, Rollouts
+from megatron_ibpo.study.operator_skill import (
+    Asking,
+    corrects,
+    operator_skill,
+    premise,
+    skill_json,
+    try_corrections,
+)
 from megatron_ibpo.task import Task
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
@@ -75,6 +85,49 @@ class Progress:
     new_logprobs: list[Floats] | None = None
 
 
+class Engines(Fleet, Protocol):
+    """The engines of a run, as the loop leads them: those of a cluster (`cluster.Engines`), or one in this
+    process."""
+
+    @property
+    def count(self) -> int:
+        """Engines in all."""
+        ...
+
+    @property
+    def alive(self) -> int:
+        """Those that can be asked."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave devices that are shared to the trainers."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to sample again."""
+        ...
+
+    def admit(self) -> None:
+        """Let engines that are up again join, while the trainers have nothing to do."""
+        ...
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Take the trainers' weights as policy `version`; metrics of that."""
+        ...
+
+    def meet_trainers(self) -> None:
+        """Get to know trainers that have just started."""
+        ...
+
+    def idle(self, index: int) -> IdleEngine:
+        """One engine, which nobody else asks meanwhile."""
+        ...
+
+    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
+        """A fresh engine with the weights of `hf_dir` as version 0, in the place of one."""
+        ...
+
+
 @dataclass
 class Run:
     """A run in progress."""
@@ -113,6 +166,37 @@ class Run:
             credit = self._surviving(lambda: assign_credit(groups, self._context()))
         self._count_passes()
         return credit
+
+    def measure_corrections_if_due(self) -> None:
+        """Before the first step of a run that has responses corrected: do corrections succeed more often than
+        another try? Uses seeds, and asks prompts, that the first step does not."""
+        config, rollouts = self.config, self.rollouts
+        count, algorithm = config.run.operator_skill_prompts, config.algorithm
+        if self.progress.step > 0 or not count or not corrects(algorithm):
+            return
+        if not isinstance(rollouts, LiveRollouts):  # a recording cannot be asked
+            return
+        context = self._context()
+        asking = Asking(
+            algorithm,
+            config.rollout,
+            context.vocabulary,
+            context.max_context,
+            config.run.seed,
+            targets=2,
+            as_in_training=True,
+            prompt_ids=self.task.suffixes,
+        )
+        prompts = rollouts.prompts_of_later_steps(count)
+        self._wake_engines()
+        with self.stages("operator skill"):
+            tried = rollouts.observed(
+                lambda sampler: try_corrections(sampler, prompts, asking), self._admit_engines
+            )
+            skill = operator_skill(tried)
+        path = config.run.run_dir / SKILL_FILE
+        self._with_room(lambda: write_whole(path, skill_json(skill)))
+        self.reporter.note(premise(skill))
 
     def measure_gradient_if_due(
         self, groups: list[Group], sequences: Sequence[TrainSequence]
@@ -192,7 +276,7 @@ class Run:
                     )
                 )
             if self.engines is not None:
-                alive, engines = self.engines.alive, len(self.engines.hosts)
+                alive, engines = self.engines.alive, self.engines.count
                 metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
             metrics |= self._by_source(groups)
@@ -411,7 +495,9 @@ class Run:
 
     def _count_passes(self) -> None:
         for passes in self.policy.take_passes():
-            self.cost.training(passes.forward, passes.updates)
+            self.cost.training(
+                passes.forward, passes.updates, passes.repeated_forward, passes.repeated_updates
+            )
 
     def _check_against_fresh_engine(self, engines: Engines) -> None:
         """After the run's first update, for what goes wrong inside engines goes wrong at once.

@@ -77,20 +77,25 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
     with ExitStack() as stack:
         with stages("start"):
             shape = read_hf_config(hf_dir)
-            config = _with_context(config, shape)
+            config = with_context(config, shape)
             if config.cluster.num_trainers is not None:
-                _check_layout(shape, config, config.cluster.num_trainers)
-            checkpoint = _checkpoint(config)
+                check_model_layout(shape, config, config.cluster.num_trainers)
+            checkpoint = chosen_checkpoint(config)
             state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
-            before = _spent_before(state, checkpoint)
+            before = spent_before(state, checkpoint)
             # what takes no time is checked before Ray starts, and the rest while it does
             wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
             check_loss_of_run(config)
+            # these take torch, too
+            from megatron_ibpo.plan.main_memory import check_main_memory
+            from megatron_ibpo.weights.formats.hugging_face import trained_elements
+
             task = open_task(config)
             config = with_epochs(config, task.prompts)
             stack.enter_context(locked(config.run.run_dir))
-            prepare_run_dir(config, checkpoint_bytes=_checkpoint_bytes(config))
-            journal, recovered = _open_journal(config, state["step"], stack)
+            elements = trained_elements(hf_dir, shape)
+            prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, sum(elements.values())))
+            journal, recovered = open_journal(config, state["step"], stack)
             rm_types = named_rm_types(task.first_prompts, config.data)
             own_pool = stack.enter_context(open_pool(config.data, rm_types))
             check_labels(own_pool, task.first_prompts, config.data)
@@ -99,13 +104,15 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             world_size = len(placement.trainers)
             config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
             config = on_device(config, on_gpu=any(node.gpus for node in placement.nodes))
-            _check_layout(shape, config, world_size)
+            check_model_layout(shape, config, world_size)
             verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data, rm_types))
             group = stack.enter_context(reserved(placement))
             trainers = Trainers(group, placement)
             stack.callback(trainers.close)
             engines = _launch_engines(config, hf_dir, trainers, placement, group, stack)
             trainers.locate()
+            there = trainers.main_memory() | (engines.main_memory() if engines is not None else {})
+            check_main_memory(config, shape, elements, placement, there)
             if engines is not None:
                 engines.start()
                 if engines.settings.sleep_mode:
@@ -168,7 +175,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             with stages("sync"):
                 engines.update_weights(run.progress.step)
         run.progress.start_seconds = stages.take()
-        with _failure_in_summary(reporter):
+        with failure_in_summary(reporter):
             yield run
 
 
@@ -180,7 +187,7 @@ def _deaths(engines: Engines | None, verifiers: Verifiers, progress: Progress) -
     return counts
 
 
-def _spent_before(state: dict[str, Any], checkpoint: Path | None) -> Spent:
+def spent_before(state: dict[str, Any], checkpoint: Path | None) -> Spent:
     try:
         return Spent.read(state.get("spent", {}))
     except ValueError as error:
@@ -214,7 +221,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
     hf_dir = config.model.hf_checkpoint
     assert hf_dir is not None  # check_evaluation saw to it
     with ExitStack() as stack:
-        config = _with_context(config, read_hf_config(hf_dir))
+        config = with_context(config, read_hf_config(hf_dir))
         wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
         task = open_task(config, trains=False)
         stack.enter_context(locked(config.run.run_dir))
@@ -357,7 +364,7 @@ def going_on(run: Run) -> Config:
     return replace(run.config, run=replace(run.config.run, load=run.config.run.run_dir))
 
 
-def _checkpoint(config: Config) -> Path | None:
+def chosen_checkpoint(config: Config) -> Path | None:
     """What --load means; None where a run begins anew, or died before its first checkpoint."""
     load = config.run.load
     if load is None:
@@ -370,7 +377,7 @@ def _checkpoint(config: Config) -> Path | None:
         raise
 
 
-def _open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
+def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
     """The run's journal, and what it has of steps after `step`.
 
     Raises:
@@ -400,12 +407,12 @@ def sampling_settings(config: Config) -> str:
     return json.dumps(sections, default=str, sort_keys=True)
 
 
-def _check_layout(shape: ModelShape, config: Config, world_size: int) -> None:
+def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
     if problems := check_layout(shape, config.parallel, world_size, model_chunks(config)):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
 
 
-def _with_context(config: Config, shape: ModelShape) -> Config:
+def with_context(config: Config, shape: ModelShape) -> Config:
     """The configuration with the context that prompt and response may take together."""
     asked = config.rollout.rollout_max_context_len
     limit = shape.max_position_embeddings
@@ -420,12 +427,10 @@ def _with_context(config: Config, shape: ModelShape) -> Config:
     return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
 
 
-def _checkpoint_bytes(config: Config) -> int:
-    """Bytes of what the run will keep at one time; an upper bound, as if the shards held bf16."""
-    assert config.model.hf_checkpoint is not None
-    size = sum(file.stat().st_size for file in config.model.hf_checkpoint.glob("*.safetensors"))
+def bytes_kept(config: Config, parameters: int) -> int:
+    """Bytes of what the run will keep at one time; an upper bound where the device is not known yet."""
     models = 2 if config.algorithm.advantages == "critic" else 1
-    parameters, bf16 = size // 2, config.model.bf16 is not False
+    bf16 = config.model.bf16 is not False
     checkpoints, exports = kept_at_once(config)
     return models * checkpoints * checkpoint_bytes(parameters, bf16=bf16) + exports * export_bytes(
         parameters, bf16=bf16
@@ -447,7 +452,7 @@ def _where(placement: Placement, verifiers: Verifiers) -> str:
 
 
 @contextmanager
-def _failure_in_summary(reporter: Report) -> Iterator[None]:
+def failure_in_summary(reporter: Report) -> Iterator[None]:
     """A run that fails has a summary that says so."""
     try:
         yield

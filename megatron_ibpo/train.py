@@ -6,7 +6,7 @@ has no model itself.
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,13 +52,13 @@ def train(config: Config) -> int:
 
 
 def _train(config: Config, stop: StopRequest) -> int:
-    from megatron_ibpo.startup import NODE_ERRORS, START_ERRORS, ProcessDiedError, going_on, open_run
+    from megatron_ibpo.startup import NODE_ERRORS, START_ERRORS, ProcessDiedError, going_on
 
     starts_left, node_wait = 1, 0.0
     while True:
         with ExitStack() as stack:
             try:
-                run = stop.cuts_short(partial(stack.enter_context, open_run(config, node_wait)))
+                run = stop.cuts_short(partial(stack.enter_context, _opened(config, node_wait)))
             except START_ERRORS as error:
                 starts_left -= 1
                 if starts_left == 0 or not isinstance(error, ProcessDiedError):
@@ -75,8 +75,20 @@ def _train(config: Config, stop: StopRequest) -> int:
         starts_left, node_wait = STARTS, config.cluster.node_wait
 
 
+def _opened(config: Config, node_wait: float) -> AbstractContextManager["Run"]:
+    """The run in one process where --rollout-backend asks for that, which takes torch in this one."""
+    if config.rollout.rollout_backend == "lean":
+        from megatron_ibpo.lean_run import open_lean_run
+
+        return open_lean_run(config)
+    from megatron_ibpo.startup import open_run
+
+    return open_run(config, node_wait)
+
+
 def _steps(run: "Run", stop: StopRequest) -> int:
     stop.cuts_short(run.evaluate_if_due)
+    stop.cuts_short(run.measure_corrections_if_due)
     while not (run.done() or stop.requested):
         groups = run.sample()
         credit = run.credit(groups)

@@ -6,6 +6,7 @@ Everything goes through the entry points of `megatron_ibpo.loss`; the torch refe
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from loss_calls import loss_of_logits
 from torch import Tensor
 
-from megatron_ibpo.loss import packed_logprobs, resolve_variant
+from megatron_ibpo.loss import LossRows, make_objective, packed_logprobs, resolve_variant
+from megatron_ibpo.loss.segments import segment_loss
 
 LOSS_BOUND = 1e-6
 """Of the loss, relative to the largest term in it (a log-prob for cispo and k1, about 1 for the others)."""
@@ -213,6 +215,35 @@ def check_ratio_overflow(device: str, variant: str) -> None:
     assert loss.isfinite()
     assert gradient.isfinite().all()
     assert not gradient[batch["advantages"][sequence_N] == 0].any()
+
+
+def check_impossible_tokens(device: str, variant: str) -> None:
+    """Tokens whose log-prob, or old log-prob, is -inf under every sign of the advantage: as the reference
+    has it, so never a NaN."""
+    from megatron_ibpo.kernels.segment_loss import triton_segment_loss
+
+    for old, advantage in product((False, True), (-1.0, 0.0, 1.0)):
+        found = []
+        for loss_of, dtype in ((triton_segment_loss, torch.float32), (segment_loss, torch.float64)):
+            now = torch.linspace(-2, -1, 6, dtype=dtype, device=device)
+            before = torch.linspace(-1.9, -1.2, 6, dtype=dtype, device=device)
+            (before if old else now)[3] = -torch.inf
+            rows = LossRows(
+                targets_N=torch.zeros(6, dtype=torch.int64, device=device),
+                response_mask_N=torch.ones(6, device=device),
+                cu_seqlens=torch.tensor([0, 2, 5, 6], dtype=torch.int32, device=device),
+                advantages=torch.full((3,), advantage, dtype=dtype, device=device),
+                old_logprobs_N=before,
+                token_weights_N=torch.linspace(0, 2, 6, dtype=dtype, device=device),
+            )
+            objective = make_objective(variant, aggregation=options_for(variant)["aggregation"])
+            now.requires_grad_()
+            loss, mean_log_ratio_S, clipped, _ = loss_of(now, rows.checked(6, objective), objective)
+            loss.backward()
+            found.append((loss.detach().double(), now.grad.double(), mean_log_ratio_S.double(), clipped))
+        for of_kernel, of_reference in zip(*found, strict=True):
+            assert not of_reference.isnan().any()
+            torch.testing.assert_close(of_kernel, of_reference, atol=2e-6, rtol=2e-6)
 
 
 def check_overflow_without_advantage(device: str, variant: str) -> None:

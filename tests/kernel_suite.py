@@ -40,6 +40,11 @@ def test_advantages_of_tokens(device, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
+def test_tokens_of_probability_0(device, variant):
+    cases.check_impossible_tokens(device, variant)
+
+
+@pytest.mark.parametrize("variant", VARIANT_NAMES)
 def test_gradients_equal_finite_differences(device, variant):
     cases.check_finite_differences(device, variant)
 

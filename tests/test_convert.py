@@ -95,11 +95,13 @@ def mtp_tensors(dtype):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Every architecture, all of whose dimensions four ranks can divide, in one dtype or another."""
+    """Every architecture, all of whose dimensions four ranks can divide but one vocabulary, in one dtype or
+    another."""
     directory = tmp_path_factory.mktemp("models")
     plain = {
         "dense": (make_qwen3(directory / "p-dense", 1, layers=4, kv_heads=4), torch.bfloat16),
         "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
+        "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
         "moe": (make_qwen3_moe(directory / "p-moe", layers=4, kv_heads=4), torch.bfloat16),
         "next": (
             make_qwen3_next(directory / "p-next", 3, kv_heads=4, key_heads=4, value_heads=8),
@@ -330,7 +332,7 @@ def same_parameters(world, hf_dir, stored, parallel_config):
     with torch.no_grad():
         for parameter in chunks[0].parameters():
             parameter.fill_(float("nan"))
-    load_weights(chunks, stored)
+    load_weights(chunks, stored, shape.vocab_size)
     same = all(
         torch.equal(as_bytes(parameter.detach()), as_bytes(from_hf[name]))
         for name, parameter in chunks[0].named_parameters()
@@ -341,15 +343,27 @@ def same_parameters(world, hf_dir, stored, parallel_config):
 
 
 LOADED = {
-    1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("moe", layout(ep=2)), ("next", layout(tp=2, ep=4))],
+    1: [
+        ("dense", layout(tp=4)),
+        ("tied", layout(pp=2)),
+        ("odd", layout(tp=2)),
+        ("moe", layout(ep=2)),
+        ("next", layout(tp=2, ep=4)),
+    ],
     2: [
         ("dense", layout(tp=2)),
         ("tied", layout(pp=2)),
+        ("odd", layout(tp=2)),
         ("moe", layout(etp=2, tp=2)),
         ("next", layout(pp=2, first=1)),
         ("mtp", layout(tp=2, ep=2)),
     ],
-    4: [("dense", layout(tp=4)), ("next", layout(tp=4, ep=2, etp=2)), ("next", layout(pp=2, last=3, ep=2))],
+    4: [
+        ("dense", layout(tp=4)),
+        ("odd", layout(tp=4)),
+        ("next", layout(tp=4, ep=2, etp=2)),
+        ("next", layout(pp=2, last=3, ep=2)),
+    ],
 }
 """By ranks: what is loaded under which layout. Alone, it is what was converted for another layout."""
 
@@ -365,10 +379,14 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tm
         for number, (name, parallel) in enumerate(cases):
             assert all(results[number][0] for results in by_rank), (name, parallel)
             shapes = {k: v for results in by_rank for k, v in results[number][1].items()}
-            entries = weight_map(read_hf_config(models[name]))
-            if name == "tied":  # the head is the embedding, stored once
+            shape = read_hf_config(models[name])
+            entries = weight_map(shape)
+            if shape.tie_word_embeddings:  # the head is the embedding, stored once
                 del entries["output_layer.weight"]
-            assert shapes == {b.key: b.shape for entry in entries.values() for b in entry.blocks()}
+            expected = {b.key: b.shape for entry in entries.values() for b in entry.blocks()}
+            if name == "odd" and size > 1:  # Megatron's own padding
+                expected["embedding.word_embeddings.weight"] = (212, shape.hidden_size)
+            assert shapes == expected
 
 
 def saved_by_training(world, hf_dir, directory, parallel_config):
@@ -606,3 +624,11 @@ def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
     refused = tool("convert_megatron_to_hf", "--load", stored, "--save", back)
     assert refused.returncode == 2
     assert "exists; nothing is overwritten" in refused.stderr
+    weights = max(stored.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(weights.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    weights.write_bytes(damaged)
+    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", tmp_path / "damaged", "--verify")
+    assert refused.returncode == 2
+    assert f"{weights.name} is not what was written" in refused.stderr
+    assert not (tmp_path / "damaged").exists()

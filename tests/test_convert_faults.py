@@ -310,7 +310,7 @@ def test_training_does_not_unpickle_what_it_cannot_trust(stored, tmp_path):
 
     (stored / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
     with pytest.raises(CheckpointError, match="damaged or unsafe"):
-        load_weights([], stored)
+        load_weights([], stored, 64)
     assert not (tmp_path / "ran").exists()
 
 
@@ -340,7 +340,7 @@ def refuse_to_read(stored, ran, *words):
     from megatron_ibpo.policy.checkpoint import load_weights
 
     with pytest.raises(CheckpointError) as caught:
-        load_weights([], stored)
+        load_weights([], stored, 64)
     for word in (*words, "damaged or unsafe, and was not read", "take another copy of the checkpoint"):
         assert word in str(caught.value)
     refuse_back(stored, stored.parent / "out" / "back", CheckpointError, *words)

@@ -6,12 +6,14 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from safetensors.torch import load_file
 from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.rollout.engine_process import _device_arguments
+from megatron_ibpo.rollout.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.rollout.probe import compare_probes, probe
 from megatron_ibpo.rollout.process_group import shared_memory
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids, start_timeout
@@ -308,6 +312,20 @@ def test_logprobs_are_those_of_the_sampled_distribution(
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
 
 
+def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
+    dense: Engine, checkpoints: dict[str, Path]
+) -> None:
+    requests = make_requests(40, seed=3, temperature=0.0)
+    shape = read_hf_config(checkpoints["dense 0"])
+    lean = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=16)
+    lean.load(checkpoint_weights(shape, checkpoints["dense 0"]), 0)
+    ours, theirs = lean.generate(requests), dense.generate(requests, version=0, timeout=TIMEOUT)
+    assert [s.token_ids.tolist() for s in ours] == [s.token_ids.tolist() for s in theirs]
+    assert [s.finish_reason for s in ours] == [s.finish_reason for s in theirs]
+    gap = difference([s.logprobs.tolist() for s in ours], [s.logprobs.tolist() for s in theirs])
+    assert gap.max() < 1e-4
+
+
 def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense: Engine) -> None:
     requests = make_requests(20)
     first, second = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
@@ -553,11 +571,53 @@ def runs(pid: int) -> bool:
 
 
 def start_engine(
-    checkpoint: Path, log: Path, dtype: str = "float32", vllm_arg: tuple[str, ...] = ()
+    checkpoint: Path,
+    log: Path,
+    dtype: str = "float32",
+    vllm_arg: tuple[str, ...] = (),
+    *,
+    recompute_kv: bool = True,
 ) -> Engine:
     rollout = make_config(log.parent, dtype).rollout
     rollout.vllm_arg = vllm_arg
+    rollout.recompute_kv_after_update = recompute_kv
     return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
+
+
+@pytest.mark.slow
+def test_a_cache_kept_over_an_update_serves_running_requests_alone(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A request that comes afterwards with the same prompt is all the new policy's."""
+    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log", recompute_kv=False)
+    try:
+        engine.wait_ready(TIMEOUT)
+        source = CheckpointSource(checkpoints["dense 1"])
+        transport = connect(engine, source)
+        update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 1)
+        draw = random.Random(5)
+        prompt = token_ids([draw.randrange(2, 64) for _ in range(200)])  # whole cache blocks
+        running = SampleRequest(prompt, 3, 240, temperature=0.0)
+        engine.submit([(0, running)], version=1)
+        time.sleep(0.05)  # for some tokens of the first
+        update(transport, engine, source, 2)
+        engine.submit([(1, replace(running, max_tokens=20))], version=2)
+        samples: dict[int, Sample] = {}
+        while len(samples) < 2:
+            samples.update(engine.take(TIMEOUT))
+    finally:
+        engine.close()
+    (_, old), (switch, new) = samples[0].versions
+    assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
+    plain = replace(running, temperature=1.0)  # greedy log-probs are of temperature 1
+    (of_old,), (of_new,) = (
+        reference_logprobs(checkpoints[name], [plain], [samples[0]]) for name in ("dense 0", "dense 1")
+    )
+    assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
+    for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
+        assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
+    (expected,) = reference_logprobs(checkpoints["dense 1"], [plain], [samples[1]])
+    assert difference([samples[1].logprobs], [expected]).max() < 2e-5
 
 
 def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -635,6 +695,32 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(
     assert not runs(int(pid))
     assert not Path(scratch).exists()
     assert not any(Path(path).exists() for path in shared)
+
+
+def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(
+    tmp_path: Path,
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    here, there = socket.socketpair()
+    program = (
+        "import os; from megatron_ibpo.rollout.engine_process import run; "
+        f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program],
+        pass_fds=[there.fileno()],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    there.close()
+    with Connection(here.detach()) as channel, engine:
+        channel.send("no settings")
+        _, said = engine.communicate(timeout=TIMEOUT)
+    assert engine.returncode == 1
+    assert "AttributeError" in said
+    assert not scratch.exists()
 
 
 @pytest.mark.slow

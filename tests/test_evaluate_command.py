@@ -19,7 +19,9 @@ from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSample, KeptSamples, SetEvaluation, evaluate, open_eval_sets
 from megatron_ibpo.evaluate.__main__ import main, policy_of
 from megatron_ibpo.evaluate.results import finish_results
+from megatron_ibpo.evaluate.sets import half_of
 from megatron_ibpo.report.evaluated import report_evaluation
+from megatron_ibpo.report.summary import measures
 from megatron_ibpo.study.evaluations import compare_evaluations
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,6 +148,41 @@ def test_several_sets_have_names_and_a_single_one_needs_none(tmp_path, rows):
             ("my", True, 1),
             ("chain_sum", True, 3),
         ]
+
+
+def test_a_set_is_sampled_at_other_temperatures_as_a_set_of_its_own(tmp_path):
+    plain, cool = opened(tmp_path, "--eval-prompt-data", SUMS, "--eval-other-temperatures", "0.6")
+    assert plain.metrics({"accuracy": 0.5}) == {"accuracy": 0.5}, "it keeps its metrics without a name"
+    assert cool.metrics({"accuracy": 0.7}) == {"eval/chain_sum@0.6/accuracy": 0.7}
+    assert (plain.sampling.temperature, cool.sampling.temperature) == (1.0, 0.6)
+    assert [p.text for p in cool.prompts] == [p.text for p in plain.prompts]
+    both = {"accuracy": 0.5, "greedy_accuracy": 0.9, "eval/chain_sum@0.6/accuracy": 0.7}
+    found = measures(both | {"eval/chain_sum@0.6/greedy_accuracy": 0.9})
+    assert list(found) == ["accuracy", "greedy", "chain_sum@0.6/accuracy", "chain_sum@0.6/greedy"]
+
+
+def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path, rows):
+    def texts(half, *flags):
+        (own,) = opened(tmp_path, *flags, "--eval-half", half)
+        return [prompt.text for prompt in own.prompts]
+
+    generated = ["--eval-prompt-data", SUMS, "--eval-num-prompts", "60"]
+    tuning, test, again = (texts(half, *generated) for half in ("tuning", "test", "test"))
+    assert len(tuning) == len(test) == 60
+    assert not set(tuning) & set(test)
+    assert test == again
+    mine = rows("mine.jsonl", *({"prompt": f"{n}+1=", "label": str(n + 1)} for n in range(40)))
+    of_file = ["--eval-prompt-data", str(mine), "--eval-num-prompts", "60"]
+    halves = [set(texts(half, *of_file)) for half in ("tuning", "test")]
+    assert halves[0] | halves[1] == {f"{n}+1=" for n in range(40)}
+    assert not halves[0] & halves[1]
+
+
+def test_a_half_without_a_prompt_is_refused(tmp_path, rows):
+    text = next(text for n in range(9) if half_of(text := f"{n}+1=") == "tuning")
+    path = rows("mine.jsonl", {"prompt": text, "label": "3"})
+    with pytest.raises(ValueError, match="--eval-half test: none of the prompts"):
+        opened(tmp_path, "--eval-prompt-data", str(path), "--eval-half", "test")
 
 
 def test_how_a_set_is_sampled_follows_flags_then_the_preset_then_training(tmp_path):
@@ -369,3 +406,4 @@ def test_two_evaluations_are_shown_side_by_side(tmp_path, sums, capsys):
     shown = capsys.readouterr().out
     assert "2 problems known to one of the two only, left out" in shown
     assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
+    assert "≤ 0.0005" in shown, "the floor of so many resamples"

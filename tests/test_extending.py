@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored
+from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
 
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.credit import fill_batch, find_group_filter
@@ -25,7 +25,7 @@ def modules(tmp_path, monkeypatch):
     """Every example in a file of the name that its first line gives, where the user stands."""
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == 8
+    assert len(blocks) == text.count("```python") == 9
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -105,6 +105,12 @@ def test_the_estimator():
     config = algorithm(**GSPO | {"advantages": "above_median:advantages"})
     made = Group(prompt(), scored([13], [14], [15]))
     assert [s.advantage for s in Loop(None).credit([made], config).sequences] == [1.0, 0.0, 0.0]
+
+
+def test_the_credit_of_tokens():
+    config = algorithm(**GSPO | {"token_credit": "second_half:weigh"})
+    credit = Loop(None).credit([group(RIGHT, [14, 15, 16])], config)
+    assert token_weights(credit.sequences) == [None, (0.0, 0.0, 1.0, 1.0)]
 
 
 def test_the_operator_that_generates_nothing():

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 from waiting import eventually
+
+from megatron_ibpo.report.disk import waiting_for_room
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -125,7 +129,33 @@ def test_all_parts_pass_on_a_cpu(tmp_path):
     assert status == 0, {name: own for name, own in found.items() if own["status"] == "failed"}
     assert found.keys() == {part.name for part in conductor.PARTS}
     skipped = {name for name, own in found.items() if own["status"] == "skipped"}
-    assert skipped == {"memcheck", "racecheck", "synccheck", "initcheck"}
+    sanitizers = {"memcheck", "racecheck", "synccheck", "initcheck"}
+    assert skipped == sanitizers | {"host-syncs-qwen3", "host-syncs-qwen3-next"}
+
+
+def test_waits_are_skipped_without_cuda_with_the_reason(tmp_path):
+    found, status = script(tmp_path, "--device", "cpu", "--quick", "--only", "host-syncs-qwen3")
+    assert status == 0
+    assert found["host-syncs-qwen3"]["status"] == "skipped"
+    assert "on CUDA alone" in found["host-syncs-qwen3"]["reason"]
+
+
+def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
+    """With torch's words, as no CPU says them; every time, and no other warnings."""
+    from parts.host_syncs import SYNCHRONIZES, counted
+
+    def waits():
+        warnings.warn(SYNCHRONIZES, stacklevel=1)
+
+    with counted() as found:
+        for _ in range(2):
+            waiting_for_room(waits, 1, print)
+        waits()
+        with pytest.warns(UserWarning, match="something else"):
+            warnings.warn("something else", stacklevel=1)
+    seen = {tuple(re.sub(r":\d+", "", name) for name in places): times for places, times in found.items()}
+    here = "test_gpu_script.py waits"
+    assert seen == {(here, "megatron_ibpo/report/disk.py waiting_for_room"): 2, (here, ""): 1}
 
 
 def is_over(pid):

@@ -79,6 +79,7 @@ def test_a_mask_multiplies_into_the_weights_that_tokens_have():
     arrays = packed([0.4, 0.8, 6.0], [1.0], token_weights=[[1.0, 0.5, 1.0], [0.25]])
     found, told = correct(arrays, LossConfig(icepop=(0.5, 5.0)))
     assert found.token_weights_R.tolist() == close(0.0, 0.4, 0.0, 0.25)
+    assert found.importance_weights_R.tolist() == close(0.0, 0.8, 0.0, 1.0), "in the loss without the mask"
     assert [own.tokens_cut for own in told] == [2, 0]
     assert [own.weight for own in told] == close(0.8, 1.0)
 
@@ -87,6 +88,7 @@ def test_a_rejected_sequence_weighs_nothing_and_stays():
     """Geometric means 2, 1 and 1/2; the tokens of those that stay are truncated as well."""
     arrays = packed([4.0, 1.0], [2.0, 0.5], [0.5], weights=[0.5, 0.25, 1.0])
     found, told = correct(arrays, LossConfig(sequence_rejection=(0.9, 1.1)))
+    assert found.importance_weights_R is None
     assert found.weights_S.tolist() == [0.0, 0.25, 0.0]
     assert found.token_weights_R.tolist() == [1.0] * 5
     assert told == [Corrected(0, 2, 0, 0.0), Corrected(1, 2, 0, 2.0), Corrected(2, 1, 0, 0.0)]

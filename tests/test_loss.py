@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -13,8 +14,16 @@ from hypothesis import strategies as st
 from linear_cases import FUSED
 from loss_calls import loss_of_hidden, loss_of_logits
 
-from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
+from megatron_ibpo.loss import (
+    VARIANTS,
+    LossRows,
+    choose_backend,
+    make_objective,
+    packed_logprobs,
+    weighted_value,
+)
 from megatron_ibpo.loss import logprobs as logprobs_module
+from megatron_ibpo.loss.segments import segment_loss
 
 
 def random_batch(seed=0, lengths=(3, 5, 4), prompt=2, vocab=11, dtype=torch.float64):
@@ -301,6 +310,33 @@ def test_token_weights_scale_the_gradient_and_not_the_value():
     torch.testing.assert_close(weighted_gradient, gradient * weights[:, None])
 
 
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_the_reported_loss_has_the_importance_weights_of_its_tokens(variant):
+    """Weights of ½ and 1½ inside the first sequence, 2 in the second. Where tokens have terms of their own
+    these are weighted, else the sequence's loss by the mean of its weights, here 1 and 2."""
+    params, aggregation, *_ = GOLDEN[variant]
+    ratios, weights = torch.tensor([1.5, 0.9, 0.5]), torch.tensor([0.5, 1.5, 2.0])
+    rows = LossRows(
+        targets_N=torch.tensor([0, 1, 0]),
+        response_mask_N=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
+        old_logprobs_N=math.log(0.5) - ratios.double().log(),
+    )
+    objective = make_objective(variant, params, aggregation=aggregation)
+    now = torch.full((3,), math.log(0.5), dtype=torch.float64)
+    ones = weighted_value(now, rows, objective, torch.ones(3)).item()
+    alone = [weighted_value(now, rows, objective, torch.eye(3)[token]).item() for token in range(3)]
+    found = weighted_value(now, rows, objective, weights).item()
+    options = {"variant": variant, "params": params, "aggregation": aggregation}
+    assert ones == pytest.approx(two_sequences((1.5, 0.9, 0.5), (2.0, -1.0), **options)[0])
+    assert found == pytest.approx(0.5 * alone[0] + 1.5 * alone[1] + 2 * alone[2])
+    if variant == "gspo":
+        assert [a * 2 for a in alone] == pytest.approx([-(1.35**0.5), -(1.35**0.5), 0.8])
+    if variant == "grpo":
+        assert [a * 2 for a in alone] == pytest.approx([-1.25, -0.9, 0.8])
+
+
 def test_the_token_level_ratio_of_one_token_is_the_sequence_level_one_bit_for_bit():
     batch = random_batch(lengths=(1, 1, 1), dtype=torch.float32)
     sequence = loss_and_gradient(batch, variant="gspo", params=WIDE)
@@ -322,6 +358,53 @@ def test_extreme_ratios_give_no_nan(variant, advantage, offset):
     if advantage == 0:
         assert loss == 0
         assert not gradient.any()
+
+
+def with_an_impossible_token(advantage, variant, old=False, params=None, **settings):
+    """(loss, gradient of each log-prob, mean log-ratios) of sequences of 2, 3 and 1 tokens at ratio 1, but
+    for the fourth token, whose log-prob or, with `old`, whose old log-prob is -inf."""
+    now = torch.full((6,), -1.0, dtype=torch.float64)
+    before = now.clone()
+    (before if old else now)[3] = -torch.inf
+    rows = LossRows(
+        targets_N=torch.zeros(6, dtype=torch.int64),
+        response_mask_N=torch.ones(6),
+        cu_seqlens=torch.tensor([0, 2, 5, 6], dtype=torch.int32),
+        advantages=torch.full((3,), advantage, dtype=torch.float64),
+        old_logprobs_N=before,
+        **settings,
+    )
+    options = options_for(variant)
+    params = options["params"] if params is None else params
+    objective = make_objective(variant, params, aggregation=options["aggregation"])
+    now.requires_grad_()
+    loss, mean_log_ratio_S, *_ = segment_loss(now, rows.checked(6, objective), objective)
+    loss.backward()
+    return loss.detach(), now.grad, mean_log_ratio_S
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_token_of_probability_0_gives_no_nan(variant, advantage, weighted):
+    weights = {"token_weights_N": torch.linspace(0, 2, 6, dtype=torch.float64)} if weighted else {}
+    for old, params in product((False, True), (None, {})):
+        loss, gradient, mean_log_ratio_S = with_an_impossible_token(
+            advantage, variant, old, params, **weights
+        )
+        assert not loss.isnan()
+        assert gradient.isfinite().all()
+        assert mean_log_ratio_S.tolist() == [0, math.inf if old else -math.inf, 0]
+
+
+@pytest.mark.parametrize(("advantage", "expected"), [(1.0, -2 / 3), (-1.0, (2 + 0.5) / 3)])
+@pytest.mark.parametrize("variant", ["gspo", "gspo-token"])
+def test_a_sequence_with_a_token_of_probability_0_has_ratio_0(variant, advantage, expected):
+    """Its own probability is 0, so s = exp(-inf) = 0, which for A < 0 is cut at 1 - .5. GSPO and its token
+    form agree, as wherever advantages do not differ inside a sequence; no gradient comes of it."""
+    loss, gradient, _ = with_an_impossible_token(advantage, variant)
+    assert loss.item() == pytest.approx(expected)
+    assert gradient.tolist() == pytest.approx([-advantage / 6, -advantage / 6, 0, 0, 0, -advantage / 3])
 
 
 @pytest.mark.parametrize("value", [-1e4, -900.0, 900.0])

@@ -10,6 +10,7 @@ import torch
 from megatron_ibpo.checks import check_settings
 from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig, parse_config
 from megatron_ibpo.plan.feasibility import make_plan
+from megatron_ibpo.plan.uncounted import UNCOUNTED
 from megatron_ibpo.policy.overrides import (
     MODEL_OURS,
     OPTIMIZER_OURS,
@@ -114,7 +115,7 @@ def test_everything_that_follows_from_the_rest_is_refused(shapes):
     }
     set_by_us = {name for shape in shapes.values() for name in _own_fields(shape, Config(), use_te=True)}
     assert set_by_us - MODEL_OURS.keys() == choices
-    assert MODEL_OURS.keys() <= {field.name for field in fields(TransformerConfig)}
+    assert MODEL_OURS.keys() | UNCOUNTED.keys() <= {field.name for field in fields(TransformerConfig)}
     assert OPTIMIZER_OURS.keys() <= {field.name for field in fields(MegatronOptimizerConfig)}
     assert _optimizer_config(Config(), 1e-3).lr == 1e-3
 

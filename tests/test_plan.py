@@ -18,13 +18,21 @@ from rich.console import Console
 from tiny_models import make_qwen3_next
 
 from megatron_ibpo.checks import check_run
-from megatron_ibpo.config import Config, parse_config
+from megatron_ibpo.config import Config, ParallelConfig, parse_config
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
 from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
-from megatron_ibpo.plan.memory import communicators, kv_bytes_per_token, state_bytes_per_sequence
+from megatron_ibpo.plan.main_memory import census_by_names
+from megatron_ibpo.plan.memory import (
+    communicators,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+    sync_bytes,
+)
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
+from megatron_ibpo.plan.uncounted import not_counted
+from megatron_ibpo.weights.layout.export import metadata_of
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
@@ -170,6 +178,52 @@ def test_what_a_process_holds_before_any_tensor(planner, plan_80b):
     assert alone.engine.asleep == 1.75 * GIB
 
 
+def test_a_layer_keeps_nothing_of_what_is_recomputed():
+    """Attention's core apart: what stands around it keeps its input and output."""
+    next_80b, dense = read_hf_config(NEXT_80B), read_hf_config(DENSE_32B)
+    alone = ParallelConfig()
+
+    def dropped(shape, *modules):
+        return kept_elements(shape, alone, 0) - kept_elements(shape, alone, 0, modules)
+
+    assert dropped(dense, "mlp") == 4 * 25600
+    assert dropped(dense, "moe") == dropped(next_80b, "mlp") == 0
+    assert dropped(dense, "core_attn") == dropped(dense, "layernorm") == 0
+    assert dropped(next_80b, "shared_experts") == 3 * 512
+    assert dropped(next_80b, "moe_act") == 10 * 2 * 512, "of ten experts, twice as many on the fullest rank"
+    routed = 10 * 2 * (3 * 2048 + 3 * 512)
+    assert dropped(next_80b, "moe", "moe_act") == routed + 3 * 512 + 3 * 2 * 512, "and the router's, in fp32"
+
+
+def test_selective_recomputation_is_counted_in_the_training_of_a_step(planner, plan_80b):
+    whole = planner(plan_of, NEXT_80B, 32, "--recompute-granularity", "none").stages[0]
+    flags = ["--recompute-granularity", "selective", "--model-override", "recompute_modules=[core_attn,moe]"]
+    selective = planner(plan_of, NEXT_80B, 32, *flags).stages[0]
+    tokens, in_flight, layers, tensor = 32768, 4, 12, 2
+    per_token = (10 * 2 * (3 * 2048 + 3 * 512) + 3 * 2 * 512) / tensor + 3 * 512 / tensor
+    expected = tokens * in_flight * layers * per_token * 2
+    assert whole.activations - selective.activations == pytest.approx(expected, rel=1e-6)
+    assert plan_80b.stages[0].activations < selective.activations
+
+
+def test_fp8_keeps_copies_of_weights_and_what_is_not_counted_is_named(planner):
+    model = REPOSITORY / "examples/models/qwen3_0_6b"
+    plan = planner(plan_of, model, 1, "--model-override", "fp8=hybrid")
+    (stage,), (part,) = plan.stages, plan.census.stages
+    assert stage.copies == 2 * (part.parameters - 151936 * 1024), "and a transpose, of a byte each"
+    before = planner(plan_of, model, 1).stages[0]
+    assert before.copies == 0
+    for phase in ("training", "updating", "resting"):
+        assert getattr(stage, phase) - getattr(before, phase) == stage.copies
+    flags = ["--model-override", "fp8=hybrid", "--model-override", "recompute_modules=[layernorm,moe_act]"]
+    flags += ["--recompute-granularity", "selective", "--model-override", "moe_shared_expert_overlap=false"]
+    assert not_counted(configured(NEXT_80B, *flags)) == [
+        "fp8 (inputs of products in fewer bytes)",
+        "recompute_modules layernorm",
+    ]
+    assert not_counted(configured(NEXT_80B)) == []
+
+
 def test_the_gradient_meter_holds_a_second_gradient(planner, plan_80b):
     measuring = planner(plan_of, NEXT_80B, 32, "--gradient-meter-interval", "10")
     before, after = plan_80b.stages[0], measuring.stages[0]
@@ -220,10 +274,20 @@ def test_main_memory_of_a_node(plan_80b):
     assert host.trainers == 8 * max(stage.weights for stage in plan_80b.stages)
     assert host.optimizer == 8 * max(stage.host_optimizer for stage in plan_80b.stages)
     dense, experts = max((part.dense, part.experts) for part in plan_80b.census.stages)
-    # bf16 weights in four parts; 12 bytes of state, gathered and copied, on two tensor-parallel ranks of a
-    # node for what is dense, on all eight for their experts
-    assert host.checkpoint == 2 * 79_674_391_296 // 4 + 2 * 12 * (2 * dense + 8 * experts)
+    # bf16 weights in four parts; 12 bytes of state, gathered on two tensor-parallel ranks of a node for what
+    # is dense, on all eight for their experts; 4 on the way, and 4 in the shards of all that it comes from
+    assert host.checkpoint == 2 * 79_674_391_296 // 4 + (12 + 4 + 4) * (2 * dense + 8 * experts)
     assert host.reference == 0
+
+
+def test_a_census_by_names_of_a_checkpoint_is_that_of_the_model(plan_80b):
+    """It is what a run checks its nodes' main memory by, on a driver that builds no model."""
+    elements = {meta.name: meta.num_bytes // 2 for meta in metadata_of(plan_80b.shape, torch.bfloat16)}
+    found = census_by_names(plan_80b.shape, plan_80b.config, elements, 32)
+    assert found.total == plan_80b.census.total
+    for own, counted in zip(found.stages, plan_80b.census.stages, strict=True):
+        assert (own.experts, own.layers) == (counted.experts, counted.layers)
+        assert 0.97 * counted.dense < own.dense <= counted.dense, "TP ranks have copies of routers"
 
 
 def test_the_32b_recipe_fits_32_gpus(planner):
@@ -309,6 +373,25 @@ def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tm
         assert [at.tensor, at.pipeline, at.data, at.expert, at.expert_data] == place
         assert rank in census.ranks(at.pipeline)
         assert census.stages[at.pipeline].parameters == parameters
+
+
+def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_path):
+    model = make_qwen3_next(tmp_path, 0, vocabulary=211)
+    flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --max-tokens-per-gpu 16384"
+    least, more = (
+        planner(plan_of, model, 2, *flags.split(), "--make-vocab-size-divisible-by", multiple)
+        for multiple in ("1", "64")
+    )
+    _, text = planner(printed, model, *flags.split(), "--dry-run-world-size", "2")
+    assert "vocabulary: 211 ids, padded to 212 rows" in text
+    rows = 128 - 106  # of embedding and head each, on each rank
+    assert more.census.stages[0].dense - least.census.stages[0].dense == 2 * rows * 96
+    assert more.census.total == least.census.total
+    (before,), (after,) = least.stages, more.stages
+    element, tokens = (after.weights - before.weights) // (2 * rows * 96), 16384
+    assert element in (2, 4)
+    assert after.logits - before.logits == rows * tokens * element
+    assert sync_bytes(more.census, more.config) == sync_bytes(least.census, least.config)
 
 
 def test_a_million_ranks_are_planned_in_seconds_and_shown_in_part(planner, tmp_path):

@@ -11,6 +11,7 @@ from unittest import mock
 
 import planned
 import pytest
+from allocations import Allocations
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
 from tiny_models import make_qwen3
@@ -84,6 +85,59 @@ def while_training(world, hf_dir, rows, directory):
     found["kept"] = there()
     close_trainer()
     return found
+
+
+def of_a_sharded_optimizer(world, hf_dir, rows, directory):
+    """A save of bf16 weights and of an optimizer sharded over two ranks, which training overtakes: bytes a
+    parameter that are held at most and afterwards, and whether the checkpoint goes on as training did."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import Order, Saver
+
+    write, may_write = FileSystemWriterAsync.write_preloaded_data, threading.Event()
+    config = config_for(layout(distributed_optimizer=True), lr=1e-3, eps_adam=1e-8)
+    config.model.bf16 = True
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    saver, found = Saver(world), {}
+    parameters = sum(own.numel() for chunk in trainer.chunks for own in chunk.parameters())
+
+    def held_back(*arguments, **named):
+        assert may_write.wait(60)
+        return write(*arguments, **named)
+
+    planned.update(trainer, rows)
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", held_back):
+        with Allocations() as taken:
+            saver.begin(trainer, Order(Path(directory), 1, {}, Keep(1)))
+        found["most"], found["held"] = taken.peak / parameters, taken.present / parameters
+        metrics = planned.update(trainer, rows)
+        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        may_write.set()
+        saver.rests(wait=True)
+        saver.seal()
+        saver.rests(wait=True)
+        saver.end()
+    load_checkpoint(trainer, Path(directory) / "step_000001")
+    again = planned.update(trainer, rows)
+    found["same"] = again["grad_norm"] == metrics["grad_norm"] and all(
+        (tensor == weights[name]).all() for name, tensor in export if tensor is not None
+    )
+    close_trainer()
+    return found
+
+
+def test_the_state_of_a_sharded_optimizer_is_gathered_once_and_not_copied(tmp_path):
+    """12 bytes a parameter and the weights' 2 are held until they are written; at most there is one kind of
+    state more, and this rank's half of it."""
+    model = make_qwen3(tmp_path / "model", 3, std=0.1)
+    first, other = run_ranks(of_a_sharded_optimizer, 2, model, sequences(6), str(tmp_path / "saved"))
+    assert first["held"] == pytest.approx(12 + 2, rel=0.01)
+    assert first["most"] == pytest.approx(12 + 4 + 2, rel=0.01)
+    assert other["held"] == pytest.approx(0, abs=0.1)
+    assert other["most"] == pytest.approx(4 / 2, rel=0.1)
+    assert first["same"]
+    assert other["same"]
 
 
 @pytest.fixture(scope="module")

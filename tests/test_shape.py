@@ -121,7 +121,7 @@ def test_layouts_that_divide_have_no_problems(next_80b):
     ("changes", "world_size", "words"),
     [
         ({"tensor_model_parallel_size": 4}, 32, "does not divide the key/value heads (2)"),
-        ({"tensor_model_parallel_size": 3}, 12, "does not divide the vocabulary (151936)"),
+        ({"tensor_model_parallel_size": 3}, 12, "does not divide the attention heads (16)"),
         ({"pipeline_model_parallel_size": 5}, 40, "does not divide the layers (48)"),
         ({"expert_model_parallel_size": 3}, 24, "does not divide the experts (512)"),
         ({"expert_tensor_parallel_size": 3}, 96, "does not divide an expert's hidden size (512)"),

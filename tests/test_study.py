@@ -8,8 +8,9 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +21,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_ibpo.config import ConfigError
-from megatron_ibpo.study import Study, read_study, runs
+from megatron_ibpo.config import ConfigError, config_yaml, parse_config
+from megatron_ibpo.study import runs
+from megatron_ibpo.study.claims import Claim, compare_all
 from megatron_ibpo.study.conduct import conduct
-from megatron_ibpo.study.curves import band, plot_comparison
-from megatron_ibpo.study.plan import PlannedRun, plan_main, plan_tuning
-from megatron_ibpo.study.results import RunResult, best_setting, compare, write_results
-from megatron_ibpo.study.statistics import cost_to_reach, mean_with_interval, paired_difference
-from megatron_ibpo.study.table import markdown_table
+from megatron_ibpo.study.curves import band, figure_of_runs
+from megatron_ibpo.study.findings import Findings, read_findings, write_findings
+from megatron_ibpo.study.page import write_page
+from megatron_ibpo.study.plan import PlannedRun, Study, Task, Tuning, plan_main, plan_tuning
+from megatron_ibpo.study.power import analyse, detectable, power, seeds_needed
+from megatron_ibpo.study.reading import read_study
+from megatron_ibpo.study.results import (
+    RunResult,
+    compare,
+    compare_at_equal_steps,
+    compare_overall,
+    dose_response,
+)
+from megatron_ibpo.study.statistics import (
+    cost_to_reach,
+    holm,
+    mean_with_interval,
+    over_seeds,
+    paired_difference,
+    shown_p,
+)
+from megatron_ibpo.study.table import markdown, tables
+from megatron_ibpo.study.tuning import Tried, beyond, choose
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
+KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json") if not p.stem.startswith("audit"))
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -78,7 +99,8 @@ def test_a_difference_is_paired():
     better = base + 0.1
     found = paired_difference(better, base)
     assert (found.mean, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
-    assert found.bootstrap_p == pytest.approx(2 / 4001)
+    assert found.bootstrap_p == found.bootstrap_floor == pytest.approx(2 / 4001)
+    assert shown_p(found.bootstrap_p, found.bootstrap_floor) == "≤ 0.0005"
     assert paired_difference(base, better).mean == pytest.approx(-0.1)
 
 
@@ -101,6 +123,94 @@ def test_sign_flips_by_hand():
     sums = (signs * np.array([[0.1], [0.2], [-0.05]])).sum(0)
     assert (np.abs(sums) >= 0.25 - 1e-12).sum() == 4
     assert paired_difference(method, base).sign_flip_p == pytest.approx(4 / 8)
+
+
+def test_the_interval_over_seeds_covers_the_truth_with_few_seeds_too():
+    """2,000 studies of 3 seeds. The bootstrap of the same seeds covers it far too rarely: its p is no
+    evidence."""
+    rng = np.random.default_rng(0)
+    studies = 0.04 + 0.02 * rng.normal(size=(2000, 3))
+    found = [over_seeds(differences) for differences in studies]
+    covered = np.mean([estimate.low <= 0.04 <= estimate.high for estimate in found])
+    assert covered == pytest.approx(0.95, abs=0.02)
+    resampled = studies[:, rng.integers(3, size=(500, 3))].mean(2)
+    low, high = np.quantile(resampled, [0.025, 0.975], axis=1)
+    assert np.mean((low <= 0.04) & (high >= 0.04)) < 0.8
+    nothing = [over_seeds(differences).p for differences in studies - 0.04]
+    assert np.mean(np.array(nothing) < 0.05) == pytest.approx(0.05, abs=0.02)
+
+
+def test_the_paired_t_test_by_hand():
+    """Differences .1, .2, .3: mean .2, standard error .1 / sqrt(3), t = 3.464 of two degrees of freedom, for
+    which p = 1 - t / sqrt(t² + 2) has a closed form."""
+    found = over_seeds([0.1, 0.2, 0.3])
+    t = 0.2 / (0.1 / math.sqrt(3))
+    assert found.p == pytest.approx(1 - t / math.sqrt(t**2 + 2))
+    assert found.spread == pytest.approx(0.1)
+    assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
+    alone = over_seeds([0.2])
+    assert alone.mean == 0.2
+    assert math.isnan(alone.p)
+    assert shown_p(alone.p) == "–"
+    assert over_seeds([0.2, 0.2]).p == 0.0
+    assert over_seeds([0.0, 0.0]).p == 1.0
+
+
+def test_holm_by_hand():
+    """.01, .04, .03, .005: times 4, 3, 2, 1 in ascending order, and never below the one before."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.02]) == [0.02]
+    with_none = holm([0.01, math.nan, 0.02])
+    assert with_none[::2] == pytest.approx([0.02, 0.02])
+    assert math.isnan(with_none[1])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.randoms())
+def test_holm_keeps_the_order_and_lies_between_the_raw_p_and_bonferroni(ps, random):
+    adjusted = holm(ps)
+    for p, found in zip(ps, adjusted, strict=True):
+        assert p - 1e-12 <= found <= min(1.0, len(ps) * p) + 1e-12
+    order = list(range(len(ps)))
+    random.shuffle(order)
+    assert holm([ps[i] for i in order]) == pytest.approx([adjusted[i] for i in order])
+
+
+# ----------------------------------------------------------------------------------------------------- power
+
+
+@pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
+def test_the_seeds_needed_are_those_of_the_published_tables(effect, pairs):
+    """Pairs for a power of .8 at a two-sided level of .05 (Cohen 1988; G*Power gives the same)."""
+    assert seeds_needed(0.02, 0.02 / effect) == pairs
+    assert power(0.02, 0.02 / effect, pairs) >= 0.8 > power(0.02, 0.02 / effect, pairs - 1)
+
+
+def test_with_many_seeds_the_power_is_that_of_the_normal_law():
+    """n = (z(.975) + z(.8))² σ² / d² = 7.849 σ² / d²"""
+    assert seeds_needed(0.01, 0.1) == pytest.approx(7.849 * 100, rel=0.005)
+    assert detectable(0.1, 785) == pytest.approx(0.01, rel=0.005)
+
+
+def test_the_power_is_the_share_of_simulated_studies_that_find_the_difference():
+    rng = np.random.default_rng(1)
+    studies = 0.02 + 0.02 * rng.normal(size=(2000, 8))
+    found = np.mean([over_seeds(differences).p < 0.05 for differences in studies])
+    assert found == pytest.approx(power(0.02, 0.02, 8), abs=0.03)
+
+
+def test_a_pilot_says_how_many_seeds_two_points_take():
+    """Two methods whose accuracies spread by .02 differ by .02 sqrt(2); three methods share the level."""
+    pilot = [0.48, 0.50, 0.52]
+    found = analyse([pilot], paired=False, seeds=8, tests=3, source="a pilot")
+    assert found.spread == pytest.approx(0.02 * math.sqrt(2))
+    assert found.level == pytest.approx(0.05 / 3)
+    assert found.needed == seeds_needed(0.02, found.spread, 0.05 / 3) > 8
+    assert found.spread_at_most == pytest.approx(found.spread * math.sqrt(2 / 0.4463), rel=1e-3)
+    assert power(found.detectable, found.spread, 8, found.level) == pytest.approx(0.8, abs=1e-6)
+    paired = analyse([pilot], paired=True, seeds=8, tests=1, source="differences")
+    assert paired.spread == pytest.approx(0.02)
+    assert analyse([[0.5]], paired=True, seeds=8, tests=1, source="one run") is None
 
 
 def test_no_difference_is_no_discovery():
@@ -177,22 +287,43 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed(tmp_path):
     assert lines[0]["cost_to_threshold"]["of_baseline"] == 1.0
     assert lines[1]["cost_to_threshold"]["of_baseline"] > 1.5
     assert lines[0]["gradient"] == {"gradient_snr": pytest.approx(0.02)}
-    table = markdown_table(STUDY, lines)
-    assert "+0.100 [+0.025, +0.175]" in table or "+0.100 [" in table
-    assert "0.2500 (0.2500)" in table
+    found = Findings(STUDY, results)
+    compared = compare_all(found)
+    table = markdown(found, tables(found, compared))
+    assert "| +0.100 [+0.100, +0.100] | < 0.0001 | < 0.0001 | 0.2500 (0.2500) |" in table
     assert "at most 1.7% over" in table
-    write_results(tmp_path / "results.json", STUDY, results, lines)
-    kept = json.loads((tmp_path / "results.json").read_text())
-    assert len(kept["runs"]) == 6
-    plot_comparison(STUDY, results, [tmp_path / "c.png", tmp_path / "c.svg"])
-    assert (tmp_path / "c.svg").read_text().startswith("<?xml")
+    write_findings(tmp_path / "results.json", found, asdict(compared))
+    assert read_findings(tmp_path / "results.json") == found
+    written = write_page(found, compared, tmp_path)
+    assert [path.name for path in written] == [
+        "results.json",
+        "page.html",
+        "table.md",
+        "curves.png",
+        "curves.svg",
+    ]
+    assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 1
+    assert "<td>ibpo</td>" in page
+
+
+def test_a_method_has_the_same_colour_in_every_panel():
+    """gspo has too few steps for a curve of its reward."""
+    short = [result("gspo", seed, 0.5, rewards=(0.5,) * 4) for seed in (0, 1)]
+    figure = figure_of_runs(STUDY, [*short, *(result("ibpo", seed, 0.6) for seed in (0, 1))])
+    of_panels = [{line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes]
+    assert of_panels[0]["gspo"] != of_panels[0]["ibpo"] == of_panels[1]["ibpo"]
 
 
 def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
     never = (0.1,) * 7
-    lines = compare(STUDY, [result("gspo", 0, 0.5), result("ibpo", 0, 0.5, rewards=never)])
+    found = Findings(STUDY, [result("gspo", 0, 0.5), result("ibpo", 0, 0.5, rewards=never)])
+    lines = compare(STUDY, found.runs)
     assert lines[1]["cost_to_threshold"] == {"median": math.inf, "reached": 0, "of_baseline": None}
-    assert "0/1 reached" in markdown_table(STUDY, lines)
+    (methods,) = [t for t in tables(found, compare_all(found)) if t.title == "Methods"]
+    assert methods.rows[1][-1] == "0/1 reached"
+    assert methods.rows[1][methods.header.index("p t test")] == "–", "one seed is no test"
 
 
 def test_runs_tested_on_different_problems_are_not_compared():
@@ -202,12 +333,165 @@ def test_runs_tested_on_different_problems_are_not_compared():
         compare(STUDY, [result("ibpo", 0, 0.5)])
 
 
-def test_tuning_takes_the_value_with_the_best_mean():
-    def tuned(value, *accuracies):
-        run = PlannedRun("gspo", 100, Path("x"), (), "", 1.0, value)
-        return [(run, result("gspo", 100, accuracy)) for accuracy in accuracies]
+TASKS = replace(
+    STUDY,
+    tasks=(Task("short", {}, skill=0.0), Task("hard", {}, skill=0.9)),
+    methods={"gspo": {}, "ibpo": {}, "mine": {}},
+)
 
-    assert best_setting([*tuned(1e-4, 0.6, 0.7), *tuned(3e-4, 0.9, 0.5), *tuned(1e-3, 0.1, 0.2)]) == 3e-4
+
+def over_tasks(method, seed, **accuracies):
+    return [replace(result(method, seed, accuracy), task=task) for task, accuracy in accuracies.items()]
+
+
+def test_over_several_tasks_the_mean_of_each_seed_is_compared():
+    """ibpo gains .1 and loses .05 alike with every seed; the seed that mine lacks on one task is left out."""
+    results = []
+    for seed in (0, 1, 2):
+        results += over_tasks("gspo", seed, short=0.5 + 0.05 * seed, hard=0.25)
+        results += over_tasks("ibpo", seed, short=0.6 + 0.05 * seed, hard=0.2)
+    results += over_tasks("mine", 0, short=0.55, hard=0.3) + over_tasks("mine", 1, short=0.6)
+    lines = {line["method"]: line for line in compare_overall(TASKS, results)}
+    assert lines["ibpo"]["difference"]["mean"] == pytest.approx(0.025)
+    assert (lines["ibpo"]["seeds"], lines["mine"]["seeds"]) == (3, 1)
+    assert lines["gspo"]["accuracy"]["mean"] == pytest.approx((0.55 + 0.25) / 2)
+    by_task = [(line["task"], line["method"]) for line in compare(TASKS, results)]
+    assert by_task == [(task, m) for task in ("short", "hard") for m in ("gspo", "ibpo", "mine")]
+    assert compare_overall(STUDY, [result("gspo", 0, 0.5)]) == []
+
+
+def test_the_response_is_given_by_the_dose():
+    results = [
+        run
+        for seed in (0, 1)
+        for run in over_tasks("gspo", seed, short=0.5, hard=0.25)
+        + over_tasks("ibpo", seed, short=0.4 + 0.05 * seed, hard=0.3 + 0.05 * seed)
+    ]
+    points = dose_response(TASKS, results, compare(TASKS, results))
+    assert [(p["skill"], p["mean"]) for p in points] == [
+        (0.0, pytest.approx(-0.075)),
+        (0.9, pytest.approx(0.075)),
+    ]
+    one_skill = replace(TASKS, tasks=(Task("short", {}, skill=0.5), Task("hard", {})))
+    lines = compare(one_skill, results)
+    assert dose_response(one_skill, results, lines) == []
+    measured = [
+        replace(run, skill=0.1 if run.seed else 0.3) if run.task == "hard" else run for run in results
+    ]
+    points = dose_response(one_skill, measured, lines)
+    assert [point["skill"] for point in points] == [pytest.approx(0.2), 0.5], "the mean of what runs measured"
+
+
+def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
+    """The last step is one that half of the methods have reached: the seventh."""
+    results = [result("gspo", s, 0.5, rewards=(0.1 * s,) * 9) for s in (0, 1, 2)]
+    results += [result("ibpo", s, 0.5, rewards=(0.0, 0.0) + (0.1 * s + 0.2,) * 5) for s in (0, 1, 2)]
+    results += [result("mine", s, 0.5, rewards=(0.9,) * 4) for s in (0, 1, 2)]
+    three = replace(STUDY, methods={"gspo": {}, "ibpo": {}, "mine": {}})
+    gspo, ibpo, mine = compare_at_equal_steps(three, results)
+    assert (gspo["first"], gspo["last"]) == (3, 7)
+    assert gspo["reward"]["mean"] == pytest.approx(0.1)
+    assert gspo["reward"]["high"] > 0.1 > gspo["reward"]["low"]
+    assert ibpo["difference"]["mean"] == pytest.approx(0.2)
+    assert "reward" not in mine
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_results_from_before_can_still_be_read(path):
+    """What was kept of every run, and the differences that the table had."""
+    found = read_findings(path)
+    kept = json.loads(path.read_text())
+    assert len(found.runs) == len(kept["runs"])
+    for line in compare(
+        replace(found.study, methods=dict(list(found.study.methods.items())[:2])), found.runs
+    ):
+        (before,) = [old for old in kept["table"] if old["method"] == line["method"]]
+        if "difference" in line:
+            assert line["difference"]["mean"] == pytest.approx(before["difference"]["mean"], abs=1e-6)
+
+
+def test_a_file_that_holds_no_results_is_refused(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no results of a study"):
+        read_findings(tmp_path / "other.json")
+
+
+# --------------------------------------------------------------------------------------------------- claims
+
+
+def claim_of(*, gain=0.1, seeds=range(8), again=None, study=STUDY, **found):
+    """What may be said of ibpo, whose runs gain so much over GSPO's."""
+    noise = (0.0, 0.025, -0.025, 0.0)
+
+    def both(numbers, gain):
+        pairs = [(seed, noise[seed % 4]) for seed in numbers]
+        return [result("gspo", seed, 0.5) for seed, _ in pairs] + [
+            result("ibpo", seed, 0.5 + gain + luck) for seed, luck in pairs
+        ]
+
+    fresh = both(range(100, 108), again) if again is not None else []
+    grid = {"lr": (1e-4, 3e-4, 1e-3)}
+    chosen = [choose("", method, tried(grid["lr"], best=3e-4)) for method in ("gspo", "ibpo")]
+    tune = Tuning(grid, (50,), 30.0)
+    all_found = {"choices": chosen, "confirmation": fresh} | found
+    (claim,) = compare_all(Findings(replace(study, tune=tune), both(seeds, gain), **all_found)).claims
+    return claim
+
+
+def tried(values, best, key="lr"):
+    return [Tried({key: value}, 50, 0.9 if value == best else 0.5, 0.9, 10) for value in values]
+
+
+def test_a_better_method_is_a_claim_once_fresh_seeds_show_it_too():
+    assert claim_of(again=0.1) == Claim("ibpo", "better", ())
+    assert claim_of().blocks == ("not run again with fresh seeds",)
+    assert claim_of(again=0.0).blocks[0].startswith("fresh seeds do not show it: +0.000")
+
+
+def test_what_stands_against_a_claim_is_named():
+    assert claim_of(gain=0.0).verdict == "not told apart"
+    assert claim_of(gain=-0.1) == Claim("ibpo", "worse", ())
+    assert claim_of(seeds=range(5), again=0.1).blocks == ("5 seeds, 8 are needed",)
+    assert claim_of(seeds=range(1)).verdict == "no test"
+    assert claim_of(runs_left=3, again=0.1).blocks == ("3 runs to go",)
+    edge = choose("", "gspo", tried((1e-4, 3e-4), best=3e-4))
+    assert claim_of(choices=[edge], again=0.1).blocks == ("the best lr of gspo is at the edge of its grid",)
+    assert claim_of(choices=[], again=0.1).blocks == ("what tuning tried was not kept",)
+
+
+# --------------------------------------------------------------------------------------------------- tuning
+
+
+def test_tuning_takes_the_combination_with_the_best_mean():
+    runs_of = [(1e-4, 0.6), (1e-4, 0.7), (3e-4, 0.9), (3e-4, 0.5), (1e-3, 0.1), (1e-3, 0.2)]
+    found = choose("short", "gspo", [Tried({"lr": lr}, 50, a, a, 10) for lr, a in runs_of])
+    assert (found.setting, found.at_edge) == ({"lr": 3e-4}, ())
+    assert len(found.tried) == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "further"),
+    [
+        ((1e-4, 3e-4, 1e-3), 3e-4, None),
+        ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
+        ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5),
+        ((4, 8), 4, 2),
+        ((1, 2), 1, None),  # no whole number lies beyond
+        ((3e-4,), 3e-4, None),  # no axis
+        (("gspo", "dapo"), "gspo", None),
+    ],
+)
+def test_the_grid_goes_on_in_equal_ratios_where_the_best_lies_at_its_end(values, best, further):
+    found = choose("", "gspo", tried(values, best, key="x"))
+    assert found.at_edge == (() if further is None else ("x",))
+    assert beyond(found) == ({} if further is None else {"x": {"x": further}})
+
+
+def test_of_two_settings_each_has_its_own_edge():
+    points = [{"lr": lr, "G": g} for lr in (1e-4, 3e-4, 9e-4) for g in (4, 8)]
+    found = choose("", "gspo", [Tried(p, 50, float(p == {"lr": 3e-4, "G": 8}), 0.0, 9) for p in points])
+    assert found.at_edge == ("G",)
+    assert beyond(found) == {"G": {"lr": 3e-4, "G": 16}}
 
 
 # -------------------------------------------------------------------------------------------------- the plan
@@ -218,8 +502,8 @@ def test_every_study_of_the_repository_can_be_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     study = read_study([path])
     runs_of = [*plan_tuning(study, tmp_path), *plan_main(study, tmp_path)]
-    tuned = len(study.tune.values) * len(study.tune.seeds) if study.tune else 0
-    assert len(runs_of) == len(study.methods) * (tuned + len(study.seeds))
+    tuned = math.prod(map(len, study.tune.grid.values())) * len(study.tune.seeds) if study.tune else 0
+    assert len(runs_of) == len(study.tasks) * len(study.methods) * (tuned + len(study.seeds))
     assert len({run.directory for run in runs_of}) == len(runs_of)
 
 
@@ -253,6 +537,37 @@ def test_every_run_has_its_seed_its_budget_and_a_recipe_of_its_own(tmp_path):
     assert planned[3].directory.with_suffix(".yaml").exists()
 
 
+def test_a_task_has_a_warm_start_of_measured_skill(tmp_path):
+    """A number, or what `ibpo skill --save` wrote."""
+    above = {"above_resample": {"estimate": 0.31, "low": 0.2, "high": 0.4}}
+    measured = {"ways": {"groups with a correct response": {"correct reference": above}}}
+    (tmp_path / "skill.json").write_text(json.dumps(measured))
+    settings = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3_hard"), "lr": 1e-4}
+    tasks = {
+        "easy": {"settings": {}, "skill": 0.02, "warm-start": {"slip": 0.02}},
+        "hard": {"kind": "rare", "settings": settings, "skill": str(tmp_path / "skill.json")},
+    }
+    study = read_study([minimal(tmp_path, tasks=tasks)])
+    assert [(task.name, task.kind, task.skill) for task in study.tasks] == [
+        ("easy", "", 0.02),
+        ("hard", "rare", 0.31),
+    ]
+    planned = plan_main(study, tmp_path / "out")
+    assert [run.task for run in planned[::2]] == ["easy", "hard"] * 2
+    hard = yaml.safe_load(planned[2].config)
+    assert (Path(hard["hf-checkpoint"]).name, hard["lr"]) == ("tiny_qwen3_hard", 1e-4)
+    assert planned[2].directory == tmp_path / "out/runs/hard/gspo/seed_0"
+    (tmp_path / "skill.json").write_text("{}")
+    with pytest.raises(ConfigError, match="task hard: skill must be a number, or a file"):
+        read_study([minimal(tmp_path, tasks=tasks)])
+
+
+def test_the_configuration_of_every_planned_run_is_what_its_flags_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the directory of the results is relative to it
+    for run in plan_main(read_study([minimal(tmp_path)]), Path("out")):
+        assert config_yaml(parse_config(run.arguments)) == run.config
+
+
 def test_recipes_are_methods_too(tmp_path):
     base = yaml.safe_load((ROOT / "examples/recipes/tiny_qwen3_study.yaml").read_text())
     base["hf-checkpoint"] = str(ROOT / "examples/tiny_qwen3")
@@ -273,8 +588,14 @@ def test_recipes_are_methods_too(tmp_path):
         ({"budget": None}, "a study needs budget"),
         ({"budgett": 3}, "unknown key 'budgett'; did you mean 'budget'"),
         ({"seeds": [1, 1]}, "seeds must be different"),
-        ({"tune": {"setting": "lr", "values": [1], "seeds": [0], "budget": 1}}, "study's own seeds"),
-        ({"tune": {"setting": "lr"}}, "tune must have exactly budget, seeds, setting, values"),
+        ({"tune": {"grid": {"lr": [1]}, "seeds": [0], "budget": 1}}, "tuning must not use the study's own"),
+        ({"tune": {"grid": {"lr": [1]}}}, "tune must have exactly budget, grid, seeds"),
+        ({"tune": {"grid": {"lr": 1}, "seeds": [9], "budget": 1}}, "each setting a list"),
+        ({"pilot-seeds": [7]}, "a pilot of one seed has no spread"),
+        ({"confirm-seeds": [1, 2]}, "confirmation must not use the study's own"),
+        ({"tasks": {"a": {"hf-checkpoint": "x"}}}, "task a: must have settings"),
+        ({"tasks": {"a/b": {"settings": {}}}}, "without a slash"),
+        ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"must be a recipe .* or settings"),
     ],
 )
 def test_a_study_that_makes_no_sense_is_refused(tmp_path, changes, words):
@@ -312,7 +633,10 @@ def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypa
     monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", STUBBORN, str(noted)))
     monkeypatch.setattr(runs, "GRACE_S", 0.3)
     started = time.monotonic()
-    assert runs.execute(planned(tmp_path), replace(STUDY, run_timeout=3.0), lambda row: None) == "timed out"
+    assert (
+        runs.execute(planned(tmp_path), replace(STUDY, run_timeout=3.0), lambda row: None, threading.Event())
+        == "timed out"
+    )
     assert time.monotonic() - started < 20
     below = int(noted.read_text())
     if psutil.pid_exists(below):
@@ -324,7 +648,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypa
 def test_a_run_that_fails_says_so_and_keeps_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "print('why'); raise SystemExit(3)"))
     run = planned(tmp_path)
-    assert runs.execute(run, STUDY, lambda row: None) == "failed"
+    assert runs.execute(run, STUDY, lambda row: None, threading.Event()) == "failed"
     assert run.directory.with_suffix(".log").read_text() == "why\n"
     assert not runs.is_finished(run)
 
@@ -338,7 +662,7 @@ def test_a_finished_run_is_known_again_and_another_one_in_its_place_refused(tmp_
     assert not runs.is_finished(run)
     summary.write_text('{"status": "finished"}')
     assert runs.is_finished(run)
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match=r"other settings .*key was 'value', is 'other'"):
         runs.is_finished(replace(run, config="key: other\n"))
 
 
@@ -387,9 +711,12 @@ def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path)
     assert "1 of 2 runs are there already" in second
     assert "gspo, seed 0" not in second  # it is not run again
     table = (tmp_path / "out/table.md").read_text()
-    assert table.count("| gspo |") == 1
+    assert table.count("| gspo | 4 | 8 | 0.0003 |") == 1  # P, G and the learning rate
+    assert "<td>no test</td>" in (tmp_path / "out/page.html").read_text()
     assert "| ibpo |" in table
     kept = json.loads((tmp_path / "out/results.json").read_text())
     assert [run["steps"] for run in kept["runs"]] == [1, 1]
     assert kept["table"][1]["gradient"].keys() >= {"gradient_variance", "gspo_gradient_variance"}
-    assert all(run["spent"]["flops"] > 0 for run in kept["runs"])
+    for run in kept["runs"]:
+        assert run["spent"]["flops"] > run["spent"]["flops_shared_prefixes"] > 0
+        assert 0 <= run["other_accuracies"]["0.6"] <= 1

@@ -476,20 +476,23 @@ def weighted_by_hand(rows, old):
 
 
 @pytest.mark.parametrize("variant", ["gspo", "grpo"])
-def test_corrections_weight_gradients_of_tokens_and_losses_of_sequences(checkpoints, variant):
-    """As rows that bring these weights along, in a sequence-level loss as in a token-level one."""
+def test_corrections_weight_gradients_and_the_loss_that_is_reported(checkpoints, variant):
+    """The step is that of rows which bring these weights along, in a sequence-level loss as in a token-level
+    one. The loss, at ratio 1, is -A times the mean weight of the tokens; a mask has no part in it."""
     rows = [row for row in sequences(9) if row.advantage]
     corrected = {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "loss_variant": variant}
     cases = [(corrected, as_they_are), ({"loss_variant": variant}, weighted_by_hand)]
     old, found = run_ranks(with_corrections, 1, checkpoints["dense"], rows, cases)[0]
     (weights, metrics), (wanted, wanted_metrics) = found
-    assert metrics["loss"] == pytest.approx(wanted_metrics["loss"], rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(wanted_metrics["grad_norm"], rel=1e-5)
     before = load_file(checkpoints["dense"] / "model.safetensors")
     scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
     for name in wanted:
         assert (weights[name] - wanted[name]).abs().max() <= 2e-4 * scale, name
     by_hand = weighted_by_hand([replace(row, token_weights=None) for row in rows], old)
+    losses = [-row.weight * row.advantage * row.token_weights.mean() for row in by_hand]
+    assert metrics["loss"] == pytest.approx(sum(losses), rel=1e-5)
+    assert wanted_metrics["loss"] != pytest.approx(sum(losses), rel=1e-2)
     kept = [row.token_weights * (row.weight > 0) for row in by_hand]
     ratios = np.concatenate(kept)
     assert metrics["importance_weight_mean"] == pytest.approx(ratios.mean(), rel=1e-5)

@@ -19,8 +19,9 @@ from megatron_ibpo.models.weight_map import global_name, weight_map
 from megatron_ibpo.weights.formats import save as save_module
 
 
-def layout(tp=1, pp=1, ep=1, etp=1):
+def layout(tp=1, pp=1, ep=1, etp=1, vocabulary=1):
     return ParallelConfig(
+        make_vocab_size_divisible_by=vocabulary,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
@@ -37,6 +38,7 @@ def checkpoints(tmp_path_factory):
         "tied": make_qwen3(directory / "tied", 6, tie=True),
         "next": make_qwen3_next(directory / "next", 7, value_heads=4),
         "moe": make_qwen3_moe(directory / "moe"),
+        "odd": make_qwen3(directory / "odd", 8, kv_heads=4, vocabulary=211),  # no TP divides it
     }
     return {
         (name, dtype): with_random_bits(path, directory / f"{name}-{dtype}", dtype)
@@ -155,8 +157,14 @@ CASES = {
         ("next", layout()),  # two replicas
         ("moe", layout(tp=2, etp=2)),
         ("moe", layout(tp=2, ep=2)),
+        ("odd", layout(tp=2)),
     ],
-    4: [("dense", layout(tp=2, pp=2)), ("next", layout(tp=2, pp=2, ep=2)), ("next", layout(ep=4))],
+    4: [
+        ("dense", layout(tp=2, pp=2)),
+        ("next", layout(tp=2, pp=2, ep=2)),
+        ("next", layout(ep=4)),
+        ("odd", layout(tp=4, vocabulary=16)),
+    ],
 }
 
 

@@ -2,7 +2,8 @@
 
     make_qwen3_next(directory, seed)        make_qwen3(directory, seed, tie=False)
 
-The two families of the project; no tokenizer, token ids 0..63, end of sequence is id 1.
+The two families of the project; no tokenizer, token ids 0..63 unless another vocabulary is asked for, end
+of sequence is id 1.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ SHARED: dict[str, Any] = {
 
 
 def make_qwen3(
-    directory: Path, seed: int, *, tie: bool = False, layers: int = 2, std: float = 0.2, kv_heads: int = 2
+    directory: Path,
+    seed: int,
+    *,
+    tie: bool = False,
+    layers: int = 2,
+    std: float = 0.2,
+    kv_heads: int = 2,
+    vocabulary: int = VOCAB_SIZE,
 ) -> Path:
     """A dense Qwen3 in float32; `std` is the spread of its weights: large, so that outputs are peaked."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        **{**SHARED, "num_key_value_heads": kv_heads},
+        **{**SHARED, "num_key_value_heads": kv_heads, "vocab_size": vocabulary},
         num_hidden_layers=layers,
         intermediate_size=192,
         tie_word_embeddings=tie,
@@ -55,13 +63,14 @@ def make_qwen3_next(
     kv_heads: int = 2,
     key_heads: int = 2,
     value_heads: int = 2,
+    vocabulary: int = VOCAB_SIZE,
 ) -> Path:
     """A hybrid Qwen3-Next in float32: every fourth layer is attention, the others Gated DeltaNet with
     `key_heads` and `value_heads`, all MoE."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
-        **{**SHARED, "num_key_value_heads": kv_heads},
+        **{**SHARED, "num_key_value_heads": kv_heads, "vocab_size": vocabulary},
         num_hidden_layers=layers,
         full_attention_interval=4,
         linear_num_key_heads=key_heads,

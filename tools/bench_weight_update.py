@@ -285,7 +285,7 @@ def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int |
     from megatron.core import parallel_state
 
     from megatron_ibpo.config import Config
-    from megatron_ibpo.models import pipeline_layers
+    from megatron_ibpo.models import padded_vocab_size, pipeline_layers
     from megatron_ibpo.plan.census import as_rank
     from megatron_ibpo.weights.layout.export import metadata_of, regions_of
     from megatron_ibpo.weights.layout.holdings import my_holding
@@ -296,7 +296,8 @@ def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int |
     for rank in range(trainers):
         with as_rank(rank, trainers, config):
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            places.append(my_holding(shape, pipeline_layers(shape.num_layers, layout)[stage]))
+            layers = pipeline_layers(shape.num_layers, layout)[stage]
+            places.append(my_holding(shape, layers, padded_vocab_size(shape, layout)))
     metas = metadata_of(shape, torch.bfloat16)
     model = sum(meta.num_bytes for meta in metas)
     sent = [0] * trainers

@@ -1,39 +1,57 @@
 """Compare methods under the same budget: several seeds each, all costs counted, intervals and tests.
 
     bash tools/ibpo.sh compare examples/studies/mini.yaml --save runs/mini
+    bash tools/ibpo.sh compare examples/studies/main_table.yaml --add my=my.yaml --only my --save runs/my
     bash tools/ibpo.sh compare a.yaml b.yaml --baseline a --budget 60 --seeds 3 --save runs/ab
 
-Give one study (a file with `methods`), or recipes, each of which is a method. What is finished is not run
-again: the same command goes on where it was stopped. The table, the curves and all numbers land in --save.
+Give one study (a file with `methods`), or recipes, each of which is a method; or a results.json, whose page
+is written anew. What is finished is not run again: the same command goes on where it was stopped. The page,
+the table, the curves and all numbers land in --save.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.display import open_console
-from megatron_ibpo.study import conduct, read_study
+from megatron_ibpo.study.claims import compare_all
+from megatron_ibpo.study.conduct import conduct
+from megatron_ibpo.study.findings import read_findings
+from megatron_ibpo.study.page import write_page
+from megatron_ibpo.study.reading import read_study
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+Names = Annotated[list[str], tyro.conf.UseAppendAction]
 
 
 @dataclass
 class Arguments:
     recipes: tyro.conf.Positional[tuple[Path, ...]]
-    """A study, or recipes."""
+    """A study, recipes, or a results.json."""
     save: Path
     """Directory for the runs and what comes of them."""
+    add: Names = field(default_factory=list)
+    """A further method, NAME=WHAT: a recipe, or an import path module:NAME of settings, an operator or an
+    estimator. May be repeated."""
+    only: Names = field(default_factory=list)
+    """A method to compare with the baseline; may be repeated. All when left out."""
+    task: Names = field(default_factory=list)
+    """A task of the study to run; may be repeated. All when left out."""
     baseline: str | None = None
     """Method that the others are compared with."""
     budget: float | None = None
     """Of each run."""
-    budget_unit: Literal["accelerator-seconds", "tokens", "flops"] | None = None
+    budget_unit: (
+        Literal["accelerator-seconds", "tokens", "flops", "tokens-shared-prefixes", "flops-shared-prefixes"]
+        | None
+    ) = None
     seeds: int | None = None
     """So many, from 0 on."""
     threshold: float | None = None
@@ -43,22 +61,49 @@ class Arguments:
     run_timeout: float | None = None
     """Seconds after which a run is ended."""
     runs_at_most: int | None = None
-    """Stop after so many runs; the rest is for the next time."""
+    """Stop after so many runs; the rest is for the next time. 0 shows what the study would cost."""
+    parallel: int = 1
+    """Runs at a time."""
 
 
 def main(arguments: Arguments) -> int:
     names = ("baseline", "budget", "budget_unit", "seeds", "threshold", "processes", "run_timeout")
     overrides: dict[str, Any] = {n: v for n in names if (v := getattr(arguments, n)) is not None}
     try:
-        study = read_study(arguments.recipes, overrides)
-        complete = conduct(study, arguments.save, open_console(), runs_at_most=arguments.runs_at_most)
-    except ConfigError as error:
+        if arguments.parallel < 1:
+            raise ConfigError("--parallel must be at least 1")
+        if [path.suffix for path in arguments.recipes] == [".json"]:
+            found = read_findings(arguments.recipes[0])
+            print(*write_page(found, compare_all(found), arguments.save), sep="\n")
+            return DONE
+        study = read_study(
+            arguments.recipes,
+            overrides,
+            add=dict(map(_named, arguments.add)),
+            only=arguments.only,
+            tasks=arguments.task,
+        )
+        complete = conduct(
+            study,
+            arguments.save,
+            open_console(),
+            parallel=arguments.parallel,
+            runs_at_most=arguments.runs_at_most,
+        )
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
     return DONE if complete else FAILED
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, _, what = text.partition("=")
+    if not name or not what:
+        raise ConfigError(f"--add {text}: must read NAME=RECIPE or NAME=module:NAME")
+    return name, what
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from megatron_ibpo.cluster.host import Host, ProcessDiedError, awaited, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
-from megatron_ibpo.cluster.trainers import Trainers
+from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
 from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout import EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.rollout.settings import EngineSettings
@@ -26,8 +26,9 @@ MOST_DEATHS, WITHIN_S = 3, 60.0
 """So many deaths of one engine within so many seconds, and without a step of the run between, end the run:
 they have a cause that starting it again does not mend. Starting does not count, since a large model takes
 minutes for it."""
-END_TIMEOUT_S = 5.0
-"""For an engine that died to be taken away in order; then its process is ended by force."""
+END_TIMEOUT_S = 2.0
+"""For an engine that died to be taken away in order, which takes some tens of milliseconds; then its process
+is ended by force. Its successor waits for it, and one that stands still never answers."""
 CLOSE_TIMEOUT_S = 45.0
 """For an engine to be stopped in order: twice the time that it gives vLLM itself, and some more."""
 FACTORY = "megatron_ibpo.rollout.engine:Engine"
@@ -61,7 +62,13 @@ class RemoteEngine:
         await self._call("abort", list(numbers))
 
     async def kill(self, why: str) -> None:
-        await self._call("kill", why)
+        """End it in order, or by force where its process does not answer: nobody is to wait for it again."""
+        host = self.hosts[self.index]
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._call("kill", why)
+        except TimeoutError:
+            host.kill()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         host = self.hosts[self.index]
@@ -139,6 +146,19 @@ class Engines:
         for index in range(len(self.placement.engines)):
             self.hosts[index] = self._host(index)
 
+    def main_memory(self) -> dict[int, int]:
+        """Bytes on each node that has engines and no trainers, by its index in the placement.
+
+        Raises:
+            ProcessDiedError: a process did not start.
+        """
+        with_trainers = {slot.node for slot in self.placement.trainers}
+        slots = self.placement.engines
+        own = {slot.node: index for index, slot in enumerate(slots) if slot.node not in with_trainers}
+        asked = [self.hosts[index] for index in own.values()]
+        found = gather([host.where() for host in asked], [host.name for host in asked], START_TIMEOUT_S)
+        return {node: where.memory for node, where in zip(own, found, strict=True)}
+
     def start(self) -> None:
         """Start the engines in them, once the trainers' places are known, and return at once."""
         for index in self.hosts:
@@ -169,6 +189,11 @@ class Engines:
     def version(self) -> int:
         """Of the weights that the engines sample with."""
         return self.order.version
+
+    @property
+    def count(self) -> int:
+        """Engines in all."""
+        return len(self.hosts)
 
     @property
     def alive(self) -> int:

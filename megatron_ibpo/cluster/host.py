@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
+from megatron_ibpo.cluster.main_memory import main_memory
 
 NODE_ADDRESS = "IBPO_NODE_ADDRESS"
 """As `world` reads it, which is not imported here: it takes torch."""
@@ -35,6 +36,8 @@ class Where:
     address: str
     gpus: tuple[str, ...]
     """As CUDA_VISIBLE_DEVICES names those that Ray gave it."""
+    memory: int
+    """Bytes of main memory that the processes of this node may take together."""
 
 
 class _Process:
@@ -52,7 +55,7 @@ class _Process:
     def where(self) -> Where:
         address = ray.util.get_node_ip_address()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return Where(address, tuple(gpu for gpu in visible.split(",") if gpu))
+        return Where(address, tuple(gpu for gpu in visible.split(",") if gpu), main_memory())
 
     def free_port(self) -> int:
         with socket.socket() as probe:

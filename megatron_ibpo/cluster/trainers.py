@@ -53,6 +53,11 @@ class Trainers:
         """
         self.places = gather([host.where() for host in self.hosts], self._names, START_TIMEOUT_S)
 
+    def main_memory(self) -> dict[int, int]:
+        """Bytes on each node that has some of them, by its index in the placement; once they are located."""
+        slots = self._placement.trainers
+        return {slot.node: place.memory for slot, place in zip(slots, self.places, strict=True)}
+
     def build(self, *arguments: Any) -> list[Any]:
         """Let every rank build its part of the model; returns what `wait` takes.
 

@@ -75,6 +75,8 @@ def _missing_inputs(config: Config, trains: bool) -> list[str]:
             "--eval-prompt-data: required for evaluation"
             + ("; --eval-num-prompts 0 turns evaluation off" if trains else "")
         )
+    if not trains and config.rollout.rollout_backend == "lean":
+        problems.append("--rollout-backend lean: is for runs that train; evaluate with vllm")
     if not trains and run.eval_num_prompts == 0:
         problems.append("--eval-num-prompts: must be at least 1 for an evaluation, is 0")
     return problems
@@ -106,6 +108,7 @@ def _contradictions(config: Config) -> list[str]:
             "--rollout-num-gpus: only engines with GPUs of their own count them; add --no-colocate"
         )
     problems += _staleness_problems(config)
+    problems += _lean_problems(config)
     problems += _data_problems(config)
     if config.model.ref_load is not None and loss.kl_coef == 0:
         problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
@@ -212,6 +215,24 @@ def _staleness_problems(config: Config) -> list[str]:
     return problems
 
 
+def _lean_problems(config: Config) -> list[str]:
+    """What a run in one process cannot do."""
+    if config.rollout.rollout_backend != "lean":
+        return []
+    rules = {
+        "--max-staleness: one process does one thing after another, and sampling cannot run ahead": (
+            config.rollout.max_staleness > 0
+        ),
+        "--num-trainers: one process trains": (config.cluster.num_trainers or 1) > 1,
+        "--ray-address: it uses no Ray": config.cluster.ray_address is not None,
+        "--vllm-arg: it uses no vLLM": bool(config.rollout.vllm_arg),
+        "--load-debug-rollout-data: a replay samples nothing": (
+            config.run.load_debug_rollout_data is not None
+        ),
+    }
+    return [f"--rollout-backend lean with {problem}" for problem, broken in rules.items() if broken]
+
+
 def _contradictory_corrections(loss: LossConfig) -> list[str]:
     """Importance corrections that cannot act together, or not at all."""
     problems = []
@@ -233,6 +254,10 @@ def _algorithm_problems(algorithm: AlgorithmConfig, reward_threshold: float) -> 
 
 
 _Rule = tuple[bool, str]
+
+_DIVERGES = ("divergence-window", "divergence-cut")
+_CHOOSES_TOKENS = (*_DIVERGES, "random-window")
+"""Token credits that say where a wrong response learns, and not only how much."""
 
 _KNOWN_BONUS = ("compare-and-correct", "span-masking")
 """Operators whose φ is β or 0."""
@@ -265,6 +290,7 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
     operator = algorithm.ibpo_operator
     own = is_import_path(operator)  # may do all that an operator can
     corrects = own or (operator == "compare-and-correct" and algorithm.ibpo_corrections != 0)
+    own_credit = (algorithm.token_credit,) if is_import_path(algorithm.token_credit) else ()
     judges = corrects or operator == "agreement"
     needs = "needs corrections: --ibpo-operator compare-and-correct and --ibpo-corrections of at least 1"
     return [
@@ -276,18 +302,59 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
         (corrects or not algorithm.ibpo_joint, f"--ibpo-joint {needs}"),
         (corrects or algorithm.ibpo_variant != "ratio", f"--ibpo-variant ratio {needs}"),
         (
-            judges or algorithm.ibpo_variant != "mask",
-            f"--ibpo-variant mask {needs}, or --ibpo-operator agreement",
+            judges or not algorithm.masks_tokens,
+            f"--ibpo-variant {algorithm.ibpo_variant} {needs}, or --ibpo-operator agreement",
         ),
         (
-            not algorithm.ibpo_mask_insertions or (corrects and algorithm.ibpo_variant == "mask"),
-            "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask and corrections",
+            algorithm.ibpo_variant != "signed-mask" or algorithm.advantages != "critic",
+            "--ibpo-variant signed-mask goes by the sign of a response's advantage, and --advantages critic "
+            "gives every token one of its own; take --ibpo-variant mask, or another estimator",
+        ),
+        (
+            not algorithm.ibpo_mask_insertions or (corrects and algorithm.masks_tokens),
+            "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask, "
+            "and corrections",
         ),
         (
             not algorithm.ciw_inverted or operator == "span-masking",
             "--ciw-inverted turns the importance of steps round: it needs --ibpo-operator span-masking",
         ),
         (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
+        (
+            algorithm.token_credit == "uniform" or algorithm.advantages != "critic",
+            f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
+            "critic gives every token an advantage of its own; drop one of them",
+        ),
+        (
+            not (algorithm.dynamic_sampling and algorithm.dynamic_sampling_by == "credit")
+            or operator != "span-masking",
+            "--dynamic-sampling-by credit judges groups while others are sampled, and --ibpo-operator "
+            "span-masking asks the policy, which trains; it gives no bonus, so --dynamic-sampling-by rewards "
+            "says the same",
+        ),
+        (
+            algorithm.advantages != "maxrl"
+            or not (algorithm.overlong_buffer_share > 0 or algorithm.ibpo_rewrite_penalty > 0),
+            "--advantages maxrl takes the log of a mean reward, and --overlong-buffer-share and "
+            "--ibpo-rewrite-penalty make rewards negative; drop them",
+        ),
+        (
+            algorithm.token_credit not in _CHOOSES_TOKENS
+            or not (algorithm.masks_tokens or operator == "span-masking"),
+            f"--token-credit {algorithm.token_credit} says where a wrong response learns, and so does "
+            + (
+                f"--ibpo-variant {algorithm.ibpo_variant}"
+                if algorithm.masks_tokens
+                else f"--ibpo-operator {operator}"
+            )
+            + ": few tokens are left that both choose; take --ibpo-variant base, or --token-credit "
+            "wrong-weight",
+        ),
+        (
+            algorithm.token_credit_unit == "token" or algorithm.token_credit in (*_DIVERGES, *own_credit),
+            f"--token-credit-unit {algorithm.token_credit_unit} is about divergence: it needs --token-credit "
+            "divergence-window or divergence-cut",
+        ),
         (
             algorithm.ibpo_correction_group != "pair" or algorithm.ibpo_corrections >= 2,
             "--ibpo-correction-group pair compares the corrections of a pair: it needs --ibpo-corrections of "

@@ -98,6 +98,11 @@ class ParallelConfig:
     """EP: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: Annotated[int, RANKS] = 1
     """ETP: ranks that share one expert's matrices. 1, since experts are small and EP scales better."""
+    make_vocab_size_divisible_by: Annotated[int, at_least(1)] = 1
+    """Rows of embedding and head on each tensor-parallel rank are a multiple of this: the vocabulary is
+    padded to the next multiple of this times TP. Padding has no part in what is computed, sent or exported.
+    1, where Megatron-LM has 128: rows are added only where TP does not divide the vocabulary, and the
+    published models that need more for speed have it in their vocabulary already."""
     context_parallel_size: Annotated[int, only(1, "context parallel is not built yet")] = 1
     """CP: ranks that share one sequence. Only 1 is supported."""
     sequence_parallel: bool = True
@@ -234,11 +239,14 @@ class AlgorithmConfig:
     "agreement": without any generation, the share of their steps that correct ones of the group have too;
     "span-masking": for token weights alone, what the probability of a response's answer loses when a step of
     it is masked (CIW); or an import path package.module:name."""
-    ibpo_variant: Literal["base", "ratio", "mask"] = "base"
-    """How a successful correction is turned into credit: Δ = β; Δ = the share of tokens that it keeps; or
-    Δ = β and a gradient through the tokens that it changes only."""
+    ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"
+    """How a successful correction is turned into credit: Δ = β ("base"); Δ = the share of tokens that it
+    keeps ("ratio"); or Δ = β and a gradient through the tokens that it changes only ("mask", as in the
+    paper). Where most of a group is wrong the bonus can lift a response above its group's mean, and then
+    "mask" makes just its wrong tokens likelier; "signed-mask" lets such a response learn from the tokens that
+    the correction keeps."""
     ibpo_mask_insertions: bool = False
-    """In the mask, a token counts as changed too if the correction inserts something after it. Off: a
+    """In a mask, a token counts as changed too if the correction inserts something after it. Off: a
     correction that only inserts then leaves a response without gradient, which is counted."""
     ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
     """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
@@ -267,10 +275,27 @@ class AlgorithmConfig:
     """The control of span-masking: the less a step matters for the answer, the more its tokens weigh."""
     ciw_placeholder: Literal["pad", "unk"] = "pad"
     """The token that stands for a masked one; "pad" exists in every tokenizer."""
+    token_credit: str = "uniform"
+    """Which tokens of a wrong response learn how much, in groups that have a correct one, beside what the
+    operator says. "uniform": all alike; "wrong-weight": all --token-credit-weight; "wrong-weight-by-length":
+    all so much that together they count as --token-credit-tokens; "divergence-window": so many tokens where
+    it leaves the longest prefix that it shares with a correct one; "divergence-cut": all from there on;
+    "random-window": so many tokens at a random place, the control; or an import path package.module:name."""
+    token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.15
+    """Factor of "wrong-weight" on the gradient of a wrong response. 0.15 was the best of those tried on the
+    tiny tasks; 1 changes nothing."""
+    token_credit_tokens: Annotated[int, at_least(1)] = 2
+    """w, how many tokens of a wrong response count: the width of a window, and of "wrong-weight-by-length"
+    the sum of its factors. 2 was the best of those tried on the tiny tasks."""
+    token_credit_unit: Literal["token", "step"] = "token"
+    """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
+    sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose; the
+    window is then that step."""
     advantages: str = "group"
-    """What a reward is relative to: the mean and spread of its group's rewards ("group"), their mean alone
-    ("group-mean", Dr. GRPO), the mean of the others ("leave-one-out"), token by token what a critic expected
-    ("critic", PPO); or an import path package.module:name."""
+    """What a reward is relative to: the mean of its group's rewards, over their population std ("group", the
+    paper's), over Bessel's ("group-bessel", as verl, TRL, slime and oat), over that mean ("maxrl") or over
+    nothing ("group-mean", Dr. GRPO); the mean of the others ("leave-one-out"); token by token what a critic
+    expected ("critic", PPO); or an import path package.module:name."""
     group_filter: str | None = None
     """Import path package.module:name of a function that says of a scored group whether to train on it; all
     groups are when None."""
@@ -280,13 +305,25 @@ class AlgorithmConfig:
     gae_lambda: Annotated[float, UNIT] = 0.95
     """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
     dynamic_sampling: bool = False
-    """DAPO: sample other prompts in the place of those that all or no responses answer correctly."""
+    """DAPO: sample other prompts in the place of those that all or no responses answer correctly, or
+    correct: --dynamic-sampling-by."""
+    dynamic_sampling_by: Literal["rewards", "credit"] = "credit"
+    """When dynamic sampling passes a group over. "rewards": where all or no responses are correct, before
+    anything is corrected, as in DAPO. "credit": where besides no response or correction has an advantage; so
+    groups without a correct response are corrected first, and stay if some corrections succeed. The default
+    where there are corrections, which those groups need most; it costs the corrections of groups that are
+    passed over in the end."""
     dynamic_sampling_rounds: Annotated[int, at_least(1)] = 10
     """Batches of --rollout-batch-size prompts that a step may sample for that. Prompts of rounds that a step
     does not need are passed over, so that the order of prompts depends on no result. 10 as in DAPO."""
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
     """DAPO: the last part of --rollout-max-response-len in which a response loses reward, up to 1 at the full
     length. 0: off; DAPO has 0.2 (4,096 of 20,480 tokens)."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether the operator says which tokens of a wrong response are wrong."""
+        return self.ibpo_variant in ("mask", "signed-mask")
 
 
 @dataclass
@@ -360,8 +397,12 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
-    """Sampling by vLLM."""
+    """Sampling, by vLLM where nothing else is said."""
 
+    rollout_backend: Literal["vllm", "lean"] = "vllm"
+    """What samples. "lean": the trainer's own process in plain torch and float32, without Ray; for studies of
+    dense Qwen3 of up to 4 M parameters on a processor, where starting vLLM takes longer than training
+    (docs/studies.md)."""
     rollout_batch_size: Annotated[int, at_least(1)] = 32
     """P: prompts per rollout."""
     n_samples_per_prompt: Annotated[int, at_least(1)] = 8
@@ -430,7 +471,8 @@ class RolloutConfig:
     that are complete: no bias, and a batch waits for its longest response."""
     recompute_kv_after_update: bool = True
     """When new weights come while responses run, compute their caches anew, so that every later token is the
-    new policy's alone. Off: they go on from the old policy's cache, which saves that time."""
+    new policy's alone. Off: what was asked before the update goes on from the old policy's cache, which saves
+    that time; what is asked after it shares nothing with that."""
     update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""
@@ -456,9 +498,12 @@ class RunConfig:
     budget: Annotated[float | None, POSITIVE] = None
     """Stop after the step with which so much is spent, in --budget-unit; --num-rollout steps at most. What
     only observes (evaluation, saving, reports, the gradient meter) is free. None: no such limit."""
-    budget_unit: Literal["accelerator-seconds", "tokens", "flops"] = "accelerator-seconds"
+    budget_unit: Literal[
+        "accelerator-seconds", "tokens", "flops", "tokens-shared-prefixes", "flops-shared-prefixes"
+    ] = "accelerator-seconds"
     """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
-    floating-point operations."""
+    floating-point operations; and of the last two what is left where a beginning that several sequences of a
+    pass share is computed once."""
     seed: Annotated[int, SEED] = 0
     """Seeds sampling, pairing and initialisation."""
     save: bool = True
@@ -498,6 +543,12 @@ class RunConfig:
     eval_temperature: Annotated[float | None, POSITIVE] = None
     """Divides the logits before held-out prompts are sampled. None: as --eval-preset says, else
     --rollout-temperature."""
+    eval_other_temperatures: Annotated[tuple[float, ...], each(POSITIVE)] = ()
+    """Temperatures at which every set of held-out prompts is sampled too, as a set of its own called SET@T. A
+    method that only makes the policy surer of itself gains at temperature 1 and not at a low one."""
+    eval_half: Literal["all", "tuning", "test"] = "all"
+    """Which held-out prompts are used: those whose text falls into the half for choosing settings, or into
+    the half for judging what was chosen; no text is in both. Studies that tune set it. all: both halves."""
     eval_top_p: Annotated[float | None, SHARE] = None
     """The same for --rollout-top-p."""
     eval_top_k: Annotated[int | None, or_word(-1, at_least(1), "off")] = None
@@ -523,6 +574,11 @@ class RunConfig:
     """Parts that the prompts of a measurement are cut into, a backward pass each. From --rollout-batch-size
     on each prompt is one, which is exact; 2 are two halves, the cheapest. All are unbiased; more are less
     scattered. 4 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
+    operator_skill_prompts: Annotated[int, at_least(0)] = 16
+    """Prompts on which a run that has responses corrected measures, before its first step, whether
+    corrections succeed more often than another try. Each is answered as in training, and two of its wrong
+    responses are corrected and answered anew: G + 4 samples. 0: not measured. 16: about the sampling of one
+    step of the tiny runs, and a difference known to about .3; `ibpo.sh skill` measures more closely."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_reward_error_rate: Annotated[float, UNIT] = 0.5

@@ -20,8 +20,10 @@ _IBPO: dict[str, Any] = {
     "ibpo_joint": True,
     "ibpo_correction_group": "prompt",
     "ciw_inverted": False,
+    "token_credit": "uniform",
     "advantages": "group",
     "dynamic_sampling": False,
+    "dynamic_sampling_by": "credit",
     "overlong_buffer_share": 0.0,
     "loss_variant": "gspo",
 }
@@ -31,6 +33,7 @@ _PLAIN: dict[str, Any] = {
     "ibpo_lambda": 0.0,
     "ibpo_corrections": 0,
     "ibpo_joint": False,
+    "dynamic_sampling_by": "rewards",
 }
 _DAPO: dict[str, Any] = {
     **_PLAIN,

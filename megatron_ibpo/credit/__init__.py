@@ -3,11 +3,13 @@
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.estimators import CRITIC, ESTIMATORS, Estimator, find_estimator
 from megatron_ibpo.credit.group_filters import (
+    AfterCredit,
     GroupFilter,
     any_group,
     fill_batch,
     find_group_filter,
     is_informative,
+    leaves_gradient,
 )
 from megatron_ibpo.credit.operator import (
     AnswerStart,
@@ -20,11 +22,15 @@ from megatron_ibpo.credit.operator import (
 )
 from megatron_ibpo.credit.operators import OPERATORS, find_operator
 from megatron_ibpo.credit.shown import ThinkingMarks, shown
+from megatron_ibpo.credit.token_credit import TokenCredit, TokenFactors
+from megatron_ibpo.credit.token_credits import TOKEN_CREDITS, find_token_credit
 
 __all__ = [
     "CRITIC",
     "ESTIMATORS",
     "OPERATORS",
+    "TOKEN_CREDITS",
+    "AfterCredit",
     "AnswerStart",
     "Credit",
     "CreditContext",
@@ -35,6 +41,8 @@ __all__ = [
     "LogProbQuery",
     "Operator",
     "ThinkingMarks",
+    "TokenCredit",
+    "TokenFactors",
     "Vocabulary",
     "any_group",
     "assign_credit",
@@ -42,6 +50,8 @@ __all__ = [
     "find_estimator",
     "find_group_filter",
     "find_operator",
+    "find_token_credit",
     "is_informative",
+    "leaves_gradient",
     "shown",
 ]

@@ -12,6 +12,8 @@ from megatron_ibpo.credit.operators import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
+from megatron_ibpo.credit.token_credit import weigh_tokens
+from megatron_ibpo.credit.token_credits import find_token_credit
 from megatron_ibpo.records import Group, TrainSequence
 
 
@@ -40,8 +42,8 @@ def assign_credit(
         operator: what judges responses; by default the one of --ibpo-operator.
 
     Raises:
-        ValueError: the operator or the estimator is unknown, gives what it must not, or needs what the
-            context lacks.
+        ValueError: the operator, the estimator or the token credit is unknown, gives what it must not, or
+            needs what the context lacks.
     """
     algorithm = context.algorithm
     judgement = (operator or find_operator(algorithm)).judge(groups, context)
@@ -49,12 +51,12 @@ def assign_credit(
     num_responses = sum(len(group.responses) for group in groups)
     weight = 1 / num_responses if num_responses else 0.0
 
-    shaped, withheld = _shaped(groups, judgement, context)
-    token_weights = judgement.token_weights or [[None] * len(group.responses) for group in groups]
+    shaped, counts = _shaped(groups, judgement, context)
+    of_responses = [advantages(rewards, estimator) for rewards in shaped]
+    factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
-        relative = advantages(rewards, estimator)
-        columns = zip(group.responses, rewards, relative, token_weights[number], strict=True)
+        columns = zip(group.responses, rewards, of_responses[number], factors.weights[number], strict=True)
         sequences += train_sequences(group, number, "response", columns, weight)
         if algorithm.ibpo_joint:
             rewards = correction_rewards(group, context)
@@ -64,24 +66,29 @@ def assign_credit(
             sequences += train_sequences(
                 group, number, "correction", columns, weight * algorithm.ibpo_correction_weight
             )
-    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped)
-    metrics["bonuses_withheld"] = float(withheld)
+    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | counts
     if algorithm.advantages == CRITIC:
         sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic
-    return Credit(sequences, metrics | judgement.metrics)
+    return Credit(sequences, metrics | judgement.metrics | factors.metrics)
 
 
 def _shaped(
     groups: Sequence[Group], judgement: Judgement, context: CreditContext
-) -> tuple[list[list[float | None]], int]:
-    """(rewards of the responses of every group as they are trained on, bonuses withheld in all)."""
+) -> tuple[list[list[float | None]], dict[str, float]]:
+    """(rewards of the responses of every group as they are trained on, how many bonuses were withheld and
+    overlong penalties limited in all)."""
     all_rewards: list[list[float | None]] = []
-    all_withheld = 0
+    all_withheld = all_limited = 0
     for group, phi in zip(groups, judgement.phi, strict=True):
         rewards, withheld = shaped_rewards(
             group, phi, context.algorithm.ibpo_lambda, context.reward_threshold
         )
-        all_rewards.append(with_overlong_penalty(rewards, group.responses, context))
+        lowered, limited = with_overlong_penalty(rewards, group.responses, context)
+        all_rewards.append(lowered)
         all_withheld += withheld
-    return all_rewards, all_withheld
+        all_limited += limited
+    counts = {"bonuses_withheld": float(all_withheld)}
+    if context.algorithm.overlong_buffer_share > 0:
+        counts["overlong_penalties_limited"] = float(all_limited)
+    return all_rewards, counts

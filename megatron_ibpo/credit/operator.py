@@ -110,6 +110,15 @@ class Judgement:
     token_weights: list[list[TokenWeights]] | None = None
     """For every response of every group; None: all ones."""
     metrics: dict[str, float] = field(default_factory=dict)
+    raised_token_weights: list[list[TokenWeights]] | None = None
+    """In place of `token_weights` for responses whose advantage is above 0, which are made likelier; None:
+    the same."""
+
+    def weights_of(self, group: int, index: int, advantage: float | None) -> TokenWeights:
+        """Token weights of a response that has this advantage."""
+        raised = advantage is not None and advantage > 0 and self.raised_token_weights is not None
+        weights = self.raised_token_weights if raised else self.token_weights
+        return None if weights is None else weights[group][index]
 
 
 class Operator(Protocol):
@@ -152,6 +161,11 @@ class NoOperator(Operator):
 def no_phi(groups: Sequence[Group]) -> list[list[float]]:
     """φ = 0 of every response."""
     return [[0.0] * len(group.responses) for group in groups]
+
+
+def signed_masks(masks: list[list[TokenWeights]]) -> list[list[TokenWeights]]:
+    """What a response learns from when it is made likelier, by masks that say where it is wrong: the rest."""
+    return [[None if mask is None else 1 - mask for mask in of_group] for of_group in masks]
 
 
 def lent(tool: T | None, what: str) -> T:

@@ -1,7 +1,9 @@
 """The sets of held-out prompts of a run or an evaluation, opened and checked."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.words import counted, listed
 
 _OTHER_SCHEMES = ("reasoning_gym", "import")
+_MOST_LOOKED_AT = 100
+"""Prompts of an endless source that are looked at for one of a half; every second one falls into it."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
     sets = [
         _open(spec, config, tokenizer, is_named=len(specs) > 1 or spec.name is not None) for spec in specs
     ]
+    sets += [
+        _at_temperature(own, temperature)
+        for own in sets
+        for temperature in config.run.eval_other_temperatures
+    ]
     names = [own.name for own in sets]
     for name in names:
         if names.count(name) > 1:
@@ -122,7 +131,8 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
     count, found = config.run.eval_num_prompts, source.num_prompts()
     number = min(count, found or count)
     with told_if_slow(f"{spec}: making {counted(number, 'prompt')}; --eval-num-prompts asks for fewer"):
-        prompts = source.batch(0, number)
+        half = config.run.eval_half
+        prompts = source.batch(0, number) if half == "all" else _of_half(source, half, count, spec)
     if found > count:
         notes.append(f"{spec}: the first {count} of {counted(found, 'prompt')}, --eval-num-prompts")
     _check(spec, config, prompts, sampling)
@@ -133,6 +143,36 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         sampling=sampling,
         answer=_answers(prompts, config.data),
         notes=tuple(notes),
+    )
+
+
+def _at_temperature(own: EvalSet, temperature: float) -> EvalSet:
+    return replace(
+        own,
+        name=f"{own.name}@{temperature:g}",
+        is_named=True,
+        sampling=replace(own.sampling, temperature=temperature),
+        notes=(),
+    )
+
+
+def _of_half(source: PromptSource, half: str, count: int, spec: EvalSpec) -> list[Prompt]:
+    """The first `count` prompts of a half, or all there are.
+
+    Raises:
+        DataError: there is none.
+    """
+    positions = range(source.num_prompts() or _MOST_LOOKED_AT * count)
+    prompts = list(islice((p for p in map(source.at, positions) if half_of(p.text) == half), count))
+    if not prompts:
+        raise DataError(f"--eval-half {half}: none of the prompts of {spec} falls into it; give more prompts")
+    return prompts
+
+
+def half_of(text: str) -> str:
+    """tuning or test: by a hash of a question's text, so that a question is on one side in every run."""
+    return (
+        "tuning" if hashlib.blake2b(text.encode(), key=b"half", digest_size=1).digest()[0] < 128 else "test"
     )
 
 

@@ -28,6 +28,16 @@ def segment_loss(
         (scalar loss, the same on every rank of cp_group; then as in `LossStats` mean_log_ratio_S, clipped,
         kl_N).
     """
+    return _segment_loss(logprobs_N, rows, objective, None)
+
+
+def _segment_loss(
+    logprobs_N: Tensor, rows: LossRows, objective: Objective, value_weights_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    Args:
+        value_weights_N: as `weighted_value` has them.
+    """
     variant, mask_N, dtype = objective.variant, rows.response_mask_N, logprobs_N.dtype
     sequence_N, size = rows.sequence_of_row(), rows.num_sequences
     advantages = rows.advantages.to(dtype)
@@ -38,6 +48,12 @@ def segment_loss(
     weighted_N = _scale_gradient(logprobs_N, rows.token_weights_N)
     log_ratio_N = torch.where(mask_N, weighted_N - old_N, 0.0)
     kl_N = _kl_estimate(logprobs_N, rows, objective)
+
+    def weighed(values_N: Tensor) -> Tensor:
+        """Of live tokens; weights are those of a sequence's loss where there is one."""
+        if value_weights_N is not None and variant.sequence_term is None:
+            values_N = values_N * value_weights_N.to(dtype)
+        return torch.where(live_N, values_N, 0.0)
 
     def sums(*columns_N: Tensor) -> Tensor:
         """[K, S] over the response rows of each sequence, on all ranks."""
@@ -52,7 +68,7 @@ def segment_loss(
         value_N, token_clipped = variant.token_term(
             torch.where(live_N, log_ratio_N, 0.0), weighted_N, advantages_N, **objective.params
         )
-        columns.append(torch.where(live_N, value_N, 0.0))
+        columns.append(weighed(value_N))
     count_S, log_ratio_sum_S, *more = sums(*columns)
     kl_sum_S = None if kl_N is None else more.pop(0)
     value_sum_S = more.pop() if more else None
@@ -60,11 +76,11 @@ def segment_loss(
     mean_log_ratio_S = log_ratio_sum_S / n_S
     if variant.sequence_ratio:
         assert variant.token_term is not None
-        own_N = mean_log_ratio_S.detach()[sequence_N] + (log_ratio_N - log_ratio_N.detach())
+        own_N = mean_log_ratio_S.detach()[sequence_N] + _gradient_alone(log_ratio_N)
         value_N, token_clipped = variant.token_term(
             torch.where(live_N, own_N, 0.0), weighted_N, advantages_N, **objective.params
         )
-        value_sum_S = sums(torch.where(live_N, value_N, 0.0))[0]
+        value_sum_S = sums(weighed(value_N))[0]
     mean_S = mean_log_ratio_S if value_sum_S is None else value_sum_S / n_S
 
     if variant.sequence_term is None:
@@ -75,6 +91,8 @@ def segment_loss(
             torch.where(live_S, mean_S, 0.0), n_S, advantages, **objective.params
         )
         loss_S, sequence_clipped = torch.where(live_S, loss_S, 0.0), sequence_clipped & live_S
+        if value_weights_N is not None:
+            loss_S = loss_S * sums(value_weights_N.to(dtype))[0] / n_S
     assert rows.sequence_weights_S is not None
     weights_S = rows.sequence_weights_S.to(dtype)
     divisor_S = divisors(objective.aggregation, count_S, weights_S)
@@ -85,6 +103,24 @@ def segment_loss(
     assert clipped is not None
     kl_N = None if kl_N is None else kl_N.detach()
     return (weights_S * loss_S).sum(), mean_log_ratio_S.detach(), clipped, kl_N
+
+
+def weighted_value(
+    logprobs_N: Tensor, rows: LossRows, objective: Objective, importance_weights_N: Tensor
+) -> Tensor:
+    """The value of the loss with the importance weights of its tokens: of each token's term, or, of a
+    sequence's term, their mean over its response tokens. No gradient goes through it.
+
+    `LossRows.token_weights_N` are factors on the gradient alone, and importance weights are among them; what
+    verl, TRL and slime report has them in the value too.
+
+    Args:
+        logprobs_N: as `LossStats` has them.
+        importance_weights_N: [N] floats.
+    """
+    with torch.no_grad():
+        checked = rows.checked(len(logprobs_N), objective)
+        return _segment_loss(logprobs_N, checked, objective, importance_weights_N)[0]
 
 
 def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:
@@ -113,8 +149,14 @@ def _scale_gradient(values_N: Tensor, weights_N: Tensor | None) -> Tensor:
     """The same values; their gradient is scaled by the weights."""
     if weights_N is None:
         return values_N
-    fixed = values_N.detach()
-    return fixed + weights_N.to(values_N.dtype) * (values_N - fixed)
+    return values_N.detach() + weights_N.to(values_N.dtype) * _gradient_alone(values_N)
+
+
+def _gradient_alone(values_N: Tensor) -> Tensor:
+    """0 with the gradient of the values. An infinite value has none: -inf is the log of a probability of 0,
+    which has no slope."""
+    finite_N = torch.where(values_N.isfinite(), values_N, 0.0)
+    return finite_N - finite_N.detach()
 
 
 def _kl_estimate(logprobs_N: Tensor, rows: LossRows, objective: Objective) -> Tensor | None:

@@ -5,7 +5,7 @@ Nothing here imports torch or Megatron when it is imported: weight maps import t
 
 from megatron_ibpo.models.cost import forward_flops
 from megatron_ibpo.models.families import FAMILIES
-from megatron_ibpo.models.layout import check_layout, pipeline_layers
+from megatron_ibpo.models.layout import check_layout, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.shape import ModelConfigError, ModelShape, read_hf_config
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ModelShape",
     "check_layout",
     "forward_flops",
+    "padded_vocab_size",
     "pipeline_layers",
     "read_hf_config",
 ]

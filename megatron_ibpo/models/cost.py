@@ -4,6 +4,7 @@ Estimates from the shape. What the mixer of a layer costs (attention, or what a 
 the family's to say; everything around it is common.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +12,9 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import ModelShape
 
+COUNTED = frozenset({"core_attn", "mlp", "moe", "moe_act", "shared_experts"})
+"""Parts of a layer whose recomputation is counted. Attention keeps what it takes and gives in any case: what
+comes before and after it needs that, and flash attention has nothing large between."""
 EXPERT_IMBALANCE = 2.0
 """Tokens that the fullest expert-parallel rank gets, relative to an even share."""
 
@@ -85,19 +89,30 @@ def _mlp_weights(shape: ModelShape) -> int:
     return 3 * hidden * experts + hidden * shape.num_experts + shared_gate
 
 
-def kept_elements(shape: ModelShape, parallel: ParallelConfig, layer: int) -> float:
-    """Elements per token that one layer keeps for its backward pass on one rank."""
+def kept_elements(
+    shape: ModelShape, parallel: ParallelConfig, layer: int, recomputed: Container[str] = ()
+) -> float:
+    """Elements per token that one layer keeps for its backward pass on one rank.
+
+    Args:
+        recomputed: parts that keep their input alone, in the words of Megatron's recompute_modules: of these
+            `COUNTED` are known here, and others change nothing.
+    """
     tensor = parallel.tensor_model_parallel_size
     sequence = tensor if parallel.sequence_parallel else 1
     hidden = shape.hidden_size
     # around both norms: their input, output, residual
     elements = 6 * hidden / sequence + mixer_cost(shape, layer).kept / tensor
     if not shape.is_moe:
-        return elements + 4 * shape.ffn_hidden_size / tensor
-    elements += 3 * shape.shared_expert_hidden_size / tensor
+        return elements + (0 if "mlp" in recomputed else 4 * shape.ffn_hidden_size / tensor)
+    if "moe" in recomputed:
+        return elements
+    if "shared_experts" not in recomputed:
+        elements += 3 * shape.shared_expert_hidden_size / tensor
     elements += 3 * 2 * shape.num_experts / sequence  # router logits and probabilities in fp32
     # each chosen expert: its input before and after the exchange, both layers, its output
-    routed = shape.experts_per_token * EXPERT_IMBALANCE * (3 * hidden + 3 * shape.expert_hidden_size)
+    inner = 2 if "moe_act" in recomputed else 3  # without what the activation gives
+    routed = shape.experts_per_token * EXPERT_IMBALANCE * (3 * hidden + inner * shape.expert_hidden_size)
     return elements + routed / sequence
 
 

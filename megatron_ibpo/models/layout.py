@@ -55,6 +55,13 @@ def pipeline_layers(
     return [tuple(ranges) for ranges in chunks]
 
 
+def padded_vocab_size(shape: ModelShape, parallel: ParallelConfig) -> int:
+    """Rows of the embedding, and of the head, over all tensor-parallel ranks: the vocabulary, padded to a
+    multiple of --make-vocab-size-divisible-by times TP, as Megatron-LM pads it."""
+    multiple = parallel.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
+    return -(-shape.vocab_size // multiple) * multiple
+
+
 def check_layout(
     shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1
 ) -> list[str]:
@@ -64,6 +71,7 @@ def check_layout(
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
         "--expert-model-parallel-size": parallel.expert_model_parallel_size,
         "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size,
+        "--make-vocab-size-divisible-by": parallel.make_vocab_size_divisible_by,
     }
     problems = [f"{flag}={size}: must be at least 1" for flag, size in sizes.items() if size < 1]
     return problems or list(_layout_problems(shape, parallel, world_size, virtual_stages))
@@ -81,9 +89,15 @@ def _layout_problems(
     divided = {
         **shape.divided_by_tp(),
         "the key/value heads": shape.num_key_value_heads,
-        "the vocabulary": shape.vocab_size,
     }
     yield from _undivided("--tensor-model-parallel-size", tp, divided)
+    rows = padded_vocab_size(shape, parallel) // tp
+    if idle := tp - -(-shape.vocab_size // rows):
+        yield (
+            f"--tensor-model-parallel-size={tp} and --make-vocab-size-divisible-by="
+            f"{parallel.make_vocab_size_divisible_by} give each rank {rows} rows of the vocabulary, which "
+            f"has {shape.vocab_size}: {idle} of {tp} ranks would hold nothing but padding; lower one of them"
+        )
     try:
         pipeline_layers(shape.num_layers, parallel, virtual_stages)
     except ValueError as error:

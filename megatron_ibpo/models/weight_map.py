@@ -32,6 +32,9 @@ class Cut:
 
     dim: int
     sections: tuple[int, ...] = ()
+    padded: int | None = None
+    """Size along `dim` that ranks divide, where that is more than the tensor has (`padded_vocab_size`): the
+    last shard is the shorter one, and the rest of its parameter is padding."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,8 @@ class Piece:
         """(start, length) along the cut's dimension of what `rank` of `ranks` holds; of rows if uncut."""
         return _ranges(self.shape, self.cut, rank, ranks)
 
-    def shard_shape(self, ranks: int) -> tuple[int, ...]:
-        if self.cut is None:
-            return self.shape
-        shape = list(self.shape)
-        shape[self.cut.dim] //= ranks
-        return tuple(shape)
+    def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
+        return _shard_shape(self.shape, self.cut, rank, ranks)
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,19 @@ class Entry:
         first = self.pieces[0].shape
         return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
 
-    def spans(self, ranks: int = 1) -> tuple[Span, ...]:
+    def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """Of the shard of `rank` of `ranks`, without padding."""
+        return _shard_shape(self.shape, self.cut, rank, ranks)
+
+    def padding(self, rank: int, ranks: int) -> int:
+        """Rows of that rank's parameter that follow its shard and are no part of the model."""
+        if self.cut is None or self.cut.padded is None:
+            return 0
+        return self.cut.padded // ranks - self.shard_shape(rank, ranks)[0]
+
+    def spans(self, rank: int = 0, ranks: int = 1) -> tuple[Span, ...]:
         """What `join` does, as moves of rows, by rows of the shard."""
-        return _spans(self.join, tuple(piece.shard_shape(ranks)[0] for piece in self.pieces))
+        return _spans(self.join, tuple(piece.shard_shape(rank, ranks)[0] for piece in self.pieces))
 
     def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
         """The entry with its names prefixed, in a layer of the model."""
@@ -178,6 +187,9 @@ def _ranges(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int) -> l
     """(start, length) of what `rank` of `ranks` holds of each section."""
     if cut is None:
         return [(0, shape[0])]
+    if cut.padded is not None:
+        size, share = shape[cut.dim], cut.padded // ranks
+        return [(min(rank * share, size), max(0, min(share, size - rank * share)))]
     ranges, start = [], 0
     for size in cut.sections or (shape[cut.dim],):
         ranges.append((start + rank * (size // ranks), size // ranks))
@@ -185,19 +197,29 @@ def _ranges(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int) -> l
     return ranges
 
 
+def _shard_shape(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int) -> tuple[int, ...]:
+    if cut is None:
+        return shape
+    length = sum(length for _, length in _ranges(shape, cut, rank, ranks))
+    return (*shape[: cut.dim], length, *shape[cut.dim + 1 :])
+
+
 ROWS, COLUMNS = Cut(0), Cut(1)
 
 
-def weight_map(shape: ModelShape, mtp_layers: int = 0) -> dict[str, Entry]:
+def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = None) -> dict[str, Entry]:
     """Every Megatron parameter of the whole model, by global name, in checkpoint order.
 
     Args:
         mtp_layers: multi-token prediction layers to carry along; the policy that is trained has none.
+        vocab_rows: rows of embedding and head over all ranks, padding included (`padded_vocab_size`); those
+            of the vocabulary alone when None, which ranks can only divide where it has no rest.
     """
     family = family_part(shape.family, "weight_map")
     hidden, vocab = shape.hidden_size, shape.vocab_size
-    embedding = Piece("model.embed_tokens.weight", (vocab, hidden), ROWS)
-    head = embedding if shape.tie_word_embeddings else Piece("lm_head.weight", (vocab, hidden), ROWS)
+    rows = replace(ROWS, padded=vocab_rows)
+    embedding = Piece("model.embed_tokens.weight", (vocab, hidden), rows)
+    head = embedding if shape.tie_word_embeddings else Piece("lm_head.weight", (vocab, hidden), rows)
     entries = [Entry("embedding.word_embeddings.weight", (embedding,))]
     for layer in range(shape.num_layers):
         prefixes = f"decoder.layers.{layer}.", f"model.layers.{layer}."

@@ -6,15 +6,21 @@ attention and flash-linear-attention; the allowances below stand for what no for
 been compared with a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from megatron_ibpo.config import Config, ParallelConfig, named_values
 from megatron_ibpo.loss import CHUNK_ROWS
-from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
 from megatron_ibpo.plan.census import Census, Place, StagePart
-from megatron_ibpo.policy.overrides import micro_batch_multiple, model_chunks, optimizer_bytes
+from megatron_ibpo.policy.overrides import (
+    micro_batch_multiple,
+    model_chunks,
+    model_overrides,
+    optimizer_bytes,
+    recomputed_modules,
+)
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
@@ -35,6 +41,9 @@ SAMPLER_BYTES = 14
 """For each logit of a sampled token: as bf16 and fp32, its log-probability and its probability in fp32."""
 _GATHERED_BYTES = 12
 """Of a parameter's optimizer state in a checkpoint: itself and Adam's two means, in fp32."""
+_GATHERING_BYTES = 4
+"""Of a parameter, while one of these kinds is on its way: where it arrives, and as much where it comes from
+(`policy.gathering`)."""
 _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
 """fp32 statistics of the loss, which goes through the logits in chunks."""
 
@@ -57,6 +66,8 @@ class RankMemory:
     """The gradient meter's sum, in steps that measure."""
     process: int
     """CUDA context and communicators."""
+    copies: int
+    """FP8 copies of weights, which stay."""
     moves_out: bool
     """Weights, gradients and optimizer state leave the GPU while engines sample."""
 
@@ -67,7 +78,7 @@ class RankMemory:
     @property
     def resident(self) -> int:
         """Between two passes."""
-        return self.state + self.process
+        return self.state + self.process + self.copies
 
     @property
     def fragments(self) -> int:
@@ -86,12 +97,12 @@ class RankMemory:
     @property
     def updating(self) -> int:
         """While weights are sent."""
-        return self.process + (self.weights if self.moves_out else self.state)
+        return self.process + self.copies + (self.weights if self.moves_out else self.state)
 
     @property
     def resting(self) -> int:
         """While engines sample."""
-        return self.process + (0 if self.moves_out else self.state)
+        return self.process + self.copies + (0 if self.moves_out else self.state)
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,16 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        return self.trainers + self.checkpoint + self.reference + self.optimizer
+        return sum(self.named().values())
+
+    def named(self) -> dict[str, int]:
+        """For people to read."""
+        return {
+            "trainers' state while engines sample": self.trainers,
+            "a checkpoint being written": self.checkpoint,
+            "the reference policy": self.reference,
+            "the optimizer": self.optimizer,
+        }
 
 
 def rank_memory(
@@ -142,25 +162,39 @@ def rank_memory(
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = _trainer_element(config)
     state = optimizer_bytes(config)
-    dense, experts = part.dense, part.experts
-    if config.parallel.use_distributed_optimizer:
-        dense = -(-dense // census.data_parallel)
-        experts = -(-experts // census.expert_data_parallel)
+    own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.parameters
     stages = config.parallel.pipeline_model_parallel_size
     models = _models(config)
     groups = communicators(shape, config, census)
     return RankMemory(
         weights=models * part.parameters * element,
         gradients=models * part.parameters * 4,
-        optimizer=round(models * (dense + experts) * state.device),
-        host_optimizer=round(models * (dense + experts) * state.host),
+        optimizer=round(models * own * state.device),
+        host_optimizer=round(models * own * state.host),
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
         without_gradient=_without_gradient(shape, config, part, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.parameters * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
+        copies=models * _weight_copies(shape, config, part),
         moves_out=config.rollout.colocate and config.rollout.offload_train,
     )
+
+
+def _weight_copies(shape: ModelShape, config: Config, part: StagePart) -> int:
+    """FP8 copies of the layers' matrices and of their transposes, a byte an element each. Transformer Engine
+    keeps them from the first micro-batch of a step on, unless parameters are FP8 themselves or
+    disable_parameter_transpose_cache is set (transformer_engine/pytorch/module/linear.py). Embeddings and
+    head stay as they are. Not seen on a GPU."""
+    given = model_overrides(config)
+    if not given.get("fp8") or given.get("fp8_param") or given.get("disable_parameter_transpose_cache"):
+        return 0
+    ends = (part.pipeline == 0) + (part.pipeline == config.parallel.pipeline_model_parallel_size - 1)
+    if shape.tie_word_embeddings:
+        ends = min(ends, 1)
+    table = padded_vocab_size(shape, config.parallel) * shape.hidden_size
+    table //= config.parallel.tensor_model_parallel_size
+    return 2 * (part.parameters - ends * table)
 
 
 def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str, int]:
@@ -197,7 +231,7 @@ def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str
 def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
     """Logits of a micro-batch; with the LM head fused those of a chunk, and two fp32 gradients of the head:
     its own, and that of the sequence which the chunk leaves open."""
-    columns = shape.vocab_size // config.parallel.tensor_model_parallel_size
+    columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
     if config.loss.fuse_lm_head:
         return min(max_tokens, CHUNK_ROWS) * columns * element + 2 * columns * shape.hidden_size * 4
     return max_tokens * columns * element + _LOSS_CHUNK_BYTES
@@ -227,31 +261,47 @@ def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: 
 def host_memory(
     config: Config, census: Census, stages: Sequence[RankMemory], ranks_per_node: int
 ) -> HostMemory:
-    """The node that needs most; a node holds ranks of one stage, or of several that are as large. Engines
-    that sleep keep nothing."""
-    trainers = max((stage.weights + stage.optimizer) * stage.moves_out for stage in stages) * ranks_per_node
-    reference = max(stage.weights for stage in stages) // _models(config) if config.loss.kl_coef > 0 else 0
+    """The node that needs most, of nodes with as many ranks each."""
+    firsts = range(0, census.world_size, ranks_per_node)
+    nodes = [node_memory(config, census, stages, range(rank, rank + ranks_per_node)) for rank in firsts]
+    return max(nodes, key=lambda node: node.total)
+
+
+def node_memory(
+    config: Config, census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]
+) -> HostMemory:
+    """A node with GPUs and these trainers. Engines that sleep keep nothing.
+
+    Args:
+        stages: memory of a rank of each pipeline stage.
+    """
+    places = [census.place(rank) for rank in ranks]
+    own = [stages[place.pipeline] for place in places]
+    reference = config.loss.kl_coef > 0
     return HostMemory(
-        trainers=trainers,
-        checkpoint=_checkpoint_copies(config, census, ranks_per_node) if config.run.save else 0,
-        reference=reference * ranks_per_node,
-        optimizer=max(stage.host_optimizer for stage in stages) * ranks_per_node,
+        trainers=sum((rank.weights + rank.optimizer) * rank.moves_out for rank in own),
+        checkpoint=_checkpoint_copies(config, census, places) if config.run.save else 0,
+        reference=sum(rank.weights // _models(config) for rank in own) if reference else 0,
+        optimizer=sum(rank.host_optimizer for rank in own),
     )
 
 
-def _checkpoint_copies(config: Config, census: Census, ranks_per_node: int) -> int:
+def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) -> int:
     """What a node holds of a checkpoint until it is written. The state of a sharded optimizer is gathered on
-    the first rank of each data-parallel group, and copied there; of everything else ranks have a share."""
+    the first rank of each data-parallel group; of everything else ranks have a share."""
     if not config.parallel.use_distributed_optimizer:
         whole = checkpoint_bytes(census.total, bf16=bool(config.model.bf16))
-        return _models(config) * whole * ranks_per_node // census.world_size
-    weights = census.total * _trainer_element(config) * ranks_per_node // census.world_size
-    gathered = 0
-    for stage in range(len(census.stages)):
-        first = census.ranks(stage).start // ranks_per_node * ranks_per_node
-        places = [census.place(rank) for rank in range(first, first + ranks_per_node)]
-        gathered = max(gathered, sum(_gathers(census, place) for place in places))
-    return _models(config) * (weights + 2 * _GATHERED_BYTES * gathered)
+        return _models(config) * whole * len(places) // census.world_size
+    weights = census.total * _trainer_element(config) * len(places) // census.world_size
+    gathered = sum(_gathers(census, place) for place in places)
+    sent = sum(_shard(census, census.stages[place.pipeline]) for place in places)
+    kept = _models(config) * (weights + _GATHERED_BYTES * gathered)
+    return kept + _GATHERING_BYTES * (gathered + sent)
+
+
+def _shard(census: Census, part: StagePart) -> int:
+    """Parameters whose optimizer state a rank has, where data-parallel ranks share it out."""
+    return -(-part.dense // census.data_parallel) + -(-part.experts // census.expert_data_parallel)
 
 
 def _gathers(census: Census, place: Place) -> int:
@@ -320,8 +370,15 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     element = _trainer_element(config)
     in_flight = _in_flight(config, stages, part.pipeline)
     layers = _layers(shape, config, part)
-    layer_bytes = [kept_elements(shape, config.parallel, layer) * tokens * element for layer in layers]
-    working = 2.0 * max(layer_bytes)  # a layer's tensors and their gradients
+    recomputed = recomputed_modules(config)
+
+    def layer_bytes_of(recomputed: Container[str]) -> list[float]:
+        return [
+            kept_elements(shape, config.parallel, layer, recomputed) * tokens * element for layer in layers
+        ]
+
+    layer_bytes = layer_bytes_of(recomputed)
+    working = 2.0 * max(layer_bytes_of(()))  # a layer's tensors and their gradients
     working += _gathered(shape, config.parallel, tokens) * element
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
     # largest weight, or of a layer's experts at once, whose first matrices are two thirds of them.

@@ -1,7 +1,7 @@
 """The plan that `--dry-run` prints: what a configuration means on a cluster, and whether it can work."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from rich.console import Console
@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.environment import environment_number
-from megatron_ibpo.models import ModelConfigError
+from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
 from megatron_ibpo.plan.census import Census
@@ -30,6 +30,7 @@ from megatron_ibpo.plan.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
+from megatron_ibpo.plan.uncounted import not_counted
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes, kept_at_once
 from megatron_ibpo.report.sizes import run_sizes
@@ -191,6 +192,7 @@ def _memory_table(plan: Plan, census: Census) -> Table:
     row("gradients, fp32", lambda trainer: trainer.gradients)
     row("optimizer state", lambda trainer: trainer.optimizer)
     row("CUDA and NCCL *", lambda trainer: trainer.process)
+    row("FP8 copies of weights *", lambda trainer: trainer.copies)
     if colocated:
         row("sleeping engine *", lambda _: engine.asleep)
     row("gradients measured, fp32", lambda trainer: trainer.second_gradients)
@@ -252,6 +254,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     lines = [
         f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
+        *_padding(plan),
         f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
@@ -261,6 +264,8 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted on the real model",
     ]
+    if uncounted := not_counted(config):
+        lines.append(f"not counted, of --model-override: {'; '.join(uncounted)}")
     if config.model.allow_local_modules:
         lines.append(
             f"* {ALLOW}: what is not installed where the run takes place runs in plain torch, which keeps "
@@ -289,14 +294,14 @@ def _kv_cache(plan: Plan) -> str:
 
 def _main_memory(plan: Plan) -> str:
     assert plan.host is not None
-    parts = {
-        "trainers' state while engines sample": plan.host.trainers,
-        "a checkpoint being written": plan.host.checkpoint,
-        "the reference policy": plan.host.reference,
-        "the optimizer": plan.host.optimizer,
-    }
-    named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    named = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.named().items() if size)
     return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"
+
+
+def _padding(plan: Plan) -> Iterator[str]:
+    ids, rows = plan.shape.vocab_size, padded_vocab_size(plan.shape, plan.config.parallel)
+    if rows > ids:
+        yield f"vocabulary: {ids:,} ids, padded to {rows:,} rows for the trainers"
 
 
 def _disk(config: Config, parameters: int) -> str:

@@ -13,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ibpo.policy.critic import Critic
+from megatron_ibpo.policy.gathering import gathered_by_kind
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
@@ -27,7 +28,8 @@ CRITIC = "critic"
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
     """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards."""
     models = _models(trained.chunks, is_loading=False)
-    return {**models, **_progress(trained, models, is_loading=False)}
+    with gathered_by_kind():
+        return {**models, **_progress(trained, models, is_loading=False)}
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> None:
@@ -43,7 +45,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
     world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))
     saved = read_layout(checkpoint)
     if not saved.get("optimizer", True):
-        load_weights(trainer.chunks, checkpoint)
+        load_weights(trainer.chunks, checkpoint, trainer.vocab_size)
         trainer.optimizer.reload_model_params()
         return
     sharded = trainer.config.parallel.use_distributed_optimizer
@@ -54,15 +56,15 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
         )
     if critic is not None and not (checkpoint / CRITIC).is_dir():
         raise CheckpointError(f"--load {checkpoint}: holds no critic, so it is no run of --advantages critic")
-    _restore(trainer, checkpoint)
+    _restore(trainer, checkpoint, trainer.vocab_size)
     if critic is not None:
-        _restore(critic, checkpoint / CRITIC)
+        _restore(critic, checkpoint / CRITIC, trainer.vocab_size)
 
 
-def _restore(trained: Trainer | Critic, directory: Path) -> None:
+def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int) -> None:
     _allocate_torch_state(trained)
     models = _models(trained.chunks, is_loading=True)
-    state = _load({**models, **_progress(trained, models, is_loading=True)}, directory)
+    state = _load({**models, **_progress(trained, models, is_loading=True)}, directory, vocab_size)
     _fill(trained.chunks, state, directory)
     with _step_left_alone():
         trained.optimizer.load_state_dict(state["optimizer"])
@@ -71,17 +73,21 @@ def _restore(trained: Trainer | Critic, directory: Path) -> None:
     trained.scheduler.load_state_dict(state["scheduler"])
 
 
-def load_weights(chunks: Sequence[Any], checkpoint: Path) -> None:
+def load_weights(chunks: Sequence[Any], checkpoint: Path, vocab_size: int) -> None:
     """Fill this rank's models, wrapped by DDP or not, from a checkpoint, converting to their dtype.
+
+    Args:
+        vocab_size: true vocabulary; rows beyond it are padding, which a checkpoint may have or not.
 
     Raises:
         CheckpointError: the checkpoint is damaged or unsafe, or holds NaN or another model.
     """
-    _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint), checkpoint)
+    _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint, vocab_size), checkpoint)
 
 
-def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    StoredCheckpoint(checkpoint)  # reads all pickles safely first: Megatron unpickles them as they come
+def _load(wanted: dict[str, Any], checkpoint: Path, vocab_size: int) -> dict[str, Any]:
+    # reads all pickles safely first: Megatron unpickles them as they come
+    StoredCheckpoint(checkpoint).check_vocabulary(vocab_size)
     try:
         return dist_checkpointing.load(wanted, str(checkpoint))
     except (Exception, CheckpointException) as error:  # the latter is a BaseException

@@ -9,8 +9,8 @@ ratio r = π_prox / π_behave of a token makes up for both differences:
     rejection by the geometric mean     1 where exp(mean log r) lies inside [low, high], else 0
                                                                             of each sequence
 
-Token weights scale the gradient of the token, whatever the loss variant, and divisors stay: what is cut still
-counts. Sources stand in docs/loss_variants.md.
+Token weights scale the gradient of the token, whatever the loss variant, and the loss that is reported.
+Divisors stay: what is cut still counts. Sources stand in docs/loss_variants.md.
 """
 
 import math
@@ -84,9 +84,14 @@ def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[
         Corrected(member, len(own), int(np.count_nonzero(cut)), _sum(own) if kept else 0.0)
         for member, own, cut, kept in parts
     ]
-    if arrays.token_weights_R is not None:
-        weights_R = weights_R * arrays.token_weights_R
-    return replace(arrays, token_weights_R=weights_R, weights_S=arrays.weights_S * kept_S), found
+    factors_R = weights_R if arrays.token_weights_R is None else weights_R * arrays.token_weights_R
+    corrected = replace(
+        arrays,
+        token_weights_R=factors_R,
+        importance_weights_R=weights_R if loss.use_tis or loss.icepop is not None else None,
+        weights_S=arrays.weights_S * kept_S,
+    )
+    return corrected, found
 
 
 def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArray[np.bool_]]:

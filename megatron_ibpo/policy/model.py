@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.models.backends import Backends, find_backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.policy import cpu
@@ -39,8 +39,9 @@ def build_model(
         ValueError: Megatron refuses what --model-override made of its configuration.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
-    logits [1, N, vocab/TP] in the last chunk of the last pipeline stage and hidden states elsewhere. N must
-    be a multiple of TP; cu_seqlens_q is int32 [sequences + 1] from 0 to N; max_seqlen_q must be set.
+    logits [1, N, padded_vocab_size/TP] in the last chunk of the last pipeline stage, which mean nothing
+    beyond the vocabulary, and hidden states elsewhere. N must be a multiple of TP; cu_seqlens_q is int32
+    [sequences + 1] from 0 to N; max_seqlen_q must be set.
     """
     cpu.activate()
     from megatron_ibpo.models import spec
@@ -54,8 +55,9 @@ def build_model(
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
     numbers = range(core.virtual_pipeline_model_parallel_size or 1)
+    rows = padded_vocab_size(shape, config.parallel)
     with torch.device(device), _current_device(device), blaming(MODEL, config.model.model_override):
-        chunks = [_chunk(shape, core, backend, number) for number in numbers]
+        chunks = [_chunk(shape, core, backend, number, rows) for number in numbers]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
@@ -63,8 +65,8 @@ def build_model(
     return [chunk.to(device) for chunk in chunks]
 
 
-def _chunk(shape: ModelShape, core: Any, backend: Any, number: int) -> Any:
-    """Number `number` of this rank's pieces of the model."""
+def _chunk(shape: ModelShape, core: Any, backend: Any, number: int, vocab_size: int) -> Any:
+    """Number `number` of this rank's pieces of the model, with the vocabulary padded to `vocab_size`."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -79,7 +81,7 @@ def _chunk(shape: ModelShape, core: Any, backend: Any, number: int) -> Any:
     return GPTModel(
         config=core,
         transformer_layer_spec=spec.block_spec(shape, backend, first_layer, layers),
-        vocab_size=shape.vocab_size,
+        vocab_size=vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         pre_process=number == 0 and parallel_state.is_pipeline_first_stage(),
         post_process=is_last and parallel_state.is_pipeline_last_stage(),

@@ -263,6 +263,13 @@ def _is_object(declared: ast.expr) -> bool:
     )
 
 
+def recomputed_modules(config: Config) -> frozenset[str]:
+    """Parts of a layer that selective recomputation takes; Megatron's own choice is the core of attention."""
+    if config.model.recompute_granularity != "selective":
+        return frozenset()
+    return frozenset(model_overrides(config).get("recompute_modules") or ["core_attn"])
+
+
 @dataclass(frozen=True)
 class OptimizerBytes:
     """What the optimizer keeps for one parameter of a rank's shard."""

@@ -47,6 +47,9 @@ class PackedArrays:
     itself gives them."""
     ref_logprobs_R: Floats | None = None
     """Of the reference policy; filled in by the rank itself where there is one."""
+    importance_weights_R: Weights | None = None
+    """Filled in by the rank itself where it corrects for the policy that sampled. `token_weights_R` have
+    them, and so has the loss that is reported."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class PackedBatch:
     """With an index, and the padding sequence included; the mask is float32. Without old log-probs the
     forward pass itself gives them; without a reference policy there are none of it."""
     rollout_logprobs_N: Tensor | None
+    importance_weights_N: Tensor | None
     returns_N: Tensor | None
     values_N: Tensor | None
     num_sequences: int
@@ -183,6 +187,7 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
             index=index,
         ),
         rollout_logprobs_N=per_row(arrays.rollout_logprobs_R),
+        importance_weights_N=per_row(arrays.importance_weights_R),
         returns_N=per_row(arrays.returns_R) if both else None,
         values_N=per_row(arrays.values_R) if both else None,
         num_sequences=len(lengths),

@@ -11,7 +11,7 @@ import errno
 import json
 import queue
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,8 +19,11 @@ from typing import Any
 from unittest import mock
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch import Tensor
 
 from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
@@ -189,7 +192,10 @@ def save_checkpoint(
 
 
 def _staged(state: dict[str, Any], directory: Path) -> _Part:
-    """Megatron's plan for this rank, with copies of what it names."""
+    """Megatron's plan for this rank, with copies of what it names and training goes on with."""
+    apply_factories(state)  # before anything is copied: what they cut out would be once more
+    gathered = _cut_out(list(_gathered(state["optimizer"])))
+    trained = {_place(tensor) for tensor in _tensors(state)} - gathered
     # Each writer gives its results to the thread that asked for them and needs no more than this queue.
     # Megatron's is for writers elsewhere: it lives in a process of its own for each rank, which takes seconds
     # to import everything again.
@@ -200,17 +206,45 @@ def _staged(state: dict[str, Any], directory: Path) -> _Part:
     if request.async_fn is None:
         return _Part(request, [])
     asked = request.async_fn_args[1]
-    on_cpu = {
-        id(tensor) for _, _, (_, tensors) in asked for _, tensor in tensors if tensor.device.type == "cpu"
-    }
     files = [
-        # what came from a GPU is a copy already
-        (path, name, (texts, [(item, t.clone() if id(t) in on_cpu else t) for item, t in tensors]))
+        # what came from a GPU, and what Megatron cut out of a buffer, is a copy already
+        (path, name, (texts, [(item, t.clone() if _place(t) in trained else t) for item, t in tensors]))
         for path, name, (texts, tensors) in request.preload_fn()
     ]
     for _, _, (_, tensors) in asked:
         tensors.clear()  # Megatron's writer would hold them until the save is over
     return _Part(request, files)
+
+
+def _gathered(optimizer: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """The state of sharded optimizers that was gathered on this rank for this save: nobody else has it."""
+    for part in (optimizer, *optimizer.values()):  # one alone, or those of dense and of expert parameters
+        if isinstance(part, dict) and part.get("param_state"):
+            yield from (own for own in nested_values(part["param_state"]) if isinstance(own, ShardedTensor))
+
+
+def _cut_out(gathered: Sequence[ShardedTensor]) -> set[int]:
+    """Give each of them memory of its own, and return where that is. They come as views into buffers of a
+    whole model's part, whose views Megatron would all copy while the buffers are there; here a buffer goes
+    before the next one is cut."""
+    buffers: dict[int, list[ShardedTensor]] = {}
+    for shard in gathered:
+        buffers.setdefault(_place(shard.data), []).append(shard)
+    for shards in buffers.values():
+        for shard in shards:
+            shard.data = shard.data.clone()
+    return {_place(shard.data) for shard in gathered}
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
+    for own in nested_values(state):
+        if isinstance(tensor := own.data if isinstance(own, ShardedTensor) else own, Tensor):
+            yield tensor
+
+
+def _place(tensor: Tensor) -> int:
+    """Where the memory below it begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _write(parts: Sequence[_Part]) -> None:

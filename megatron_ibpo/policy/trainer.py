@@ -25,6 +25,7 @@ from megatron_ibpo.loss import (
     linear_packed_sequence_loss,
     packed_logprobs,
     packed_sequence_loss,
+    weighted_value,
 )
 from megatron_ibpo.policy.forward_backward import (
     Observed,
@@ -220,7 +221,11 @@ class Trainer:
         # the engine's own would differ from the engine's by nothing
         recomputed = self.config.loss.old_logprobs == "recompute"
         trainer_N = batch.rows.old_logprobs_N if recomputed else None
-        return loss * scale, _observed(batch, loss, stats, trainer_N)
+        reported = loss
+        if batch.importance_weights_N is not None:
+            weights_N = batch.importance_weights_N
+            reported = weighted_value(stats.logprobs_N, batch.rows, objective, weights_N)
+        return loss * scale, _observed(batch, reported, stats, trainer_N)
 
     def _logprob_output(self, batch: PackedBatch, output: Tensor) -> Tensor:
         rows: dict[str, Any] = {

@@ -69,7 +69,9 @@ def run_sizes(
         sizes.append(Size("parameters", parameters, "of the whole model"))
     if engines is not None:
         per_engine = rollout.rollout_num_gpus_per_engine
-        sizes.append(Size("engines", engines, f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"))
+        of_vllm = f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"
+        own = "--rollout-backend lean: the trainer's own process, float32"
+        sizes.append(Size("engines", engines, own if rollout.rollout_backend == "lean" else of_vllm))
     unused = set() if corrections else {"corrections per step"}
     unused |= {"budget"} if config.run.budget is None else set()
     unused |= {"without a gradient"} if config.model.log_probs_max_tokens_per_gpu is None else set()

@@ -11,10 +11,12 @@ COUNTS = (
     "response_errors",
     "skipped_pairs",
     "empty_masks",
+    "weightless_responses",
     "groups_discarded",
     "groups_filled_up",
     "corrections_skipped",
     "bonuses_withheld",
+    "overlong_penalties_limited",
     "degenerate_groups",
     "degenerate_correction_groups",
     "sequences_without_advantage",
@@ -30,7 +32,13 @@ COUNTS = (
     "trainer_restarts",
 )
 """Metrics that count what was dropped, failed or died; a summary gives their sums over the run."""
-_SPENT = ("spent_accelerator_seconds", "spent_tokens", "spent_flops")
+_SPENT = (
+    "spent_accelerator_seconds",
+    "spent_tokens",
+    "spent_flops",
+    "spent_tokens_shared_prefixes",
+    "spent_flops_shared_prefixes",
+)
 """Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5
 _OF_SET = "eval/"
@@ -94,15 +102,16 @@ def _accuracies(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, float | 
 
 def measures(evaluation: Row) -> dict[str, str]:
     """Measures of one evaluation and the metrics that hold them. Those of sets that have names are called
-    SET/MEASURE."""
+    SET/MEASURE; those of a set without one come first."""
     sets = list(dict.fromkeys(name.split("/")[1] for name in evaluation if name.startswith(_OF_SET)))
-    found: dict[str, str] = {}
+    is_alone = not sets or "accuracy" in evaluation
+    found = _measures_of_set(evaluation) if is_alone else {}
     for name in sets:
         prefix = f"{_OF_SET}{name}/"
         own = {key.removeprefix(prefix): key for key in evaluation if key.startswith(prefix)}
         of_set = _measures_of_set({key: evaluation[metric] for key, metric in own.items()})
         found |= {f"{name}/{measure}": own[metric] for measure, metric in of_set.items()}
-    return found or _measures_of_set(evaluation)
+    return found
 
 
 def _measures_of_set(evaluation: Row) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Accuracy and reward over what was spent, one line per method with its band over seeds."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from itertools import cycle
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -16,40 +17,62 @@ from megatron_ibpo.study.statistics import running_mean
 Points = list[tuple[float, float]]
 
 _REWARD_WINDOW = 5
+_STYLE: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 
-def plot_comparison(study: Study, results: Sequence[RunResult], paths: Sequence[Path]) -> None:
-    """Draw both curves into each of `paths`; the suffix says the format."""
+def figure_of_runs(study: Study, results: Sequence[RunResult]) -> Figure:
+    """Both curves of every task that has runs, a row for each."""
     panels: list[tuple[str, Callable[[RunResult], Points]]] = [
         ("Accuracy on held-out problems", lambda run: run.accuracy),
         (f"Reward in training, mean of {_REWARD_WINDOW} steps", lambda run: _smooth(run.reward)),
     ]
-    with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "study"}):
-        figure = Figure(figsize=(12.5, 4.2), dpi=120, layout="constrained")
-        for position, (title, points) in enumerate(panels, start=1):
-            axes = figure.add_subplot(1, 2, position)
-            _draw(axes, study, results, points)
-            axes.set_title(title)
-            axes.set_xlabel(f"{study.budget_unit.replace('-', ' ')}, evaluation not counted")
-        figure.axes[1].axhline(study.threshold, color="grey", linewidth=0.8, linestyle="--")
+    tasks = [task.name for task in study.tasks if any(run.task == task.name for run in results)]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(12.5, 0.6 + 3.6 * len(tasks)), dpi=120, layout="constrained")
+        for row, task in enumerate(tasks):
+            of_task = [run for run in results if run.task == task]
+            for column, (title, points) in enumerate(panels, start=1):
+                axes = figure.add_subplot(len(tasks), 2, 2 * row + column)
+                _draw(axes, study, of_task, points)
+                axes.set_title(f"{task}: {title}" if task else title)
+                axes.set_xlabel(f"{study.budget_unit.replace('-', ' ')}, evaluation not counted")
+            axes.axhline(study.threshold, color="grey", linewidth=0.8, linestyle="--")
         lines, names = figure.axes[0].get_legend_handles_labels()
         figure.legend(lines, names, frameon=False, loc="outside right center")
         figure.suptitle(f"{study.name}: mean over seeds, 95 % interval")
-        for path in paths:
-            figure.savefig(path)
+    return figure
+
+
+def dose_figure(study: Study, points: Sequence[dict[str, Any]]) -> Figure:
+    """The difference from the baseline against the comparison skill of the warm start, a line per method."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        for method in dict.fromkeys(point["method"] for point in points):
+            own = [point for point in points if point["method"] == method]
+            skill, mean, low, high = ([p[key] for p in own] for key in ("skill", "mean", "low", "high"))
+            wings = [np.subtract(mean, low), np.subtract(high, mean)]
+            axes.errorbar(skill, mean, yerr=wings, marker="o", capsize=3, label=method)
+        axes.axhline(0, color="grey", linewidth=0.8)
+        axes.set_xlabel("comparison skill of the warm start, measured")
+        axes.set_ylabel(f"accuracy against {study.baseline}, 95 % interval")
+        axes.legend(frameon=False)
+    return figure
 
 
 def _draw(
     axes: Axes, study: Study, results: Sequence[RunResult], points: Callable[[RunResult], Points]
 ) -> None:
-    for method in study.methods:
+    colors = mpl.color_sequences["tab10" if len(study.methods) <= 10 else "tab20"]
+    # a method keeps its colour in panels that lack another one
+    for method, color in zip(study.methods, cycle(colors), strict=False):
         curves = [points(run) for run in results if run.method == method]
         curves = [curve for curve in curves if len(curve) > 1]
         if not curves:
             continue
         grid, mean, half = band(curves)
-        (line,) = axes.plot(grid, mean, label=method)
-        axes.fill_between(grid, mean - half, mean + half, alpha=0.15, color=line.get_color(), linewidth=0)
+        axes.plot(grid, mean, label=method, color=color)
+        axes.fill_between(grid, mean - half, mean + half, alpha=0.15, color=color, linewidth=0)
 
 
 def band(curves: Sequence[Points], points: int = 100) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

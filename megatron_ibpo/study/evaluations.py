@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_ibpo.evaluate.accuracy import unknown_as_nan
 from megatron_ibpo.evaluate.kept import RESULTS_FILE, read_results
-from megatron_ibpo.study.statistics import Difference, paired_difference, sign_flip_p
+from megatron_ibpo.study.statistics import Difference, paired_difference, shown_p, sign_flip_p
 from megatron_ibpo.words import counted, listed
 
 
@@ -67,12 +67,9 @@ def comparison_table(compared: list[Compared]) -> Table:
         d = one.difference
         bounds = f"{d.low:+.3f} to {d.high:+.3f}"
         values = (f"{one.first:.3f}", f"{one.second:.3f}", f"{d.mean:+.3f}", bounds)
-        table.add_row(one.set, f"{one.problems}", *values, _shown(d.bootstrap_p), _shown(one.permutation_p))
+        p_values = (shown_p(d.bootstrap_p, d.bootstrap_floor), shown_p(one.permutation_p))
+        table.add_row(one.set, f"{one.problems}", *values, *p_values)
     return table
-
-
-def _shown(p: float) -> str:
-    return f"{p:.4f}" if p >= 1e-4 else "< 0.0001"
 
 
 def comparison_notes(compared: list[Compared]) -> list[str]:

@@ -1,32 +1,57 @@
-"""A study: several methods, several seeds, one budget; read from YAML, as the list of its runs.
+"""A study (several methods, several seeds, one budget, one task or several) as the list of its runs.
 
 Each run gets a recipe of its own, written next to its directory.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from megatron_ibpo.checks import check_run
-from megatron_ibpo.config import ConfigError, config_yaml, nearest, parse_config, path_in_recipe, read_yaml
+from megatron_ibpo.config import Config, ConfigError, config_yaml, parse_config, path_of_user
 
 Settings = dict[str, Any]
 """Recipe keys and their values."""
 
 
+Phase = Literal["tuning", "pilot", "main", "confirmation"]
+
+OTHER_TEMPERATURES = [0.6]
+"""At which policies are evaluated beside --eval-temperature, unless the study says otherwise: a method that
+only makes the policy surer of itself gains at temperature 1 and not here."""
+
+
 @dataclass(frozen=True)
 class Tuning:
-    """One setting chosen for each method by itself, by short runs that all methods get alike."""
+    """Settings chosen for each task and method by themselves, by short runs that all methods get alike. They
+    are evaluated on problems that no other run of the study is evaluated on."""
 
-    setting: str
-    """Recipe key, such as lr."""
-    values: tuple[Any, ...]
+    grid: dict[str, tuple[Any, ...]]
+    """Recipe key, such as lr or n-samples-per-prompt → its values. Every combination is tried."""
     seeds: tuple[int, ...]
     """None of them is a seed of the study itself."""
     budget: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a study, with the policy that its runs start from."""
+
+    name: str
+    """Empty in a study of one task that names none."""
+    settings: Settings
+    """What it changes in the recipe: the warm start (hf-checkpoint), prompts, verifier."""
+    kind: str = ""
+    """What it is there for, in words."""
+    warm_start: Settings = field(default_factory=dict)
+    """How its warm start was made; for the reader, no run uses it."""
+    skill: float | None = None
+    """Comparison skill of the warm start, as measured: how much more often than another try a correction
+    that is shown a correct reference succeeds."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +78,12 @@ class Study:
     run_timeout: float = 1800.0
     """Seconds after which a run is ended and counted as failed."""
     tune: Tuning | None = None
+    tasks: tuple[Task, ...] = (Task("", {}),)
+    pilot_seeds: tuple[int, ...] = ()
+    """Seeds of runs of the baseline, before all others of the same budget, whose spread tells how many seeds
+    the study needs."""
+    confirm_seeds: tuple[int, ...] = ()
+    """Fresh seeds by which the baseline and what beat it are run again."""
 
 
 @dataclass(frozen=True)
@@ -67,52 +98,25 @@ class PlannedRun:
     config: str
     """The resolved configuration, by which a finished run is known again."""
     budget: float
-    value: Any = None
-    """In a tuning run, the value of the setting that is tuned."""
+    setting: Settings = field(default_factory=dict)
+    """What is tuned, and its values."""
+    task: str = ""
+    phase: Phase = "main"
+
+    @property
+    def label(self) -> str:
+        """What it is called on the way."""
+        values = [f"{key} {value}" for key, value in self.setting.items()]
+        return ", ".join([*filter(None, [self.task]), self.method, f"seed {self.seed}", *values])
 
 
-def read_study(paths: Sequence[Path], overrides: Settings | None = None) -> Study:
-    """The study of one file with `methods`, or of several recipes, each of which is a method.
-
-    Args:
-        overrides: fields of `Study` that win over the file's; with recipes they must give the budget and the
-            baseline.
-
-    Raises:
-        ConfigError: a file that cannot be read, unknown or missing keys.
-    """
-    contents = [_read(path) for path in paths]
-    if len(paths) == 1 and "methods" in contents[0]:
-        raw = {str(key).replace("-", "_"): value for key, value in contents[0].items()}
-        raw = {"name": paths[0].stem} | raw
-    else:
-        if len({path.stem for path in paths}) < len(paths):
-            raise ConfigError("two recipes have the same file name, by which methods are called")
-        raw = {"name": "study", "methods": {p.stem: c for p, c in zip(paths, contents, strict=True)}}
-    raw |= overrides or {}
-    known = {item.name for item in fields(Study)}
-    for key in raw:
-        if key not in known:
-            raise ConfigError(
-                f"{paths[0]}: unknown key {key!r}{nearest(key, [name.replace('_', '-') for name in known])}"
-            )
-    if missing := {"methods", "baseline", "budget"} - raw.keys():
-        raise ConfigError(f"{paths[0]}: a study needs {', '.join(sorted(missing))}")
-    if raw.get("tune") is not None:
-        raw["tune"] = _tuning(raw["tune"], paths[0])
-    if raw.get("recipe") is not None:
-        raw["recipe"] = path_in_recipe(raw["recipe"])
-    if isinstance(raw.get("seeds"), int):
-        raw["seeds"] = range(raw["seeds"])
-    raw["seeds"] = tuple(raw.get("seeds", (0, 1, 2, 3, 4)))
-    raw["methods"] = {str(name): dict(settings or {}) for name, settings in raw["methods"].items()}
-    study = Study(**raw)
-    _check(study, paths[0])
-    return study
+def grid_points(tuning: Tuning) -> list[Settings]:
+    """Every combination of the values."""
+    return [dict(zip(tuning.grid, values, strict=True)) for values in product(*tuning.grid.values())]
 
 
 def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
-    """The runs that tune each method; none if the study tunes nothing.
+    """The runs that tune each method on each task; none if the study tunes nothing.
 
     Raises:
         ConfigError: a method's settings cannot work.
@@ -120,86 +124,119 @@ def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
     if study.tune is None:
         return []
     return [
-        _planned(
-            study,
-            method,
-            seed,
-            directory / "tuning" / method / f"{study.tune.setting}_{value}",
-            {study.tune.setting: value},
-            study.tune.budget,
-            value,
-        )
-        for seed in study.tune.seeds
-        for value in study.tune.values
+        run
+        for point in grid_points(study.tune)
+        for task in study.tasks
         for method in study.methods
+        for run in plan_point(study, directory, task, method, point, study.tune.seeds)
     ]
 
 
-def plan_main(study: Study, directory: Path, chosen: dict[str, Settings] | None = None) -> list[PlannedRun]:
-    """The runs that are compared, seed by seed, so that a study cut short has whole seeds.
+def plan_point(
+    study: Study, directory: Path, task: Task, method: str, point: Settings, seeds: Sequence[int]
+) -> list[PlannedRun]:
+    """The runs that try one combination.
 
-    Args:
-        chosen: what tuning found for each method.
+    Raises:
+        ConfigError: it cannot work.
+    """
+    assert study.tune is not None
+    name = "_".join(f"{key}_{value}" for key, value in point.items())
+    parent = _of_task(directory / "tuning", task) / method / name
+    return _planned(study, "tuning", task, method, seeds, parent, point)
+
+
+Chosen = Mapping[tuple[str, str], Settings]
+"""(task, method) → what tuning found for it."""
+
+
+def plan_runs(
+    study: Study,
+    directory: Path,
+    phase: Phase,
+    seeds: Sequence[int],
+    methods: Sequence[str],
+    chosen: Chosen | None = None,
+) -> list[PlannedRun]:
+    """The runs of a phase, seed by seed, so that a study cut short has whole seeds.
 
     Raises:
         ConfigError: a method's settings cannot work.
     """
     tuned = chosen or {}
-    return [
-        _planned(study, method, seed, directory / "runs" / method, tuned.get(method, {}), study.budget)
-        for seed in study.seeds
-        for method in study.methods
+    folder = {"main": "runs"}.get(phase, phase)
+    by_method = [
+        _planned(
+            study,
+            phase,
+            task,
+            method,
+            seeds,
+            _of_task(directory / folder, task) / method,
+            tuned.get((task.name, method), {}),
+        )
+        for task in study.tasks
+        for method in methods
     ]
+    return [run for of_seed in zip(*by_method, strict=True) for run in of_seed]
+
+
+def plan_main(study: Study, directory: Path, chosen: Chosen | None = None) -> list[PlannedRun]:
+    """The runs that are compared.
+
+    Raises:
+        ConfigError: a method's settings cannot work.
+    """
+    return plan_runs(study, directory, "main", study.seeds, list(study.methods), chosen)
+
+
+def _of_task(folder: Path, task: Task) -> Path:
+    return folder / task.name if task.name else folder
 
 
 def _planned(
     study: Study,
+    phase: Phase,
+    task: Task,
     method: str,
-    seed: int,
+    seeds: Sequence[int],
     parent: Path,
     tuned: Settings,
-    budget: float,
-    value: Any = None,
-) -> PlannedRun:
-    directory = parent / f"seed_{seed}"
-    settings = {**study.common, **study.methods[method], **tuned}
-    settings |= {"seed": seed, "data-seed": seed, "budget": budget, "budget-unit": study.budget_unit}
-    recipe = directory.with_suffix(".yaml")
-    recipe.parent.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    base = [] if study.recipe is None else ["--config", str(study.recipe)]
-    arguments = (*base, "--config", str(recipe), "--run-dir", str(directory))
+) -> list[PlannedRun]:
+    """Runs that differ by their seed alone."""
+    assert study.tune is not None or phase != "tuning"
+    budget = study.tune.budget if study.tune is not None and phase == "tuning" else study.budget
+    settings: Settings = {} if phase == "tuning" else {"eval-other-temperatures": OTHER_TEMPERATURES}
+    settings |= {**study.common, **task.settings, **study.methods[method], **tuned}
+    settings |= {"budget": budget, "budget-unit": study.budget_unit}
+    if study.tune is not None or study.pilot_seeds:
+        # what is chosen must not be chosen on the problems by which it is judged
+        settings["eval-half"] = "tuning" if phase in ("tuning", "pilot") else "test"
+    parent.mkdir(parents=True, exist_ok=True)
+    runs: list[PlannedRun] = []
+    config: Config | None = None
+    for seed in seeds:
+        directory = parent / f"seed_{seed}"
+        recipe = directory.with_suffix(".yaml")
+        of_seed = settings | {"seed": seed, "data-seed": seed}
+        recipe.write_text(yaml.safe_dump(of_seed, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        base = [] if study.recipe is None else ["--config", str(study.recipe)]
+        arguments = (*base, "--config", str(recipe), "--run-dir", str(directory))
+        if config is None:
+            where = f"task {task.name}, method {method}" if task.name else f"method {method}"
+            config = _checked(arguments, where)
+        else:  # reading it anew takes ten times as long, and a suite has a thousand runs
+            config.run.seed = config.data.data_seed = seed
+            config.run.run_dir = path_of_user(directory)
+        text = config_yaml(config)
+        runs.append(PlannedRun(method, seed, directory, arguments, text, budget, tuned, task.name, phase))
+    return runs
+
+
+def _checked(arguments: Sequence[str], where: str) -> Config:
     try:
         config = parse_config(arguments)
         check_run(config)
     except ConfigError as error:
-        raise ConfigError(f"method {method}: {error}") from error
-    return PlannedRun(method, seed, directory, arguments, config_yaml(config), budget, value)
-
-
-def _check(study: Study, path: Path) -> None:
-    problems = []
-    if study.baseline not in study.methods:
-        problems.append(f"baseline {study.baseline!r} is none of the methods")
-    if len(set(study.seeds)) < max(1, len(study.seeds)) or not study.seeds:
-        problems.append("seeds must be different ones, at least one")
-    if study.tune is not None and set(study.tune.seeds) & set(study.seeds):
-        problems.append("tuning must not use the study's own seeds")
-    if study.budget <= 0 or study.run_timeout <= 0 or study.processes < 1:
-        problems.append("budget, run-timeout and processes must be above 0")
-    if problems:
-        raise ConfigError(f"{path}: " + "; ".join(problems))
-
-
-def _tuning(raw: Any, path: Path) -> Tuning:
-    known = {item.name for item in fields(Tuning)}
-    if not isinstance(raw, dict) or set(raw) != known:
-        raise ConfigError(f"{path}: tune must have exactly {', '.join(sorted(known))}")
-    return Tuning(raw["setting"], tuple(raw["values"]), tuple(raw["seeds"]), float(raw["budget"]))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = read_yaml(path, str(path))
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold `key: value` lines")
-    return content
+        raise ConfigError(f"{where}: {error}") from error
+    return config

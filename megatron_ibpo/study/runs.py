@@ -6,16 +6,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.study.plan import PlannedRun, Study
+from megatron_ibpo.words import listed
 
 COMMAND = (sys.executable, "-m", "megatron_ibpo.train")
 LOOK_EVERY_S = 2.0
@@ -23,7 +27,7 @@ GRACE_S = 30.0
 """Seconds in which a child may finish its step after the first signal, and in which it must end after the
 second."""
 
-Outcome = Literal["finished", "failed", "timed out"]
+Outcome = Literal["finished", "failed", "timed out", "stopped"]
 
 
 def summary(run: PlannedRun) -> dict[str, Any] | None:
@@ -41,15 +45,24 @@ def is_finished(run: PlannedRun) -> bool:
     left = summary(run)
     if left is None or left["status"] != "finished":
         return False
-    if _planned_path(run).read_text(encoding="utf-8") != run.config:
+    before = _planned_path(run).read_text(encoding="utf-8")
+    if before != run.config:
         raise ConfigError(
-            f"{run.directory} holds a run with other settings than the study asks for now: choose another "
-            "directory for the results, or remove that run"
+            f"{run.directory} holds a run with other settings than the study asks for now "
+            f"({_changed(before, run.config)}): choose another directory for the results, or remove that run"
         )
     return True
 
 
-def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None]) -> Outcome:
+def _changed(before: str, now: str) -> str:
+    old, new = yaml.safe_load(before), yaml.safe_load(now)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return listed([f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in names], "; ", most=3)
+
+
+def execute(
+    run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None], stop: threading.Event
+) -> Outcome:
     """Run it from its start; what an interrupted attempt left is removed.
 
     Its output goes to a .log file next to its directory. However this function is left, the child and all it
@@ -57,6 +70,7 @@ def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None
 
     Args:
         show: given the newest row of the run's metrics from time to time.
+        stop: once it is set, the run is ended.
     """
     if run.directory.exists():
         shutil.rmtree(run.directory)
@@ -74,11 +88,11 @@ def execute(run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None
             start_new_session=True,
         )
         try:
-            in_time = _wait(child, study.run_timeout, lambda: _show_newest(run.directory, show))
+            in_time = _wait(child, study.run_timeout, lambda: _show_newest(run.directory, show), stop)
         finally:
             _end(child)
     if not in_time:
-        return "timed out"
+        return "stopped" if stop.is_set() else "timed out"
     return "finished" if child.returncode == 0 else "failed"
 
 
@@ -86,10 +100,12 @@ def _planned_path(run: PlannedRun) -> Path:
     return run.directory.with_suffix(".config")
 
 
-def _wait(child: subprocess.Popen[bytes], timeout: float, look: Callable[[], None]) -> bool:
-    """Whether the child ended by itself before the time-out."""
+def _wait(
+    child: subprocess.Popen[bytes], timeout: float, look: Callable[[], None], stop: threading.Event
+) -> bool:
+    """Whether the child ended by itself before the time-out, and before it was to stop."""
     deadline = time.monotonic() + timeout
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.monotonic()) > 0 and not stop.is_set():
         try:
             child.wait(min(LOOK_EVERY_S, left))
             return True

@@ -29,11 +29,26 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class OverSeeds(Estimate):
+    """A mean over seeds, its interval by Student's t, and the test that it is 0."""
+
+    p: float
+    """Two-sided; NaN for one seed, which has no spread."""
+    spread: float
+    """Standard deviation over seeds; NaN for one."""
+
+
+@dataclass(frozen=True)
 class Difference(Estimate):
     """How much more one method reaches than another, paired."""
 
+    over_seeds: OverSeeds
+    """The difference of each seed's mean, with the paired t test."""
     bootstrap_p: float
-    """Two-sided p of no difference: twice the share of resamples on the other side of 0."""
+    """Two-sided p of no difference: twice the share of resamples on the other side of 0. It sees no more than
+    the seeds that there are, and with few of them it is far too small: never alone as evidence."""
+    bootstrap_floor: float
+    """The smallest p that so many resamples can give."""
     sign_flip_p: float
     """Two-sided and exact p over seeds alone: with no difference, each seed's sign is a toss of a coin."""
     sign_flip_floor: float
@@ -70,10 +85,48 @@ def paired_difference(method_SP: Array, baseline_SP: Array) -> Difference:
         mean=float(np.nanmean(difference_SP)),
         low=low,
         high=high,
+        over_seeds=over_seeds(np.nanmean(difference_SP, axis=1)),
         bootstrap_p=min(1.0, 2 * (min(below, above) + 1) / (len(resampled) + 1)),
+        bootstrap_floor=2 / (len(resampled) + 1),
         sign_flip_p=sign_flip_p(np.nanmean(method_SP, axis=1), np.nanmean(baseline_SP, axis=1)),
         sign_flip_floor=2 / 2**seeds,
     )
+
+
+def over_seeds(values_S: Array | Sequence[float]) -> OverSeeds:
+    """Mean of one value for each seed, with Student's t: of paired differences this is the paired t test."""
+    values_S = np.asarray(values_S, dtype=np.float64)
+    mean = float(values_S.mean())
+    if len(values_S) < 2:
+        return OverSeeds(mean, math.nan, math.nan, math.nan, math.nan)
+    if np.ptp(values_S) < 1e-9:  # equal but for rounding: scipy warns of it, or gives no number
+        return OverSeeds(mean, mean, mean, float(abs(mean) < 1e-9), 0.0)
+    found = stats.ttest_1samp(values_S, 0.0)
+    interval = found.confidence_interval(LEVEL)
+    spread = float(values_S.std(ddof=1))
+    return OverSeeds(mean, float(interval.low), float(interval.high), float(found.pvalue), spread)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values of several tests, adjusted so that together they find something where nothing is as seldom as
+    one would: Holm's step-down (Scandinavian Journal of Statistics 6, 1979, 65-70). NaN stays NaN and counts
+    as no test."""
+    adjusted = [math.nan] * len(p_values)
+    order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
+    largest = 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def shown_p(p: float, floor: float | None = None) -> str:
+    """A p for a reader: `≤ FLOOR` where the method can give no smaller one, – where there is none."""
+    if math.isnan(p):
+        return "–"
+    if floor is not None and p <= floor:
+        return f"≤ {floor:.4f}"
+    return f"{p:.4f}" if p >= 1e-4 else "< 0.0001"
 
 
 def _resample(values_SP: Array) -> tuple[float, float, Array]:

@@ -1,82 +1,217 @@
-"""The table of a comparison, in Markdown."""
+"""The tables of a comparison: as rows of text, and in Markdown."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_ibpo.study.claims import Comparison
+from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import Study
-
-_COLUMNS = (
-    "method", "G", "sequences per prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
-    "accuracy [95 %]", "greedy", "against baseline [95 %]", "p bootstrap", "p sign flip (floor)",
-    "cost to threshold, of baseline",
-)  # fmt: skip
+from megatron_ibpo.study.power import in_words
+from megatron_ibpo.study.statistics import shown_p
 
 
-def markdown_table(study: Study, lines: Sequence[dict[str, Any]]) -> str:
-    """One line per method; what each number is stands below."""
-    table = _table(_COLUMNS, [_cells(study, line) for line in lines])
-    gradient = _gradient_table(lines)
-    return f"{table}\n\n{_legend(study, lines)}\n" + (f"\n{gradient}\n" if gradient else "")
+@dataclass(frozen=True)
+class Table:
+    """One table of the page."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: str = ""
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+def tables(found: Findings, compared: Comparison) -> list[Table]:
+    """All that a study has something for, in the order of the page."""
+    made = [_verdicts(found.study, compared), _overall(compared.overall)]
+    for task in found.study.tasks:
+        of_task = [line for line in compared.table if line["task"] == task.name]
+        made += [_methods(found.study, task.name, of_task), _gradient(task.name, of_task)]
+    made += [_equal_steps(compared.equal_steps), _doses(compared.dose_response), _tuning(found)]
+    return [table for table in made if table.rows]
 
 
-def _cells(study: Study, line: dict[str, Any]) -> list[str]:
+def markdown(found: Findings, made: Sequence[Table]) -> str:
+    """Tables in Markdown, behind what the pilot said of the seeds."""
+    parts = [in_words(found.power)] if found.power is not None else []
+    for table in made:
+        rows = [table.header, ["---"] * len(table.header), *table.rows]
+        parts += [f"## {table.title}", "\n".join(f"| {' | '.join(row)} |" for row in rows)]
+        parts += [table.legend] if table.legend else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _verdicts(study: Study, compared: Comparison) -> Table:
+    rows = [
+        [claim.method, claim.verdict, _standing(claim.verdict, claim.blocks), "; ".join(claim.blocks)]
+        for claim in compared.claims
+    ]
+    legend = (
+        f"Against {study.baseline}, by the paired t test over seeds (level .05) with Holm's adjustment over "
+        "the methods. A claim needs 8 seeds, tuning that did not end at the edge of its grid, all runs, and "
+        "for a better method the same again with fresh seeds."
+    )
+    return Table(
+        "What may be said", ["method", "this study", "claim", "what stands against it"], rows, legend
+    )
+
+
+def _standing(verdict: str, blocks: Sequence[str]) -> str:
+    if verdict not in ("better", "worse"):
+        return "–"
+    return "no" if blocks else "yes"
+
+
+def _overall(lines: Sequence[dict[str, Any]]) -> Table:
+    header = [
+        "method",
+        "seeds",
+        "accuracy [95 %]",
+        "against baseline [95 %]",
+        "p t test",
+        "p Holm",
+        "p sign flip (floor)",
+    ]
+    rows = [
+        [
+            line["method"],
+            str(line["seeds"]),
+            _interval(line["accuracy"]),
+            *_tests(line.get("difference"), "p"),
+        ]
+        for line in lines
+    ]
+    return Table("Mean over the tasks", header, rows, "Intervals: Student's t over seeds.")
+
+
+def _tests(difference: dict[str, Any] | None, p: str) -> list[str]:
+    if difference is None:
+        return ["–"] * 4
+    flip = f"{shown_p(difference['sign_flip_p'])} ({shown_p(difference['sign_flip_floor'])})"
+    return [_interval(difference, "+"), shown_p(difference[p]), shown_p(difference["holm_p"]), flip]
+
+
+def _methods(study: Study, task: str, lines: Sequence[dict[str, Any]]) -> Table:
+    others = list(dict.fromkeys(at for line in lines for at in line["other_accuracies"]))
+    header = [
+        "method", "P", "G", "lr", "sequences per prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
+        "accuracy [95 %]", *(f"T = {at} [95 %]" for at in others), "greedy [95 %]",
+        "against baseline [95 %, t]", "p t test", "p Holm", "p sign flip (floor)", "bootstrap [95 %], p",
+        "cost to threshold, of baseline",
+    ]  # fmt: skip
+    title = "Methods" if not task else f"Methods on {task}"
+    rows = [_cells(study, line, others) for line in lines]
+    return Table(title, header, rows, _legend(study, lines) if lines else "")
+
+
+def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[str]:
     unit = study.budget_unit.replace("-", "_")
     cost = line["cost_to_threshold"]
-    difference = line.get("difference")
     ratio = cost["of_baseline"]
     reached = f"{cost['reached']}/{line['seeds']} reached"
+    difference = line.get("difference")
+    tests = ["–"] * 5
+    if difference is not None:
+        over_seeds = difference | difference["over_seeds"]
+        bootstrap_p = shown_p(difference["bootstrap_p"], difference["bootstrap_floor"])
+        tests = [*_tests(over_seeds, "p"), f"{_interval(difference, '+')}, {bootstrap_p}"]
     return [
         line["method"],
+        _known(line["prompts_per_step"]),
         str(line["samples_per_prompt"]),
+        _known(line["lr"]),
         f"{line['sequences_per_prompt']:.1f}",
-        ", ".join(f"{key} {value:g}" for key, value in line["setting"].items()) or "–",
+        ", ".join(f"{key} {_known(value)}" for key, value in line["setting"].items()) or "–",
         str(line["seeds"]),
         f"{line['steps']:.0f}",
         f"{line['spent'][unit]:.4g}",
         f"{line['spent']['flops']:.2e}",
         _interval(line["accuracy"]),
-        f"{line['greedy']:.3f}",
-        _interval(difference, "+") if difference else "–",
-        f"{difference['bootstrap_p']:.4f}" if difference else "–",
-        f"{difference['sign_flip_p']:.4f} ({difference['sign_flip_floor']:.4f})" if difference else "–",
+        *(_interval(line["other_accuracies"].get(at)) for at in others),
+        _interval(line["greedy_over_seeds"]),
+        *tests,
         f"{ratio:.2f}x, {reached}" if ratio is not None else reached,
     ]
 
 
-def _interval(estimate: dict[str, float], sign: str = "") -> str:
+def _known(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def _interval(estimate: dict[str, float] | None, sign: str = "") -> str:
+    if estimate is None:
+        return "–"
     mean, low, high = (format(estimate[key], f"{sign}.3f") for key in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
+    return mean if math.isnan(estimate["low"]) else f"{mean} [{low}, {high}]"
 
 
 def _legend(study: Study, lines: Sequence[dict[str, Any]]) -> str:
-    overshoot = max(
-        (line["spent"][study.budget_unit.replace("-", "_")] / study.budget - 1 for line in lines),
-        default=math.nan,
-    )
+    unit = study.budget_unit.replace("-", "_")
+    overshoot = max((line["spent"][unit] / study.budget - 1 for line in lines), default=math.nan)
     return (
         f"Budget {study.budget:g} {study.budget_unit.replace('-', ' ')} per run; sampling, corrections, "
         "scoring, updates and weight transfer are paid, evaluation is not. A run stops after the step that "
         f"spends the budget: at most {max(0.0, overshoot):.1%} over, on average over a method's seeds. "
-        f"Baseline: {study.baseline}. Intervals: percentile bootstrap over seeds and problems together "
-        "(problems alone where there is one seed). p: two-sided, paired; the sign-flip test's floor is the "
-        "smallest p that so many seeds can give. Cost to threshold: spent until the mean training reward of "
-        f"five steps reached {study.threshold:g}, median over seeds, over the baseline's."
+        f"Baseline: {study.baseline}. P prompts per step, G responses to each. Interval of the accuracy: "
+        "percentile bootstrap over seeds and problems together (problems alone where there is one seed); of "
+        "the others Student's t over seeds. p: two-sided, paired over seeds; Holm adjusts the t test over "
+        "the methods; the sign-flip test's floor is the smallest p that the seeds can give. The bootstrap p "
+        "is no evidence with few seeds; ≤ marks its floor. Cost to threshold: spent until the mean training "
+        f"reward of five steps reached {study.threshold:g}, median over seeds, over the baseline's."
     )
 
 
-def _gradient_table(lines: Sequence[dict[str, Any]]) -> str:
-    measured = [line for line in lines if line["gradient"]]
-    if not measured:
-        return ""
-    names = list(dict.fromkeys(name for line in measured for name in line["gradient"]))
-    header = ["method", *(name.replace("_", " ") for name in names)]
+def _gradient(task: str, lines: Sequence[dict[str, Any]]) -> Table:
+    names = list(dict.fromkeys(name for line in lines for name in line["gradient"]))
     rows = [
         [line["method"], *(f"{line['gradient'].get(name, math.nan):.3g}" for name in names)]
-        for line in measured
+        for line in lines
+        if line["gradient"]
     ]
-    return _table(header, rows)
+    title = f"Gradient{f' on {task}' if task else ''}, means over steps and seeds"
+    return Table(title, ["method", *(name.replace("_", " ") for name in names)], rows)
+
+
+def _equal_steps(lines: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            line["task"] or "–",
+            line["method"],
+            f"{line['first']} to {line['last']}",
+            str(line.get("seeds", "–")),
+            _interval(line["reward"]) if "reward" in line else "fewer steps",
+            _interval(line.get("difference"), "+"),
+        ]
+        for line in lines
+    ]
+    header = ["task", "method", "steps", "seeds", "mean training reward [95 %]", "against baseline [95 %]"]
+    legend = "What a step brings, whatever it costs. Intervals: Student's t over seeds; nothing is adjusted."
+    return Table("At equal steps", header, rows, legend)
+
+
+def _doses(points: Sequence[dict[str, Any]]) -> Table:
+    rows = [[p["method"], p["task"], f"{p['skill']:.2f}", _interval(p, "+")] for p in points]
+    header = ["method", "task", "comparison skill", "against baseline [95 %]"]
+    legend = "Skill: how much more often a correction with a correct reference succeeds than another try."
+    return Table("Dose and response", header, rows, legend)
+
+
+def _tuning(found: Findings) -> Table:
+    rows = [
+        [
+            choice.task or "–",
+            choice.method,
+            ", ".join(f"{key} {_known(value)}" for key, value in choice.setting.items()),
+            " and ".join(choice.at_edge) or "–",
+            "; ".join(
+                f"{', '.join(_known(value) for value in run.setting.values())}: {run.accuracy:.3f}"
+                for run in choice.tried
+            ),
+        ]
+        for choice in found.choices
+    ]
+    header = ["task", "method", "chosen", "at the edge", "tried: accuracy on the problems of tuning"]
+    return Table("Tuning", header, rows)

@@ -46,6 +46,8 @@ PARTS = (
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
+    Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
+    Part("host-syncs-qwen3-next", 180, "host_syncs", "qwen3_next"),
     Part("resume", 180),
     Part("weight-update", 120),
     Part("sleep", 120),

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models import ModelShape, check_layout, pipeline_layers, read_hf_config
+from megatron_ibpo.models import (
+    ModelShape,
+    check_layout,
+    padded_vocab_size,
+    pipeline_layers,
+    read_hf_config,
+)
 from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.directories import write_directory
@@ -63,7 +69,8 @@ def hf_to_megatron(
 
     Megatron reads it under any layout; `parallel` and `virtual_stages` (model chunks of a rank in an
     interleaved pipeline) say in what pieces and files it is written, so that a run in that layout reads
-    whole pieces. Dtypes are kept. `world` may be of any size: it divides the work.
+    whole pieces. Rows that pad the vocabulary are not written: Megatron sets them to 0 when it loads. Dtypes
+    are kept. `world` may be of any size: it divides the work.
 
     Raises:
         CheckpointError, ModelConfigError: `hf_dir` is not a checkpoint of a known model.
@@ -75,7 +82,7 @@ def hf_to_megatron(
     shape = read_hf_config(hf_dir)
     holdings = _check_layout(shape, parallel, virtual_stages)
     checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
-    entries = model_entries(shape, checkpoint.file_of)
+    entries = model_entries(shape, checkpoint.file_of, padded_vocab_size(shape, parallel))
     if ignored := checkpoint.check(shape, entries):
         logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
     dtypes = _stored_dtypes(checkpoint, entries)
@@ -239,8 +246,11 @@ def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: i
     return holdings_of(shape, parallel, virtual_stages)
 
 
-def model_entries(shape: ModelShape, names: Iterable[str]) -> list[Entry]:
+def model_entries(shape: ModelShape, names: Iterable[str], vocab_rows: int | None = None) -> list[Entry]:
     """What a checkpoint with tensors of these names has to hold, every HF tensor once.
+
+    Args:
+        vocab_rows: as in `weight_map`.
 
     Raises:
         CheckpointError: it has more multi-token prediction layers than can be converted.
@@ -251,7 +261,7 @@ def model_entries(shape: ModelShape, names: Iterable[str]) -> list[Entry]:
             f"mtp.layers.1 to mtp.layers.{layers - 1}: only one multi-token prediction layer can be "
             "converted, for Hugging Face checkpoints have one mtp.fc for all of them"
         )
-    entries = weight_map(shape, layers)
+    entries = weight_map(shape, layers, vocab_rows)
     if shape.tie_word_embeddings:
         del entries["output_layer.weight"]
     return list(entries.values())
@@ -365,7 +375,7 @@ def _write_safetensors(
 def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
     """A shard, contiguous: where it lies in a file if nothing has to be moved for it."""
     cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in share.entry.pieces]
-    spans = share.entry.spans(share.ranks)
+    spans = share.entry.spans(share.rank, share.ranks)
     in_place = len(spans) == 1 and cuts[0].is_contiguous()
     with nullcontext(cuts[0]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
         turn.check()
@@ -411,9 +421,7 @@ class _Share:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = list(self.entry.shape)
-        shape[self.dim] //= self.ranks if self.entry.cut else 1
-        return tuple(shape)
+        return self.entry.shard_shape(self.rank, self.ranks)
 
     @property
     def numel(self) -> int:

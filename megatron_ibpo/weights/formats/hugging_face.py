@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Iterable
@@ -164,6 +165,10 @@ class Checkpoint:
                 f"weights must be one of {', '.join(DTYPES)}"
             )
 
+    def elements(self) -> dict[str, int]:
+        """How many each tensor has, by name; reads only headers."""
+        return {name: math.prod(self._slice(name).get_shape()) for name in self.file_of}
+
     def dtype(self, piece: Piece) -> torch.dtype:
         return DTYPES[self._found(piece)[1].get_dtype()]
 
@@ -185,6 +190,17 @@ class Checkpoint:
             index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
             return tensor[(slice(fused.expert, fused.expert + 1), *index)][0]
         return tensor[tuple(index)]
+
+
+def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
+    """Elements of every tensor that is trained, by its name in the checkpoint, whatever dtype it has there;
+    reads only headers.
+
+    Raises:
+        CheckpointError: no weights are there, or files that cannot be read.
+    """
+    elements = Checkpoint(hf_dir).elements()
+    return {name: count for name, count in elements.items() if not is_ignored(shape, name)}
 
 
 class _PickledFile:

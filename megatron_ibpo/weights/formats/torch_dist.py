@@ -38,7 +38,7 @@ from megatron_ibpo.words import shown
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for what is no tensor."""
 ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Megatron-LM pads the vocabulary to a multiple of 128 TP."""
+"""With rows beyond the vocabulary, which Megatron saves as it holds them."""
 
 _ALLOWED = {
     "pathlib": {"PosixPath"},
@@ -196,6 +196,15 @@ class StoredCheckpoint:
             raise CheckpointError(
                 f"{self.directory}: tensors that this model has no place for: {listed(extra)}"
             )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises CheckpointError if embedding or head have fewer rows, which Megatron would add as 0."""
+        for key in ROWS_MAY_BE_PADDED:
+            if key in self.tensors and (rows := self.tensors[key].size[0]) < vocab_size:
+                raise CheckpointError(
+                    f"{self.directory}: {key} has {rows} rows for a vocabulary of {vocab_size}: it is of "
+                    "another model"
+                )
 
     def _check_tensor(self, block: Block) -> None:
         meta = self.tensors[block.key]

@@ -21,6 +21,7 @@ from megatron_ibpo.weights.layout.holdings import (
     my_holding,
     parameters_by_global_name,
     shard_holders,
+    vocab_rows_of,
 )
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 
@@ -69,7 +70,7 @@ class HFExport:
             bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
                 tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
-        holding = my_holding(shape, layers_of(chunks))
+        holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
         self._rank = dist.get_rank()
         self._parameters = dict(parameters_by_global_name(chunks, holding))
         first = next(iter(self._parameters.values()))
@@ -94,7 +95,9 @@ class HFExport:
             if shard is None:
                 yield from ({} for _ in task.entry.pieces)
                 continue
-            parts = task.entry.part(self._parameters[task.entry.name].detach())
+            parameter = self._parameters[task.entry.name].detach()
+            padding = task.entry.padding(shard, len(task.holders))
+            parts = task.entry.part(parameter[: len(parameter) - padding])
             for piece, part in zip(task.entry.pieces, parts, strict=True):
                 yield _by_box(piece, part, task.boxes(piece, shard))
 
@@ -120,15 +123,15 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
 
 
 def _plan(shape: ModelShape, holdings: list[Holding]) -> list[_Task]:
-    entries = _entries(shape)
+    entries = _entries(shape, holdings[0].vocab_rows)
     return [_Task(*task) for task in zip(entries, shard_holders(entries, holdings), strict=True)]
 
 
-def _entries(shape: ModelShape) -> list[Entry]:
+def _entries(shape: ModelShape, vocab_rows: int | None = None) -> list[Entry]:
     """In checkpoint order; every HF tensor once."""
     entries = []
     seen: set[str] = set()
-    for entry in weight_map(shape).values():
+    for entry in weight_map(shape, vocab_rows=vocab_rows).values():
         if entry.pieces[0].name not in seen:  # the head of tied embeddings
             entries.append(entry)
         seen.update(piece.name for piece in entry.pieces)

@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.weight_map import Entry, global_name
 
 
@@ -25,6 +25,8 @@ class Holding:
     experts: int
     is_first_stage: bool
     is_last_stage: bool
+    vocab_rows: int
+    """Of embedding and head over all tensor-parallel ranks, padding included."""
 
     def holds(self, entry: Entry) -> bool:
         if entry.expert is not None and not 0 <= entry.expert - self.first_expert < self.experts:
@@ -41,8 +43,9 @@ class Holding:
         return self.etp_rank, self.etp_size
 
 
-def my_holding(shape: ModelShape, layers: tuple[range, ...]) -> Holding:
-    """This rank's part, from Megatron's groups; `layers` as `layers_of` its model."""
+def my_holding(shape: ModelShape, layers: tuple[range, ...], vocab_rows: int) -> Holding:
+    """This rank's part, from Megatron's groups; `layers` and `vocab_rows` as `layers_of` and `vocab_rows_of`
+    its model."""
     from megatron.core import parallel_state as groups
 
     experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
@@ -56,6 +59,7 @@ def my_holding(shape: ModelShape, layers: tuple[range, ...]) -> Holding:
         experts=experts,
         is_first_stage=groups.is_pipeline_first_stage(),
         is_last_stage=groups.is_pipeline_last_stage(),
+        vocab_rows=vocab_rows,
     )
 
 
@@ -79,6 +83,7 @@ def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int
             experts=experts,
             is_first_stage=stage == 0,
             is_last_stage=stage == pp - 1,
+            vocab_rows=padded_vocab_size(shape, parallel),
         )
         for stage, layers in enumerate(pipeline_layers(shape.num_layers, parallel, virtual_stages))
         for rank in range(max(tp, ep * etp))
@@ -87,15 +92,25 @@ def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int
 
 def layers_of(chunks: Sequence[Any]) -> tuple[range, ...]:
     """Layers of the whole model that each model chunk of a rank holds."""
-    return tuple(_layers(chunk) for chunk in chunks)
+    return tuple(_layers(_unwrapped(chunk)) for chunk in chunks)
+
+
+def vocab_rows_of(chunks: Sequence[Any]) -> int:
+    """Rows of embedding and head that all tensor-parallel ranks were built for, padding included."""
+    rows: int = _unwrapped(chunks[0]).vocab_size
+    return rows
 
 
 def _layers(chunk: Any) -> range:
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
+    return range(numbers[0], numbers[-1] + 1)
+
+
+def _unwrapped(chunk: Any) -> Any:
     """It may be wrapped by DDP."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
-    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
-    return range(numbers[0], numbers[-1] + 1)
+    return chunk
 
 
 def parameters_by_global_name(chunks: list[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:

@@ -1,0 +1,41 @@
+"""Main memory of the node that this process is on. Source: cgroups(7); only version 1 has been run."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def main_memory(groups: Path = _GROUPS, own: Path = _OWN) -> int:
+    """Bytes that the processes of a run may take on this node: all there are, or the least limit of a control
+    group that this process is in, as containers and batch systems set it. What other programs hold is not
+    taken off.
+
+    Args:
+        groups: where the kernel shows control groups.
+        own: which ones this process is in.
+    """
+    limits = [psutil.virtual_memory().total]
+    for file in _limit_files(groups, own):
+        with suppress(OSError, ValueError):  # not shown in this container, or "max"
+            limits.append(int(file.read_text(encoding="utf-8")))
+    return min(limits)
+
+
+def _limit_files(groups: Path, own: Path) -> Iterator[Path]:
+    """Of this process's group and of all groups around it, for either version of the kernel's interface."""
+    lines = ""
+    with suppress(OSError):  # a kernel without control groups
+        lines = own.read_text(encoding="utf-8")
+    for line in lines.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        group = PurePosixPath(path)
+        for around in (group, *group.parents):
+            yield groups / controllers / around.relative_to("/") / name

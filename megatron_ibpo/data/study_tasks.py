@@ -1,0 +1,315 @@
+"""Tasks of the suite of studies beside chain_sum: questions, and students who answer them badly.
+
+    --prompt-data import://megatron_ibpo.data.study_tasks:targets
+    --rm-type megatron_ibpo.rewards.study_tasks:score
+
+Each is of another kind for credit (docs/studies.md). A student writes a solution step by step and has a
+misconception, which a warm start plants and reinforcement can take away.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from megatron_ibpo.data.worked_solutions import worked_solution
+
+Question = dict[str, Any]
+"""What a question consists of; also the metadata of its prompt."""
+
+QUESTIONS = {"train": 2048, "eval": 1024}
+"""Different ones in each split: about what a run of the studies asks."""
+
+_STEP = re.compile(r"[^=]*=-?\d+|.+", re.DOTALL)
+"""An equation up to its result; what is left over is one step more."""
+_DIGITS = frozenset(range(1, 10))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How badly a student does."""
+
+    misconception: float = 0.0
+    """Probability with which the task's misconception acts where it can."""
+    slip: float = 0.0
+    """Probability that another result is off by one or two."""
+
+
+_NONE = Noise()
+
+
+@dataclass(frozen=True)
+class StudyTask:
+    """A kind of question, and how it is answered."""
+
+    draw: Callable[[random.Random], Question]
+    text: Callable[[Question], str]
+    """The prompt."""
+    label: Callable[[Question], str]
+    """The final answer."""
+    next_step: Callable[[Question, Sequence[str], random.Random, Noise], str]
+    """(question, steps so far, luck, noise) → what the student writes next; nothing at the end."""
+    mended: Callable[[Question, Sequence[str], str], str]
+    """(question, steps so far, step) → the step as it ought to be after those: itself where it is right, and
+    otherwise with as much of its free choices as can stay."""
+
+    def solution(
+        self, question: Question, rng: random.Random, noise: Noise, begun: Sequence[str] = ()
+    ) -> list[str]:
+        """The steps of one student, who goes on after those that are `begun`. Joined they are the text."""
+        steps = list(begun)
+        while step := self.next_step(question, steps, rng, noise):
+            steps.append(step)
+        return steps
+
+
+def steps_of(text: str) -> list[str]:
+    """A written solution cut into steps: `5+8=13+9=22#22` into `5+8=13`, `+9=22`, `#22`."""
+    return _STEP.findall(text)
+
+
+def rows(task: StudyTask, name: str, split: str) -> list[dict[str, Any]]:
+    """Different questions as rows of data, the same for ever. A question belongs to one split by a hash of
+    its text.
+
+    Args:
+        name: of the task, for the rows.
+        split: train or eval.
+    """
+    rng = random.Random(f"{name} {split}")
+    found: dict[str, Question] = {}
+    while len(found) < QUESTIONS[split]:
+        question = task.draw(rng)
+        text = task.text(question)
+        if _held_out(text) == (split == "eval"):
+            found[text] = question
+    return [
+        {"prompt": text, "label": task.label(question), "task": name, "metadata": {"kind": name, **question}}
+        for text, question in found.items()
+    ]
+
+
+def _held_out(text: str) -> bool:
+    return hashlib.blake2b(text.encode(), digest_size=1).digest()[0] < 128
+
+
+# ------------------------------------------------------------------ targets: the correct texts are many
+
+
+def _draw_target(rng: random.Random) -> Question:
+    """A sum to be reached by five or six digits of which the first is given and two are banned."""
+    while True:
+        banned = sorted(rng.sample(range(1, 10), 2))
+        terms, first = rng.choice((5, 6)), rng.choice(sorted(_DIGITS - set(banned)))
+        target = rng.randint(3 * terms, 7 * terms)
+        if target - first in _reachable(terms - 1, _DIGITS - set(banned)):
+            return {"target": target, "terms": terms, "first": first, "banned": banned}
+
+
+def _target_text(question: Question) -> str:
+    """`31=5+?+?+?+?|47`: five digits with the sum 31, the first 5, none of them 4 or 7."""
+    banned = "".join(map(str, question["banned"]))
+    return f"{question['target']}={question['first']}{'+?' * (question['terms'] - 1)}|{banned}\n"
+
+
+def _next_of_target(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
+    """Misconception: at this step the student forgets which digits are banned."""
+    if steps and steps[-1].startswith("#"):
+        return ""
+    total, left = _of_target(question, steps)
+    if left == 0:
+        return f"#{total}"
+    allowed = _DIGITS if rng.random() < noise.misconception else _DIGITS - set(question["banned"])
+    term = rng.choice(_choices(question["target"] - total, left, allowed))
+    return _addition(question, steps, term, _computed(total, "+", term, rng, Noise(slip=noise.slip)))
+
+
+def _mended_of_target(question: Question, steps: Sequence[str], step: str) -> str:
+    total, left = _of_target(question, steps)
+    if left == 0:
+        return f"#{total}"
+    choices = _choices(question["target"] - total, left, _DIGITS - set(question["banned"]))
+    tried = _term(step)
+    term = min(choices, key=lambda choice: (abs(choice - tried), choice))
+    return _addition(question, steps, term, total + term)
+
+
+def _of_target(question: Question, steps: Sequence[str]) -> tuple[int, int]:
+    """(the sum so far as it is written, how many digits are still to come)"""
+    return (_result(steps[-1]) if steps else question["first"]), question["terms"] - 1 - len(steps)
+
+
+def _addition(question: Question, steps: Sequence[str], term: int, total: int) -> str:
+    return f"{'' if steps else question['first']}+{term}={total}"
+
+
+def _choices(wanted: int, left: int, allowed: frozenset[int]) -> list[int]:
+    """Digits after which `wanted` can still be reached by `left` of the allowed ones; where nothing reaches
+    it any more, the one that comes nearest with even steps."""
+    found = [digit for digit in sorted(allowed) if wanted - digit in _reachable(left - 1, allowed)]
+    return found or [min(sorted(allowed), key=lambda digit: abs(digit * left - wanted))]
+
+
+@cache
+def _reachable(count: int, allowed: frozenset[int]) -> frozenset[int]:
+    """The sums of so many allowed digits."""
+    if count == 0:
+        return frozenset({0})
+    return frozenset(rest + digit for rest in _reachable(count - 1, allowed) for digit in allowed)
+
+
+TARGETS = StudyTask(
+    _draw_target,
+    _target_text,
+    lambda question: str(question["target"]),
+    _next_of_target,
+    _mended_of_target,
+)
+
+
+# ------------------------------------------------------------------ pairs: errors are not copied onward
+
+
+def _draw_pairs(rng: random.Random) -> Question:
+    """Four sums and differences of a two-digit number and a digit that have nothing to do with each other."""
+    return {"pairs": [[rng.randint(10, 99), rng.choice("+-"), rng.randint(1, 9)] for _ in range(4)]}
+
+
+def _pairs_text(question: Question) -> str:
+    """`38+7,91-5,26+9,44-8`"""
+    return ",".join(f"{left}{operator}{right}" for left, operator, right in question["pairs"]) + "\n"
+
+
+def _next_of_pairs(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
+    """Misconception: carries and borrows are dropped."""
+    if len(steps) == len(question["pairs"]):
+        return ""
+    left, operator, right = question["pairs"][len(steps)]
+    result = _computed(left, operator, right, rng, noise)
+    return _pair(question, len(steps), result)
+
+
+def _mended_of_pairs(question: Question, steps: Sequence[str], step: str) -> str:
+    left, operator, right = question["pairs"][len(steps)]
+    return _pair(question, len(steps), _computed(left, operator, right))
+
+
+def _pair(question: Question, place: int, result: int) -> str:
+    left, operator, right = question["pairs"][place]
+    return f"{',' if place else ''}{left}{operator}{right}={result}"
+
+
+def _pairs_label(question: Question) -> str:
+    results = [_computed(*pair) for pair in question["pairs"]]
+    return ",".join(map(str, results))
+
+
+PAIRS = StudyTask(_draw_pairs, _pairs_text, _pairs_label, _next_of_pairs, _mended_of_pairs)
+
+
+# ------------------------------------------------------------------ rule: a prefix decides a long chain
+
+_RULE_START, _RULE_TERMS = 80, 8
+
+
+def _draw_rule(rng: random.Random) -> Question:
+    """Two numbers that decide whether eight digits are added to 80 or subtracted from it."""
+    left, right = rng.sample(range(10, 100), 2)
+    return {"left": left, "right": right, "terms": [rng.randint(1, 9) for _ in range(_RULE_TERMS)]}
+
+
+def _rule_text(question: Question) -> str:
+    """`47?52|3,8,1,9,4,2,6,5`: added where the first number is the smaller one."""
+    terms = ",".join(map(str, question["terms"]))
+    return f"{question['left']}?{question['right']}|{terms}\n"
+
+
+def _next_of_rule(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
+    """Misconception: numbers are compared by their last digits."""
+    if len(steps) > _RULE_TERMS:
+        return ""
+    total = _result(steps[-1]) if steps else _RULE_START
+    if len(steps) == _RULE_TERMS:
+        return f"#{total}"
+    sign = _written_sign(steps)
+    if sign is None:
+        left, right = question["left"], question["right"]
+        if rng.random() < noise.misconception:
+            left, right = left % 10, right % 10
+        sign = "+" if left < right else "-"
+    term = question["terms"][len(steps)]
+    return _link(steps, sign, term, _computed(total, sign, term, rng, Noise(slip=noise.slip)))
+
+
+def _mended_of_rule(question: Question, steps: Sequence[str], step: str) -> str:
+    """After the first step the sign is what that one has made it: the prefix has decided."""
+    total = _result(steps[-1]) if steps else _RULE_START
+    if len(steps) == _RULE_TERMS:
+        return f"#{total}"
+    sign = _written_sign(steps) or _right_sign(question)
+    term = question["terms"][len(steps)]
+    return _link(steps, sign, term, _computed(total, sign, term))
+
+
+def _right_sign(question: Question) -> Literal["+", "-"]:
+    return "+" if question["left"] < question["right"] else "-"
+
+
+def _written_sign(steps: Sequence[str]) -> str | None:
+    return steps[0][len(str(_RULE_START))] if steps else None
+
+
+def _link(steps: Sequence[str], sign: str, term: int, total: int) -> str:
+    return f"{'' if steps else _RULE_START}{sign}{term}={total}"
+
+
+def _rule_label(question: Question) -> str:
+    sign = 1 if _right_sign(question) == "+" else -1
+    return str(_RULE_START + sign * sum(question["terms"]))
+
+
+RULE = StudyTask(_draw_rule, _rule_text, _rule_label, _next_of_rule, _mended_of_rule)
+
+
+# ------------------------------------------------------------------------------------------ all of them
+
+STUDY_TASKS = {"targets": TARGETS, "pairs": PAIRS, "rule": RULE}
+
+
+def targets(split: str) -> list[dict[str, Any]]:
+    """Rows of sums to be reached: the correct texts are many."""
+    return rows(TARGETS, "targets", split)
+
+
+def pairs(split: str) -> list[dict[str, Any]]:
+    """Rows of sums that have nothing to do with each other: errors are not copied onward."""
+    return rows(PAIRS, "pairs", split)
+
+
+def rule(split: str) -> list[dict[str, Any]]:
+    """Rows of long chains whose first step decides."""
+    return rows(RULE, "rule", split)
+
+
+def _computed(
+    left: int, operator: str, right: int, rng: random.Random | None = None, noise: Noise = _NONE
+) -> int:
+    """What a student of chain_sum makes of one step, whose misconception it is to drop carries; without
+    `rng` the right result."""
+    written = worked_solution(
+        f"{left} {operator} {right}", rng, carry_dropped=noise.misconception, slip=noise.slip
+    )
+    return int(written.rpartition("#")[2])
+
+
+def _term(step: str) -> int:
+    """The digit that a step adds."""
+    return int(step.partition("=")[0].rpartition("+")[2])
+
+
+def _result(step: str) -> int:
+    """What a step comes to."""
+    return int(step.rpartition("=")[2])

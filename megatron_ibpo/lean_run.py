@@ -1,0 +1,243 @@
+"""A run in one process, for studies of tiny policies (--rollout-backend lean).
+
+The loop, the trainer, credit and rewards are those of every run; there is no Ray, and `rollout.lean` samples
+in the place of vLLM.
+
+What differs from other runs is who holds trainer and engine. A death of this process is the end of both, and
+--load goes on from the last checkpoint and the journal as always.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ibpo.checks import check_loss_of_run
+from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.cost import CostMeter
+from megatron_ibpo.loop import Progress, Run
+from megatron_ibpo.models import ModelShape, forward_flops, read_hf_config
+from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.policy.start import trainer_rank
+from megatron_ibpo.report import Report, Stages, prepare_run_dir, run_sizes
+from megatron_ibpo.report.disk import waiting_for_room
+from megatron_ibpo.report.run_lock import locked
+from megatron_ibpo.rewards import Pool, Verifier, check_labels, named_rm_types, open_pool
+from megatron_ibpo.rollout import EngineLostError
+from megatron_ibpo.rollout.lean import LeanEngine, check_shape, checkpoint_weights
+from megatron_ibpo.rollout.settings import read_eos_token_ids
+from megatron_ibpo.sampling.memory import JournalMemory
+from megatron_ibpo.sampling.rollouts import open_rollouts
+from megatron_ibpo.startup import (
+    bytes_kept,
+    check_model_layout,
+    chosen_checkpoint,
+    failure_in_summary,
+    open_journal,
+    spent_before,
+    with_context,
+)
+from megatron_ibpo.task import open_task, with_epochs
+from megatron_ibpo.weights.formats.hugging_face import trained_elements
+from megatron_ibpo.weights.formats.run_state import load_run_state
+
+ABOUT = (
+    "one process trains and samples (--rollout-backend lean): compare its steps and rewards with those of "
+    "other runs, not its seconds"
+)
+
+
+@contextmanager
+def open_lean_run(config: Config) -> Iterator[Run]:
+    """Everything that a run in one process needs; closed again on the way out, whatever happens.
+
+    Raises:
+        one of `startup.START_ERRORS`, with what is wrong, where, and what to do.
+    """
+    stages = Stages()
+    hf_dir = config.model.hf_checkpoint
+    assert hf_dir is not None  # check_config saw to it
+    with ExitStack() as stack:
+        with stages("start"):
+            shape = read_hf_config(hf_dir)
+            _check(shape)
+            config = with_context(config, shape)
+            config = replace(config, cluster=replace(config.cluster, num_trainers=1))
+            config = on_device(config, on_gpu=False)
+            check_model_layout(shape, config, 1)
+            checkpoint = chosen_checkpoint(config)
+            state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
+            before = spent_before(state, checkpoint)
+            check_loss_of_run(config)
+            task = open_task(config)
+            config = with_epochs(config, task.prompts)
+            stack.enter_context(locked(config.run.run_dir))
+            parameters = sum(trained_elements(hf_dir, shape).values())
+            prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, parameters))
+            journal, recovered = open_journal(config, state["step"], stack)
+            rm_types = named_rm_types(task.first_prompts, config.data)
+            pool = stack.enter_context(open_pool(config.data, rm_types))
+            check_labels(pool, task.first_prompts, config.data)
+            rank = stack.enter_context(_trainer(config, checkpoint))
+            engines = LeanEngines(rank, shape, config, hf_dir)
+            engines.update_weights(state["step"])
+            about = rank.about()
+            progress = Progress(state["step"], saved=state["step"], whole=state["step"])
+            deaths = partial(_deaths, pool)
+            reporter = stack.enter_context(Report(config, completed_steps=state["step"], deaths=deaths))
+            reporter.sizes(
+                run_sizes(
+                    config,
+                    1,
+                    parameters=about.parameters,
+                    engines=1,
+                    loss_backend=about.loss_backend,
+                    layers=about.layers,
+                )
+            )
+            for note in (ABOUT, *task.notes, *recovered.notes):
+                reporter.note(note)
+            memory = JournalMemory(
+                journal, recovered, lambda write: waiting_for_room(write, config.run.disk_wait, reporter.note)
+            )
+            verifier = Verifier(pool, config.data)
+            rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier, memory, state))
+        run = Run(
+            config=config,
+            task=task,
+            rollouts=rollouts,
+            journal=journal,
+            policy=Policy(OwnRank(rank), config, 1, partial(forward_flops, shape)),
+            engines=engines,
+            reporter=reporter,
+            stages=stages,
+            cost=CostMeter(shape, 1, recomputes=config.model.recompute_granularity == "full", before=before),
+            progress=progress,
+        )
+        run.progress.start_seconds = stages.take()
+        with failure_in_summary(reporter):
+            yield run
+
+
+class OwnRank:
+    """The only trainer rank, an object of this process, as `policy.group.RankCalls`."""
+
+    def __init__(self, rank: Any) -> None:
+        self._rank = rank
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What `method` gives, called with the one rank's arguments."""
+        (own,) = arguments
+        return [getattr(self._rank, method)(*own)]
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` gives."""
+        return self.each(method, [arguments])
+
+    def share(self, value: Any) -> Any:
+        """The value itself: nothing travels."""
+        return value
+
+    def restart(self, *arguments: Any) -> None:
+        """Never asked for: a trainer that dies here takes the driver with it."""
+        raise NotImplementedError
+
+
+class LeanEngines:
+    """The one engine, in this process, as the loop and the sampler hold it (`loop.Engines`)."""
+
+    count = alive = 1
+
+    def __init__(self, rank: Any, shape: ModelShape, config: Config, hf_dir: Path) -> None:
+        """
+        Args:
+            rank: the trainer, from whose memory weights are copied.
+
+        Raises:
+            ValueError: a model that the lean back end does not compute.
+        """
+        limit = config.rollout.rollout_max_context_len
+        assert limit is not None  # start-up resolved it
+        self._rank, self._shape = rank, shape
+        self._engine = LeanEngine(
+            shape,
+            read_eos_token_ids(hf_dir),
+            max_context=limit,
+            most_at_once=config.rollout.vllm_max_num_seqs,
+        )
+        self.version = 0
+
+    def clients(self) -> list[Any]:
+        """What the sampler asks."""
+        return [self._engine]
+
+    async def revive(self, index: int) -> Any:
+        """Nothing can take the place of an engine that is this process."""
+        raise EngineLostError("the engine is this process")
+
+    def sleep(self) -> None:
+        """It holds no device."""
+
+    def wake(self) -> None:
+        """It never sleeps."""
+
+    def admit(self) -> None:
+        """Nobody joins."""
+
+    def meet_trainers(self) -> None:
+        """They are objects of one process."""
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Copy the trainer's weights, which are those of policy `version`; metrics as of other engines."""
+        began = time.monotonic()
+        copied = self._engine.load(iter(self._rank.export), version)
+        self.version = version
+        return {
+            "weight_update_seconds": time.monotonic() - began,
+            "weight_update_bytes": float(copied),
+            "weight_update_bytes_ratio": 1.0,
+        }
+
+    def idle(self, index: int) -> Any:
+        """The engine."""
+        return self._engine
+
+    @contextmanager
+    def fresh(self, index: int, hf_dir: Path) -> Iterator[Any]:
+        """The engine with the weights of `hf_dir` as version 0; in the end it has the trainer's again."""
+        self._engine.load(checkpoint_weights(self._shape, hf_dir), 0)
+        yield self._engine
+        self.update_weights(self.version)
+
+
+@contextmanager
+def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
+    """The trainer rank of a world of one; Megatron's groups are gone afterwards."""
+    rank = trainer_rank(config, checkpoint)
+    from megatron_ibpo.policy import parallel  # once the trainer has put its stand-ins before Megatron
+
+    try:
+        yield rank
+    finally:
+        parallel.destroy()
+        rank.world.close()
+
+
+def _deaths(pool: Pool) -> dict[str, int]:
+    """Who has died so far, by metric."""
+    return {"verifier_deaths": pool.deaths, "trainer_restarts": 0, "engine_deaths": 0, "engine_restarts": 0}
+
+
+def _check(shape: ModelShape) -> None:
+    """
+    Raises:
+        ValueError: a GPU is there, or a model that the lean back end does not compute.
+    """
+    check_shape(shape)
+    if torch.cuda.is_available():
+        raise ValueError("--rollout-backend lean: is for processors, and there is a GPU; take vllm")

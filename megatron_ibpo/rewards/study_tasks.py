@@ -1,0 +1,50 @@
+"""Verifier of the suite's own tasks (`megatron_ibpo.data.study_tasks`): the final answer, and for sums to be
+reached the digits that reach it."""
+
+import re
+from typing import Any
+
+_TARGET = re.compile(r"(\d)((?:\+\d=\d+)+)#(\d+)")
+_PAIR = re.compile(r"(\d+[-+]\d)=(-?\d+)")
+
+
+def extract_answer(response: str, metadata: dict[str, Any]) -> str | None:
+    """What follows the last `#`; of pairs all results. None if there is none."""
+    if metadata["kind"] == "pairs":
+        return ",".join(result for _, result in _PAIR.findall(response)) or None
+    return response.rpartition("#")[2].strip() or None if "#" in response else None
+
+
+def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> float:
+    """1 for a right answer, else 0. How it was reached is asked only where the question asks: a sum to be
+    reached must have so many digits, with the first one given and no banned one, and pairs must be those
+    of the question. What intermediate results are written is the student's affair.
+
+    Raises:
+        KeyError: the prompt is none of these tasks.
+    """
+    if extract_answer(response, metadata) != label:
+        return 0.0
+    if metadata["kind"] == "targets":
+        return float(_reaches(response, metadata))
+    if metadata["kind"] == "pairs":
+        return float([task for task, _ in _PAIR.findall(response)] == _asked(metadata))
+    return 1.0
+
+
+def _reaches(response: str, question: dict[str, Any]) -> bool:
+    written = _TARGET.fullmatch(response.strip())
+    if written is None:
+        return False
+    terms = [int(written[1]), *(int(step[1]) for step in re.findall(r"\+\d=\d+", written[2]))]
+    return (
+        len(terms) == question["terms"]
+        and terms[0] == question["first"]
+        and 0 not in terms
+        and not set(terms) & set(question["banned"])
+        and sum(terms) == question["target"]
+    )
+
+
+def _asked(question: dict[str, Any]) -> list[str]:
+    return [f"{left}{operator}{right}" for left, operator, right in question["pairs"]]

@@ -1,0 +1,125 @@
+"""What a study may claim of its methods, and what stands against it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ibpo.study.findings import Findings
+from megatron_ibpo.study.results import compare, compare_at_equal_steps, compare_overall, dose_response
+from megatron_ibpo.words import counted
+
+LEVEL = 0.05
+FEWEST_SEEDS = 8
+"""With fewer, one lucky seed decides, and intervals are too short."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One method against the baseline, over all tasks."""
+
+    method: str
+    verdict: str
+    """better, worse, not told apart, or no test."""
+    blocks: tuple[str, ...]
+    """Why better or worse is no claim yet; none: it is one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All tables that follow from what a study has found."""
+
+    table: list[dict[str, Any]]
+    """`compare`"""
+    overall: list[dict[str, Any]]
+    """`compare_overall`"""
+    equal_steps: list[dict[str, Any]]
+    """`compare_at_equal_steps`"""
+    dose_response: list[dict[str, Any]]
+    claims: list[Claim]
+    """One for each method but the baseline, by the paired t test over seeds, with Holm's adjustment over the
+    methods. A bootstrap p is no part of it."""
+
+
+def compare_all(found: Findings) -> Comparison:
+    """The tables. The baseline must have runs.
+
+    Raises:
+        ValueError: it has none, or runs of a task were tested on different problems.
+    """
+    study, runs = found.study, found.runs
+    lines, overall = compare(study, runs), compare_overall(study, runs)
+    confirmed = _confirmed(found)
+    return Comparison(
+        table=lines,
+        overall=overall,
+        equal_steps=compare_at_equal_steps(study, runs),
+        dose_response=dose_response(study, runs, lines),
+        claims=[
+            _claim(method, difference, found, confirmed)
+            for method, difference in _differences(overall or lines).items()
+        ],
+    )
+
+
+def winners(found: Findings) -> list[str]:
+    """Methods that the study's own seeds show to be better than the baseline."""
+    lines = compare_overall(found.study, found.runs) or compare(found.study, found.runs)
+    return [method for method, difference in _differences(lines).items() if _verdict(difference) == "better"]
+
+
+def _differences(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By method, the mean difference over seeds and its tests: of all tasks, or of the only one."""
+    found = {line["method"]: line["difference"] for line in lines if "difference" in line}
+    return {method: difference | difference.get("over_seeds", {}) for method, difference in found.items()}
+
+
+def _verdict(difference: dict[str, Any]) -> str:
+    if math.isnan(difference["holm_p"]):
+        return "no test"
+    if difference["holm_p"] >= LEVEL:
+        return "not told apart"
+    return "better" if difference["mean"] > 0 else "worse"
+
+
+def _confirmed(found: Findings) -> dict[str, dict[str, Any]]:
+    """The difference of each method that was run again with fresh seeds."""
+    if not found.confirmation:
+        return {}
+    runs = found.confirmation
+    return _differences(compare_overall(found.study, runs) or compare(found.study, runs))
+
+
+def _claim(
+    method: str, difference: dict[str, Any], found: Findings, confirmed: dict[str, dict[str, Any]]
+) -> Claim:
+    verdict = _verdict(difference)
+    if verdict not in ("better", "worse"):
+        return Claim(method, verdict, ())
+    blocks = []
+    if found.runs_left:
+        blocks.append(f"{counted(found.runs_left, 'run')} to go")
+    seeds = len({run.seed for run in found.runs if run.method == method})
+    if seeds < FEWEST_SEEDS:
+        blocks.append(f"{seeds} seeds, {FEWEST_SEEDS} are needed")
+    if found.study.tune is None:
+        blocks.append("nothing was tuned")
+    elif not found.choices:
+        blocks.append("what tuning tried was not kept")
+    for choice in found.choices:
+        if choice.method in (method, found.study.baseline) and choice.at_edge:
+            on = f" on {choice.task}" if choice.task else ""
+            blocks.append(
+                f"the best {' and '.join(choice.at_edge)} of {choice.method}{on} is at the edge of its grid"
+            )
+    if verdict == "better":
+        blocks += _fresh(confirmed.get(method))
+    return Claim(method, verdict, tuple(blocks))
+
+
+def _fresh(again: dict[str, Any] | None) -> list[str]:
+    if again is None:
+        return ["not run again with fresh seeds"]
+    if _verdict(again) == "better":
+        return []
+    return [f"fresh seeds do not show it: {again['mean']:+.3f}, p {again['holm_p']:.3f}"]

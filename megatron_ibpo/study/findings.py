@@ -1,0 +1,100 @@
+"""All that a study has found, as plain data: kept as results.json, and read back."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.report import jsonable
+from megatron_ibpo.study.plan import Study, Task, Tuning
+from megatron_ibpo.study.power import PowerAnalysis
+from megatron_ibpo.study.results import RunResult
+from megatron_ibpo.study.tuning import Choice, Tried
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A study, and what its runs left."""
+
+    study: Study
+    runs: list[RunResult]
+    choices: list[Choice] = field(default_factory=list)
+    power: PowerAnalysis | None = None
+    """Before the runs, from the pilot."""
+    confirmation: list[RunResult] = field(default_factory=list)
+    """Runs with fresh seeds."""
+    runs_left: int = 0
+    """Main runs that are planned and not finished."""
+
+
+def write_findings(path: Path, found: Findings, tables: Mapping[str, Any]) -> None:
+    """All of it as JSON, with the tables that follow from it."""
+    content = {item.name: _plain(getattr(found, item.name)) for item in fields(found)} | dict(tables)
+    plain = jsonable(content, shorten=lambda value: float(f"{value:.7g}"))
+    path.write_text(json.dumps(plain, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_findings(path: Path) -> Findings:
+    """What `write_findings` wrote; or the results of a study from before there were tasks and grids.
+
+    Raises:
+        ValueError: the file cannot be read or holds no results of a study.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Findings(
+            study=_study(content["study"]),
+            runs=[_run(run) for run in content["runs"]],
+            choices=[_choice(choice) for choice in content.get("choices", [])],
+            power=_power(content.get("power")),
+            confirmation=[_run(run) for run in content.get("confirmation", [])],
+            runs_left=content.get("runs_left", 0),
+        )
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: holds no results of a study: {error!r}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [asdict(item) for item in value]
+    return asdict(value) if value is not None and not isinstance(value, int) else value
+
+
+def _study(raw: dict[str, Any]) -> Study:
+    known = {item.name for item in fields(Study)}
+    content = {key: value for key, value in raw.items() if key in known}
+    for key in ("seeds", "pilot_seeds", "confirm_seeds"):
+        if key in content:
+            content[key] = tuple(content[key])
+    if content.get("recipe") is not None:
+        content["recipe"] = Path(content["recipe"])
+    if (tune := content.get("tune")) is not None:
+        grid = tune.get("grid") or {tune["setting"]: tune["values"]}
+        values = {key: tuple(of_key) for key, of_key in grid.items()}
+        content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"])
+    if "tasks" in content:
+        content["tasks"] = tuple(Task(**task) for task in content["tasks"])
+    return Study(**content)
+
+
+def _run(raw: Mapping[str, Any]) -> RunResult:
+    pairs = {key: [tuple(pair) for pair in raw[key]] for key in ("accuracy", "reward")}
+    solved = {int(index): math.nan if share is None else share for index, share in raw["solved"].items()}
+    return RunResult(**{**raw, **pairs, "solved": solved})
+
+
+def _choice(raw: Mapping[str, Any]) -> Choice:
+    return Choice(
+        **{**raw, "at_edge": tuple(raw["at_edge"]), "tried": [Tried(**run) for run in raw["tried"]]}
+    )
+
+
+def _power(raw: Mapping[str, Any] | None) -> PowerAnalysis | None:
+    if raw is None:
+        return None
+    seen = raw["detectable"]
+    return PowerAnalysis(**{**raw, "detectable": math.inf if seen is None else seen})

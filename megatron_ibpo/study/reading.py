@@ -1,0 +1,191 @@
+"""Studies as files: YAML in, `Study` out."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
+from megatron_ibpo.study.plan import Settings, Study, Task, Tuning
+from megatron_ibpo.study.results import comparison_skill
+
+
+def read_study(
+    paths: Sequence[Path],
+    overrides: Settings | None = None,
+    *,
+    add: Mapping[str, Settings | str] | None = None,
+    only: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+) -> Study:
+    """The study of one file with `methods`, or of several recipes, each of which is a method.
+
+    Args:
+        overrides: fields of `Study` that win over the file's; with recipes they must give the budget and the
+            baseline.
+        add: further methods, as `method_settings` takes them.
+        only: names of methods to compare with the baseline; all if empty.
+        tasks: names of tasks to run; all if empty.
+
+    Raises:
+        ConfigError: a file that cannot be read, unknown or missing keys.
+    """
+    contents = [_read(path) for path in paths]
+    if len(paths) == 1 and "methods" in contents[0]:
+        raw = {str(key).replace("-", "_"): value for key, value in contents[0].items()}
+        raw = {"name": paths[0].stem} | raw
+    else:
+        if len({path.stem for path in paths}) < len(paths):
+            raise ConfigError("two recipes have the same file name, by which methods are called")
+        raw = {"name": "study", "methods": {p.stem: c for p, c in zip(paths, contents, strict=True)}}
+    raw |= overrides or {}
+    known = {item.name for item in fields(Study)}
+    for key in raw:
+        if key not in known:
+            raise ConfigError(
+                f"{paths[0]}: unknown key {key!r}{nearest(key, [name.replace('_', '-') for name in known])}"
+            )
+    if missing := {"methods", "baseline", "budget"} - raw.keys():
+        raise ConfigError(f"{paths[0]}: a study needs {', '.join(sorted(missing))}")
+    if raw.get("tune") is not None:
+        raw["tune"] = _tuning(raw["tune"], paths[0])
+    if raw.get("recipe") is not None:
+        raw["recipe"] = path_in_recipe(raw["recipe"])
+    if isinstance(raw.get("seeds"), int):
+        raw["seeds"] = range(raw["seeds"])
+    for key in ("seeds", "pilot_seeds", "confirm_seeds"):
+        if key in raw:
+            raw[key] = tuple(raw[key])
+    if "tasks" in raw:
+        raw["tasks"] = tuple(_task(str(name), task, paths[0]) for name, task in (raw["tasks"] or {}).items())
+    methods = {**raw["methods"], **(add or {})}
+    raw["methods"] = {str(name): method_settings(given) for name, given in methods.items()}
+    study = Study(**raw)
+    _check(study, paths[0])
+    kept = {study.baseline, *(only or study.methods)}
+    _known("method", only, study.methods)
+    _known("task", tasks, [task.name for task in study.tasks])
+    return replace(
+        study,
+        methods={name: settings for name, settings in study.methods.items() if name in kept},
+        tasks=tuple(task for task in study.tasks if not tasks or task.name in tasks),
+    )
+
+
+def method_settings(given: Settings | str | None) -> Settings:
+    """What a method changes in the recipe.
+
+    Args:
+        given: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
+            (--ibpo-operator) or of an estimator (--advantages, on GSPO).
+
+    Raises:
+        ConfigError: there is no such recipe, or the import path leads to nothing of the kind.
+    """
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    given = str(given)
+    if given.endswith((".yaml", ".yml")):
+        return _read(path_in_recipe(given))
+    if ":" not in given:
+        raise ConfigError(
+            f"method {given!r}: must be a recipe (FILE.yaml), an import path (module:NAME) or settings"
+        )
+    found = load_hook("method", given)
+    if isinstance(found, Mapping):
+        return dict(found)
+    if hasattr(found, "judge"):
+        return {"ibpo-operator": given}
+    if callable(found):
+        return {"advantage-estimator": "gspo", "advantages": given}
+    raise ConfigError(
+        f"method {given}: is neither settings nor an operator nor an estimator: docs/comparing-methods.md"
+    )
+
+
+def _check(study: Study, path: Path) -> None:
+    problems = []
+    if study.baseline not in study.methods:
+        problems.append(f"baseline {study.baseline!r} is none of the methods")
+    if len(set(study.seeds)) < max(1, len(study.seeds)) or not study.seeds:
+        problems.append("seeds must be different ones, at least one")
+    of_phases = {
+        "tuning": study.tune.seeds if study.tune is not None else (),
+        "the pilot": study.pilot_seeds,
+        "confirmation": study.confirm_seeds,
+    }
+    used = set(study.seeds)
+    for phase, seeds in of_phases.items():
+        if used & set(seeds) or len(set(seeds)) < len(seeds):
+            problems.append(f"{phase} must not use the study's own seeds, nor one that is used elsewhere")
+        used |= set(seeds)
+    if len(study.pilot_seeds) == 1:
+        problems.append("a pilot of one seed has no spread: pilot-seeds must be two or more")
+    if not study.tasks:
+        problems.append("tasks must name at least one")
+    if study.budget <= 0 or study.run_timeout <= 0 or study.processes < 1:
+        problems.append("budget, run-timeout and processes must be above 0")
+    if problems:
+        raise ConfigError(f"{path}: " + "; ".join(problems))
+
+
+def _tuning(raw: Any, path: Path) -> Tuning:
+    known = {item.name for item in fields(Tuning)}
+    if not isinstance(raw, dict) or set(raw) != known:
+        raise ConfigError(f"{path}: tune must have exactly {', '.join(sorted(known))}")
+    grid = raw["grid"]
+    if not isinstance(grid, dict) or not grid or not all(isinstance(v, list) and v for v in grid.values()):
+        raise ConfigError(
+            f"{path}: tune: grid must give each setting a list of values, as in {{lr: [1.0e-4, 3.0e-4]}}"
+        )
+    axes = {str(key): tuple(map(_number, values)) for key, values in grid.items()}
+    return Tuning(axes, tuple(raw["seeds"]), float(raw["budget"]))
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 3e-4 as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _task(name: str, raw: Any, path: Path) -> Task:
+    known = {item.name for item in fields(Task)} - {"name"}
+    raw = raw if isinstance(raw, dict) else {}
+    given = {str(key).replace("-", "_"): value for key, value in raw.items()}
+    if "settings" not in given or not given.keys() <= known:
+        names = ", ".join(sorted(item.replace("_", "-") for item in known))
+        raise ConfigError(f"{path}: task {name}: must have settings, and of {names} no other")
+    if not name or "/" in name:
+        raise ConfigError(f"{path}: task {name!r}: a name is a directory's, without a slash")
+    return Task(
+        name,
+        settings=dict(given["settings"] or {}),
+        kind=str(given.get("kind", "")),
+        warm_start=dict(given.get("warm_start") or {}),
+        skill=_skill(given.get("skill"), f"{path}: task {name}"),
+    )
+
+
+def _skill(given: Any, where: str) -> float | None:
+    """A number, or the file that `ibpo skill --save` wrote."""
+    if given is None or isinstance(given, int | float):
+        return given
+    try:
+        return comparison_skill(path_in_recipe(given))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{where}: skill must be a number, or a file of `ibpo skill`: {error!r}") from error
+
+
+def _known(what: str, asked: Sequence[str], known: Collection[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise ConfigError(f"no {what} {name!r}; there are {', '.join(known)}{nearest(name, list(known))}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = read_yaml(path, str(path))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold `key: value` lines")
+    return content

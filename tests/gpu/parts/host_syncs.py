@@ -1,0 +1,97 @@
+"""What the host waits for in a trainer's step: torch's operators may read the device and no line says so."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from job import Job, Skipped
+from training import load_of, make_config, make_sequences, model_of, start_policy
+
+import megatron_ibpo
+from megatron_ibpo.models import read_hf_config
+
+SYNCHRONIZES = "called a synchronizing CUDA operation"
+"""What torch says of each (c10/cuda/CUDAFunctions.cpp). Waits that are asked for, such as
+torch.cuda.synchronize(), and those of other libraries' own calls of CUDA are not among them."""
+OURS = Path(megatron_ibpo.__file__).resolve().parent
+INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
+
+
+def run(job: Job) -> None:
+    if not job.on_gpu:
+        raise Skipped("torch finds waits for the device on CUDA alone; tests/test_host_reads.py counts reads")
+    load = load_of(job)
+    model = model_of(job, job.variant)
+    policy, _ = start_policy(make_config(job, model, load))
+    sequences = make_sequences(load, read_hf_config(model).vocab_size)
+    policy.update(sequences)  # kernels are compiled and state is made in the first step
+    with waits_said(), counted() as waits:
+        policy.update(sequences)
+    rows = [{"place": place, "for": asked_by, "times": times} for (place, asked_by), times in waits.items()]
+    rows.sort(key=lambda row: -row["times"])
+    own = sum(row["times"] for row in rows if row["place"].startswith("megatron_ibpo/"))
+    total = sum(row["times"] for row in rows)
+    job.note(
+        load=vars(load),
+        waits=rows,
+        own=own,
+        total=total,
+        summary=f"{total} waits in a step, {own} of them in lines of our own",
+    )
+
+
+@contextmanager
+def waits_said() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def counted() -> Iterator[Counter[tuple[str, str]]]:
+    """Counts torch's warnings by (the line that waits, the innermost line of ours that led there). Those of a
+    backward pass come when it is over, from the line that began it."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def show(message: Warning | str, *rest: Any, **named: Any) -> None:
+        if SYNCHRONIZES in str(message):
+            found[_places(sys._getframe(1))] += 1
+        else:
+            before(message, *rest, **named)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}")
+        before: Callable[..., Any] = warnings.showwarning
+        warnings.showwarning = show
+        yield found
+
+
+def _places(frame: Any) -> tuple[str, str]:
+    """Innermost first; the module `warnings` itself, which calls `show`, is left out."""
+    lines = [
+        (_short(own.f_code.co_filename), number, own.f_code.co_name)
+        for own, number in traceback.walk_stack(frame)
+        if own.f_globals.get("__name__") != "warnings"
+    ]
+    named = [f"{file}:{number} {function}" for file, number, function in lines]
+    ours = (name for name in named if name.startswith("megatron_ibpo/"))
+    return named[0], next(ours, "")
+
+
+def _short(file: str) -> str:
+    """From the package on."""
+    path = Path(file).resolve()
+    if path.is_relative_to(OURS):
+        return str(path.relative_to(OURS.parent))
+    return str(path.relative_to(INSTALLED)) if path.is_relative_to(INSTALLED) else path.name
