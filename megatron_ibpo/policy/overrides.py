@@ -53,8 +53,6 @@ MODEL_OURS = {
     ),
     "tensor_model_parallel_size": "use --tensor-model-parallel-size",
     "pipeline_model_parallel_size": "use --pipeline-model-parallel-size",
-    "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
-    "pieces the layers of a rank are cut",
     "pipeline_model_parallel_layout": "use --decoder-first-pipeline-num-layers and "
     "--decoder-last-pipeline-num-layers",
     "num_layers_in_first_pipeline_stage": "use --decoder-first-pipeline-num-layers",
@@ -74,6 +72,11 @@ MODEL_OURS = {
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
 """Fields of TransformerConfig that follow from the rest → what to do instead."""
+_OF_MEGATRON_LM = {
+    "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
+    "pieces the layers of a rank are cut",
+}
+"""Settings of Megatron-LM's command line that are no fields → what to do instead."""
 
 OPTIMIZER_OURS = {
     "optimizer": "AdamW is the only one",
@@ -129,7 +132,8 @@ def model_overrides(config: Config) -> dict[str, Any]:
         return {}
     fields = declared_fields("megatron.core", "model_parallel_config.py", "ModelParallelConfig")
     fields |= declared_fields("megatron.core", "transformer/transformer_config.py", "TransformerConfig")
-    return _values(MODEL, config.model.model_override, fields, MODEL_OURS, "TransformerConfig")
+    instead = MODEL_OURS | _OF_MEGATRON_LM
+    return _values(MODEL, config.model.model_override, fields, instead, "TransformerConfig")
 
 
 def optimizer_overrides(config: Config) -> dict[str, Any]:
