@@ -30,6 +30,7 @@ from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.policy.overrides import model_chunks
 from megatron_ibpo.policy_digest import policy_digest
 from megatron_ibpo.report import (
     Report,
@@ -407,7 +408,7 @@ def sampling_settings(config: Config) -> str:
 
 
 def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
-    if problems := check_layout(shape, config.parallel, world_size):
+    if problems := check_layout(shape, config.parallel, world_size, model_chunks(config)):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
 
 

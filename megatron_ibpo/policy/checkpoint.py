@@ -229,11 +229,7 @@ def _models(
 
 def _progress(trained: Trainer | Critic, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """Optimizer and schedule."""
-    optimizer = trained.optimizer.sharded_state_dict(
-        {key: value for model in models.values() for key, value in model.items()},
-        is_loading=is_loading,
-        metadata=_metadata(),
-    )
+    optimizer = trained.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata())
     return {"optimizer": _without_classes(optimizer), "scheduler": trained.scheduler.state_dict()}
 
 
