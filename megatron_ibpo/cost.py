@@ -80,7 +80,7 @@ class CostMeter:
         for sample in samples:
             read, written = len(sample.prompt_token_ids), len(sample.token_ids)
             tokens += written
-            flops += self._forward(read + written) - self._forward(read)
+            flops += self._written(read, written)
         self._add(tokens=tokens, flops=flops)
 
     def training(self, forward: Iterable[int], updates: Iterable[int]) -> None:
@@ -94,10 +94,25 @@ class CostMeter:
         flops = sum(map(self._forward, forward)) + self._update_passes * sum(map(self._forward, updates))
         self._add(tokens=sum(forward) + sum(updates), flops=flops)
 
+    def of_sample(self, prompt: int, response: int, *, sharing: int = 1, trained: int = 0) -> float:
+        """Operations of one sample.
+
+        Args:
+            prompt, response: tokens that are read and written.
+            sharing: samples that the prompt is read for, once.
+            trained: tokens of an update on it; 0 without one.
+        """
+        read, update = self._forward(prompt) / sharing, self._update_passes * self._forward(trained)
+        return read + self._written(prompt, response) + update
+
     def time(self, seconds: Mapping[str, float]) -> None:
         """Seconds by stage of the loop."""
         counted = sum(value for stage, value in seconds.items() if stage not in FREE_STAGES)
         self._add(accelerator_seconds=counted * self._accelerators)
+
+    def _written(self, read: int, written: int) -> float:
+        """Tokens that are sampled one after the other behind what is read."""
+        return self._forward(read + written) - self._forward(read)
 
     def _forward(self, length: int) -> float:
         return forward_flops(self._shape, length)

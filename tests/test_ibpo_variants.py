@@ -385,6 +385,7 @@ def test_the_papers_base_settings():
         "ibpo_beta": 0.5,
         "ibpo_k": 2,
         "ibpo_corrections": 1,
+        "ibpo_gate": False,
         "ibpo_rewrite_threshold": 0.6,
         "ibpo_rewrite_penalty": 0.0,
         "ibpo_joint": True,

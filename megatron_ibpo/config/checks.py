@@ -199,6 +199,12 @@ def _staleness_problems(config: Config) -> list[str]:
             "--check-weight-update-equal: asks engines that rest, and with --max-staleness or "
             "--over-sampling-batch-size they go on through an update; check once without these"
         )
+    if ahead and config.algorithm.ibpo_gate:
+        problems.append(
+            "--ibpo-gate: goes by the corrections of the steps before, and with --max-staleness or "
+            "--over-sampling-batch-size corrections are asked for before those steps are over; drop one of "
+            "them"
+        )
     if ahead and config.run.load_debug_rollout_data is not None:
         problems.append("--load-debug-rollout-data: recorded rollouts cannot run ahead; drop --max-staleness")
     return problems
@@ -280,6 +286,7 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
             "--ciw-inverted turns the importance of steps round: it needs --ibpo-operator span-masking",
         ),
         (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
+        ((corrects and not own) or not algorithm.ibpo_gate, f"--ibpo-gate {needs}"),
         (
             algorithm.ibpo_correction_group != "pair" or algorithm.ibpo_corrections >= 2,
             "--ibpo-correction-group pair compares the corrections of a pair: it needs --ibpo-corrections of "

@@ -244,6 +244,10 @@ class AlgorithmConfig:
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: Annotated[int, at_least(0)] = 1
     """M: corrections sampled for each wrong response; 0 turns compare-and-correct off."""
+    ibpo_gate: bool = False
+    """Correct a wrong response only if no other response of its group is correct, or if corrections in groups
+    with as many correct ones have lately succeeded more often than as many further responses as one costs
+    would. Off, as in the paper."""
     ibpo_rewrite_threshold: Annotated[float | Literal["adaptive"], or_word("adaptive", at_least(0))] = 0.6
     """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
     2 population standard deviations over the step's corrections."""

@@ -1,13 +1,13 @@
 """Credit: from scored groups to training sequences (ibpo steps 3 to 11)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator
 from megatron_ibpo.credit.gae import critic_credit
 from megatron_ibpo.credit.joint import correction_advantages, correction_rewards
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
-from megatron_ibpo.credit.operator import CreditContext, Judgement, Operator
+from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator
 from megatron_ibpo.credit.operators import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.credit.sequences import train_sequences
@@ -22,6 +22,8 @@ class Credit:
     sequences: list[TrainSequence]
     """Group by group, responses before corrections; those with advantage 0 included."""
     metrics: dict[str, float]
+    memory: Memory = field(default_factory=dict)
+    """What the context of the next step is to have (`CreditContext.memory`)."""
 
 
 def assign_credit(
@@ -69,7 +71,7 @@ def assign_credit(
     if algorithm.advantages == CRITIC:
         sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic
-    return Credit(sequences, metrics | judgement.metrics)
+    return Credit(sequences, metrics | judgement.metrics, judgement.memory)
 
 
 def _shaped(
