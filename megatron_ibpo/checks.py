@@ -3,7 +3,13 @@
 from collections.abc import Callable
 
 from megatron_ibpo.config import Config, ConfigError, check_config
-from megatron_ibpo.credit import CRITIC, find_estimator, find_group_filter, find_operator
+from megatron_ibpo.credit import (
+    CRITIC,
+    find_estimator,
+    find_group_filter,
+    find_operator,
+    find_token_credit,
+)
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.rewards import reward_functions
 
@@ -51,6 +57,7 @@ def check_loss_of_run(config: Config) -> None:
 _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
     lambda config: find_operator(config.algorithm),
     lambda config: find_estimator(config.algorithm.advantages),
+    lambda config: find_token_credit(config.algorithm),
     lambda config: find_group_filter(config.algorithm),
     lambda config: reward_functions(config.data),
     check_overrides,

@@ -391,6 +391,7 @@ def test_the_papers_base_settings():
         "ibpo_joint": True,
         "ibpo_correction_group": "prompt",
         "ciw_inverted": False,
+        "token_credit": "uniform",
         "advantages": "group",
         "dynamic_sampling": False,
         "overlong_buffer_share": 0.0,

@@ -288,6 +288,11 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
         (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
         ((corrects and not own) or not algorithm.ibpo_gate, f"--ibpo-gate {needs}"),
         (
+            algorithm.token_credit == "uniform" or algorithm.advantages != "critic",
+            f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
+            "critic gives every token an advantage of its own; drop one of them",
+        ),
+        (
             algorithm.ibpo_correction_group != "pair" or algorithm.ibpo_corrections >= 2,
             "--ibpo-correction-group pair compares the corrections of a pair: it needs --ibpo-corrections of "
             "at least 2",

@@ -267,6 +267,15 @@ class AlgorithmConfig:
     """The control of span-masking: the less a step matters for the answer, the more its tokens weigh."""
     ciw_placeholder: Literal["pad", "unk"] = "pad"
     """The token that stands for a masked one; "pad" exists in every tokenizer."""
+    token_credit: str = "uniform"
+    """Which tokens of a wrong response learn how much, in groups that have a correct one, beside what the
+    operator says. "uniform": all alike; "wrong-weight": all --token-credit-weight; "wrong-weight-by-length":
+    all so much that together they count as --token-credit-tokens; or an import path package.module:name."""
+    token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.15
+    """Factor of "wrong-weight" on the gradient of a wrong response. 0.15 was the best of those tried on the
+    tiny tasks; 1 changes nothing."""
+    token_credit_tokens: Annotated[int, at_least(1)] = 2
+    """How many tokens of a wrong response count: of "wrong-weight-by-length" the sum of its factors."""
     advantages: str = "group"
     """What a reward is relative to: the mean and spread of its group's rewards ("group"), their mean alone
     ("group-mean", Dr. GRPO), the mean of the others ("leave-one-out"), token by token what a critic expected

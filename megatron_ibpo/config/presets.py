@@ -21,6 +21,7 @@ _IBPO: dict[str, Any] = {
     "ibpo_joint": True,
     "ibpo_correction_group": "prompt",
     "ciw_inverted": False,
+    "token_credit": "uniform",
     "advantages": "group",
     "dynamic_sampling": False,
     "overlong_buffer_share": 0.0,

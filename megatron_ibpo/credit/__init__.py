@@ -20,11 +20,14 @@ from megatron_ibpo.credit.operator import (
 )
 from megatron_ibpo.credit.operators import OPERATORS, find_operator
 from megatron_ibpo.credit.shown import ThinkingMarks, shown
+from megatron_ibpo.credit.token_credit import TokenCredit, TokenFactors
+from megatron_ibpo.credit.token_credits import TOKEN_CREDITS, find_token_credit
 
 __all__ = [
     "CRITIC",
     "ESTIMATORS",
     "OPERATORS",
+    "TOKEN_CREDITS",
     "AnswerStart",
     "Credit",
     "CreditContext",
@@ -35,6 +38,8 @@ __all__ = [
     "LogProbQuery",
     "Operator",
     "ThinkingMarks",
+    "TokenCredit",
+    "TokenFactors",
     "Vocabulary",
     "any_group",
     "assign_credit",
@@ -42,6 +47,7 @@ __all__ = [
     "find_estimator",
     "find_group_filter",
     "find_operator",
+    "find_token_credit",
     "is_informative",
     "shown",
 ]

@@ -12,6 +12,8 @@ from megatron_ibpo.credit.operators import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
+from megatron_ibpo.credit.token_credit import weigh_tokens
+from megatron_ibpo.credit.token_credits import find_token_credit
 from megatron_ibpo.records import Group, TrainSequence
 
 
@@ -42,8 +44,8 @@ def assign_credit(
         operator: what judges responses; by default the one of --ibpo-operator.
 
     Raises:
-        ValueError: the operator or the estimator is unknown, gives what it must not, or needs what the
-            context lacks.
+        ValueError: the operator, the estimator or the token credit is unknown, gives what it must not, or
+            needs what the context lacks.
     """
     algorithm = context.algorithm
     judgement = (operator or find_operator(algorithm)).judge(groups, context)
@@ -52,11 +54,11 @@ def assign_credit(
     weight = 1 / num_responses if num_responses else 0.0
 
     shaped, withheld = _shaped(groups, judgement, context)
-    token_weights = judgement.token_weights or [[None] * len(group.responses) for group in groups]
+    of_responses = [advantages(rewards, estimator) for rewards in shaped]
+    factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
-        relative = advantages(rewards, estimator)
-        columns = zip(group.responses, rewards, relative, token_weights[number], strict=True)
+        columns = zip(group.responses, rewards, of_responses[number], factors.weights[number], strict=True)
         sequences += train_sequences(group, number, "response", columns, weight)
         if algorithm.ibpo_joint:
             rewards = correction_rewards(group, context)
@@ -71,7 +73,7 @@ def assign_credit(
     if algorithm.advantages == CRITIC:
         sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic
-    return Credit(sequences, metrics | judgement.metrics, judgement.memory)
+    return Credit(sequences, metrics | judgement.metrics | factors.metrics, judgement.memory)
 
 
 def _shaped(

@@ -81,7 +81,7 @@ class CompareAndCorrect(Operator):
         masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
         of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
         metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
-        return Judgement(phi, masks, metrics, memory)
+        return Judgement(phi, masks, metrics, memory=memory)
 
 
 def _references(group: Group, target: int, context: CreditContext) -> tuple[int, ...]:

@@ -130,8 +130,16 @@ class Judgement:
     token_weights: list[list[TokenWeights]] | None = None
     """For every response of every group; None: all ones."""
     metrics: dict[str, float] = field(default_factory=dict)
+    raised_token_weights: list[list[TokenWeights]] | None = None
+    """In place of `token_weights` for responses whose advantage is above 0; None: the same."""
     memory: Memory = field(default_factory=dict)
     """What the context of the next step is to have."""
+
+    def weights_of(self, group: int, index: int, advantage: float | None) -> TokenWeights:
+        """Token weights of a response that has this advantage."""
+        raised = advantage is not None and advantage > 0 and self.raised_token_weights is not None
+        weights = self.raised_token_weights if raised else self.token_weights
+        return None if weights is None else weights[group][index]
 
 
 class Operator(Protocol):

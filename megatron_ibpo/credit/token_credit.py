@@ -1,0 +1,92 @@
+"""The seam for credit of single tokens, beside what an operator says of them (--token-credit).
+
+A token credit looks at the groups of a step once their advantages are known, and gives each response's tokens
+factors m_t on their gradient. Ratios, clips, lengths and divisors stay what they are, and all tokens are
+computed as before. Corrections are not its business: theirs are all ones.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_ibpo.credit.operator import CreditContext, Judgement, TokenWeights
+from megatron_ibpo.records import Group, Sample
+
+Advantages = Sequence[Sequence[float | None]]
+"""Of every response of every group; None where the verifier failed."""
+
+
+@dataclass(frozen=True)
+class TokenFactors:
+    """What a token credit found."""
+
+    weights: list[list[TokenWeights]]
+    """For every response of every group; None: all ones."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+TokenCredit = Callable[[Sequence[Group], Advantages, CreditContext], TokenFactors]
+"""(all groups of the step, their advantages, the context) → factors. It may ask the policy for log-probs, and
+keeps nothing between calls."""
+
+
+def uniform(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:
+    """All tokens of a response count alike."""
+    return TokenFactors([[None] * len(group.responses) for group in groups])
+
+
+def weigh_tokens(
+    groups: Sequence[Group],
+    advantages: Advantages,
+    judgement: Judgement,
+    token_credit: TokenCredit,
+    context: CreditContext,
+) -> TokenFactors:
+    """The product of the operator's token weights and the token credit's.
+
+    `token_weight_mean` is the mean factor over the trained tokens of responses that have an advantage, and
+    `weightless_responses` counts those of them that lose their gradient whole. Neither is there if all
+    factors are one.
+
+    Raises:
+        ValueError: weights that do not fit their response.
+    """
+    found = token_credit(groups, advantages, context)
+    weights: list[list[TokenWeights]] = []
+    means: list[tuple[int, float]] = []
+    for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
+        own = [
+            _product(judgement.weights_of(number, index, advantage), found.weights[number][index])
+            for index, advantage in enumerate(of_group)
+        ]
+        weights.append(own)
+        for response, advantage, factors in zip(group.responses, of_group, own, strict=True):
+            _check(response, factors)
+            if advantage and response.num_trained_tokens:
+                means.append((response.num_trained_tokens, _mean_factor(response, factors)))
+    if all(factors is None for own in weights for factors in own):
+        return TokenFactors(weights, found.metrics)
+    tokens = sum(count for count, _ in means)
+    metrics = {"weightless_responses": float(sum(mean == 0 for _, mean in means))}
+    if tokens:
+        metrics["token_weight_mean"] = sum(count * mean for count, mean in means) / tokens
+    return TokenFactors(weights, found.metrics | metrics)
+
+
+def _product(first: TokenWeights, second: TokenWeights) -> TokenWeights:
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second
+
+
+def _check(response: Sample, factors: TokenWeights) -> None:
+    if factors is not None and factors.shape != response.token_ids.shape:
+        raise ValueError(
+            f"token weights of shape {factors.shape} for a response of {len(response.token_ids)} tokens: an "
+            "operator and a token credit give one for each token, the end-of-sequence id included"
+        )
+
+
+def _mean_factor(response: Sample, factors: TokenWeights) -> float:
+    return 1.0 if factors is None else float(np.mean(factors[response.loss_mask]))
