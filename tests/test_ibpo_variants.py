@@ -127,6 +127,64 @@ def test_the_end_is_changed_where_the_correction_has_none():
     assert [flags.tolist() for flags in edits] == [[False, True, True], [False, True]]
 
 
+# --------------------------------------------------------------------------------------------- signed mask
+
+
+def one_is_corrected(prompt_ids):
+    """10 11 12 14 becomes 10 11 12 13; whatever else is shown becomes wrong."""
+    return RIGHT if candidates(prompt_ids)[0] == [10, 11, 12, 14] else [20, 21]
+
+
+@pytest.mark.parametrize(
+    ("variant", "learns"), [("mask", (0.0, 0.0, 0.0, 1.0, 0.0)), ("signed-mask", (1.0, 1.0, 1.0, 0.0, 1.0))]
+)
+def test_in_a_wrong_group_the_mask_raises_the_wrong_token_and_the_signed_mask_the_others(variant, learns):
+    """All four are wrong and one is corrected: r' = .3 0 0 0, A = √3 for it. Eq. 17 then makes its wrong
+    token likelier, and nothing else of it."""
+    made = group([10, 11, 12, 14], [20, 21], [22, 23], [24, 25])
+    credit = Loop(one_is_corrected).credit([made], preset("ibpo-mask", ibpo_variant=variant))
+    near, *others = by_kind(credit, "response")
+    assert near.advantage == pytest.approx(math.sqrt(3), abs=1e-6)
+    assert ids_of(near.token_weights) == learns
+    assert token_weights(others) == [None] * 3
+
+
+def test_where_it_is_made_less_likely_a_signed_mask_is_the_mask():
+    made = group(RIGHT, [10, 11, 12, 14])
+    credit = Loop(fix_last).credit([made], preset("ibpo-mask", ibpo_variant="signed-mask"))
+    right, near = by_kind(credit, "response")
+    assert near.advantage < 0
+    assert token_weights([right, near]) == [None, (0.0, 0.0, 0.0, 1.0, 0.0)]
+
+
+@given(st.integers(0, 10_000))
+def test_a_signed_mask_is_the_mask_or_the_rest_by_the_sign_of_the_advantage(seed):
+    masked, signed = (
+        Loop(fix_last).credit(some_groups(seed), preset("ibpo-mask", ibpo_variant=variant))
+        for variant in ("mask", "signed-mask")
+    )
+    for one, other in zip(masked.sequences, signed.sequences, strict=True):
+        assert one.advantage == other.advantage
+        mask = ids_of(one.token_weights)
+        if mask is not None and one.advantage > 0:
+            mask = tuple(1 - m for m in mask)
+        assert ids_of(other.token_weights) == mask
+
+
+def test_agreement_has_a_signed_mask_too():
+    """One step of three agrees: r' = 1 .2 0 0 0 0 0 0, whose mean is .15."""
+    near, far = sums(2, 4, answer=4), sums(5, 6, answer=6)
+    made = group(sums(2, 3, answer=3), near, *[far] * 6)
+    settings = {"vocabulary": {"token_texts": texts_of}}
+    masked, signed = (
+        by_kind(Loop(fix_last).credit([made], agreement(ibpo_variant=variant), **settings), "response")[1]
+        for variant in ("mask", "signed-mask")
+    )
+    assert masked.advantage == signed.advantage > 0
+    assert (masked.token_weights + signed.token_weights).tolist() == [1.0] * len(masked.token_weights)
+    assert 0 < masked.token_weights.sum() < len(masked.token_weights)
+
+
 tokens = st.lists(st.integers(1, 4), max_size=12)
 
 
@@ -362,6 +420,11 @@ def test_an_operator_that_is_not_lent_what_it_needs_says_so():
             "--ibpo-variant ratio",
         ),
         ({"ibpo_mask_insertions": True}, "--ibpo-mask-insertions"),
+        (of_preset("gspo") | {"ibpo_variant": "signed-mask"}, "--ibpo-variant signed-mask needs corrections"),
+        (
+            {"ibpo_variant": "signed-mask", "advantages": "critic"},
+            "--ibpo-variant signed-mask goes by the sign",
+        ),
         ({"ibpo_correction_group": "pair"}, "--ibpo-correction-group pair"),
         ({"ibpo_rewrite_penalty": 0.5, "ibpo_joint": False}, "--ibpo-rewrite-penalty acts on"),
         ({"ibpo_rewrite_penalty": -0.5}, "--ibpo-rewrite-penalty: must be .*, is -0.5"),

@@ -232,6 +232,10 @@ def _algorithm_problems(algorithm: AlgorithmConfig, reward_threshold: float) -> 
 
 _Rule = tuple[bool, str]
 
+_DIVERGES = ("divergence-window", "divergence-cut")
+_CHOOSES_TOKENS = (*_DIVERGES, "random-window")
+"""Token credits that say where a wrong response learns, and not only how much."""
+
 _KNOWN_BONUS = ("compare-and-correct", "span-masking")
 """Operators whose φ is β or 0."""
 
@@ -263,6 +267,7 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
     operator = algorithm.ibpo_operator
     own = is_import_path(operator)  # may do all that an operator can
     corrects = own or (operator == "compare-and-correct" and algorithm.ibpo_corrections != 0)
+    own_credit = (algorithm.token_credit,) if is_import_path(algorithm.token_credit) else ()
     judges = corrects or operator == "agreement"
     needs = "needs corrections: --ibpo-operator compare-and-correct and --ibpo-corrections of at least 1"
     return [
@@ -274,12 +279,18 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
         (corrects or not algorithm.ibpo_joint, f"--ibpo-joint {needs}"),
         (corrects or algorithm.ibpo_variant != "ratio", f"--ibpo-variant ratio {needs}"),
         (
-            judges or algorithm.ibpo_variant != "mask",
-            f"--ibpo-variant mask {needs}, or --ibpo-operator agreement",
+            judges or not algorithm.masks_tokens,
+            f"--ibpo-variant {algorithm.ibpo_variant} {needs}, or --ibpo-operator agreement",
         ),
         (
-            not algorithm.ibpo_mask_insertions or (corrects and algorithm.ibpo_variant == "mask"),
-            "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask and corrections",
+            algorithm.ibpo_variant != "signed-mask" or algorithm.advantages != "critic",
+            "--ibpo-variant signed-mask goes by the sign of a response's advantage, and --advantages critic "
+            "gives every token one of its own; take --ibpo-variant mask, or another estimator",
+        ),
+        (
+            not algorithm.ibpo_mask_insertions or (corrects and algorithm.masks_tokens),
+            "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask, "
+            "and corrections",
         ),
         (
             not algorithm.ciw_inverted or operator == "span-masking",
@@ -291,6 +302,23 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
             algorithm.token_credit == "uniform" or algorithm.advantages != "critic",
             f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
             "critic gives every token an advantage of its own; drop one of them",
+        ),
+        (
+            algorithm.token_credit not in _CHOOSES_TOKENS
+            or not (algorithm.masks_tokens or operator == "span-masking"),
+            f"--token-credit {algorithm.token_credit} says where a wrong response learns, and so does "
+            + (
+                f"--ibpo-variant {algorithm.ibpo_variant}"
+                if algorithm.masks_tokens
+                else f"--ibpo-operator {operator}"
+            )
+            + ": few tokens are left that both choose; take --ibpo-variant base, or --token-credit "
+            "wrong-weight",
+        ),
+        (
+            algorithm.token_credit_unit == "token" or algorithm.token_credit in (*_DIVERGES, *own_credit),
+            f"--token-credit-unit {algorithm.token_credit_unit} is about divergence: it needs --token-credit "
+            "divergence-window or divergence-cut",
         ),
         (
             algorithm.ibpo_correction_group != "pair" or algorithm.ibpo_corrections >= 2,

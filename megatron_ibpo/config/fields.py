@@ -230,11 +230,14 @@ class AlgorithmConfig:
     "agreement": without any generation, the share of their steps that correct ones of the group have too;
     "span-masking": for token weights alone, what the probability of a response's answer loses when a step of
     it is masked (CIW); or an import path package.module:name."""
-    ibpo_variant: Literal["base", "ratio", "mask"] = "base"
-    """How a successful correction is turned into credit: Δ = β; Δ = the share of tokens that it keeps; or
-    Δ = β and a gradient through the tokens that it changes only."""
+    ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"
+    """How a successful correction is turned into credit: Δ = β ("base"); Δ = the share of tokens that it
+    keeps ("ratio"); or Δ = β and a gradient through the tokens that it changes only ("mask", as in the
+    paper). Where most of a group is wrong the bonus can lift a response above its group's mean, and then
+    "mask" makes just its wrong tokens likelier; "signed-mask" lets such a response learn from the tokens that
+    the correction keeps."""
     ibpo_mask_insertions: bool = False
-    """In the mask, a token counts as changed too if the correction inserts something after it. Off: a
+    """In a mask, a token counts as changed too if the correction inserts something after it. Off: a
     correction that only inserts then leaves a response without gradient, which is counted."""
     ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
     """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
@@ -270,12 +273,19 @@ class AlgorithmConfig:
     token_credit: str = "uniform"
     """Which tokens of a wrong response learn how much, in groups that have a correct one, beside what the
     operator says. "uniform": all alike; "wrong-weight": all --token-credit-weight; "wrong-weight-by-length":
-    all so much that together they count as --token-credit-tokens; or an import path package.module:name."""
+    all so much that together they count as --token-credit-tokens; "divergence-window": so many tokens where
+    it leaves the longest prefix that it shares with a correct one; "divergence-cut": all from there on;
+    "random-window": so many tokens at a random place, the control; or an import path package.module:name."""
     token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.15
     """Factor of "wrong-weight" on the gradient of a wrong response. 0.15 was the best of those tried on the
     tiny tasks; 1 changes nothing."""
     token_credit_tokens: Annotated[int, at_least(1)] = 2
-    """How many tokens of a wrong response count: of "wrong-weight-by-length" the sum of its factors."""
+    """w, how many tokens of a wrong response count: the width of a window, and of "wrong-weight-by-length"
+    the sum of its factors. 2 was the best of those tried on the tiny tasks."""
+    token_credit_unit: Literal["token", "step"] = "token"
+    """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
+    sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose; the
+    window is then that step."""
     advantages: str = "group"
     """What a reward is relative to: the mean and spread of its group's rewards ("group"), their mean alone
     ("group-mean", Dr. GRPO), the mean of the others ("leave-one-out"), token by token what a critic expected
@@ -296,6 +306,11 @@ class AlgorithmConfig:
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
     """DAPO: the last part of --rollout-max-response-len in which a response loses reward, up to 1 at the full
     length. 0: off; DAPO has 0.2 (4,096 of 20,480 tokens)."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether the operator says which tokens of a wrong response are wrong."""
+        return self.ibpo_variant in ("mask", "signed-mask")
 
 
 @dataclass

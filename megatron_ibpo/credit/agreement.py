@@ -5,7 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ibpo.credit.operator import CreditContext, Judgement, Operator, TokenTexts, TokenWeights, lent
+from megatron_ibpo.credit.operator import (
+    CreditContext,
+    Judgement,
+    Operator,
+    TokenTexts,
+    TokenWeights,
+    lent,
+    signed_masks,
+)
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
 from megatron_ibpo.records import Group, Sample
@@ -14,7 +22,7 @@ from megatron_ibpo.records import Group, Sample
 class Agreement(Operator):
     """φ of a wrong response is the share of its steps that some correct response has, token by token,
     wherever in it; 0 if none is correct. Under --ibpo-variant mask the gradient goes through the other steps
-    only.
+    only; under signed-mask through those steps if the advantage is above 0, else through the others.
     """
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
@@ -32,9 +40,11 @@ class Agreement(Operator):
             if is_wrong(response)
         ]
         metrics = {"agreement": sum(of_wrong) / len(of_wrong)} if of_wrong else {}
-        if context.algorithm.ibpo_variant != "mask":
+        if not context.algorithm.masks_tokens:
             return Judgement(phi, metrics=metrics)
-        return Judgement(phi, [[weights for _, weights in of_group] for of_group in judged], metrics)
+        masks = [[weights for _, weights in of_group] for of_group in judged]
+        signed = context.algorithm.ibpo_variant == "signed-mask"
+        return Judgement(phi, masks, metrics, signed_masks(masks) if signed else None)
 
 
 def _judge(group: Group, texts: TokenTexts) -> list[tuple[float, TokenWeights]]:

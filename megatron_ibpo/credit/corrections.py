@@ -16,6 +16,7 @@ from megatron_ibpo.credit.operator import (
     Operator,
     TokenWeights,
     lent,
+    signed_masks,
 )
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.shaping import correction_bonus, counts
@@ -26,7 +27,9 @@ from megatron_ibpo.seeds import derive_seed
 
 class CompareAndCorrect(Operator):
     """Has every wrong response corrected by the policy itself. φ is what its corrections are worth
-    (`correction_bonus`); under --ibpo-variant mask, those that count say which tokens to learn from.
+    (`correction_bonus`); under --ibpo-variant mask and signed-mask, those that count say which tokens to
+    learn from. A mask is the paper's Eq. 17 to the letter, whatever the sign of the advantage; a signed mask
+    is turned round where the advantage is above 0.
 
     Both methods raise ValueError under --ibpo-strip-thinking if the context does not say what marks thinking,
     and under --ibpo-gate if it has no prices.
@@ -75,13 +78,14 @@ class CompareAndCorrect(Operator):
             memory = remember(groups, context.memory)
             metrics |= gate_metrics(groups)
         phi = [correction_bonus(group, algorithm) for group in groups]
-        if algorithm.ibpo_variant != "mask":
+        if not algorithm.masks_tokens:
             return Judgement(phi, metrics=metrics, memory=memory)
         left = iter(edits)
         masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
         of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
         metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
-        return Judgement(phi, masks, metrics, memory=memory)
+        raised = signed_masks(masks) if algorithm.ibpo_variant == "signed-mask" else None
+        return Judgement(phi, masks, metrics, raised, memory)
 
 
 def _references(group: Group, target: int, context: CreditContext) -> tuple[int, ...]:

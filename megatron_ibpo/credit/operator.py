@@ -131,7 +131,8 @@ class Judgement:
     """For every response of every group; None: all ones."""
     metrics: dict[str, float] = field(default_factory=dict)
     raised_token_weights: list[list[TokenWeights]] | None = None
-    """In place of `token_weights` for responses whose advantage is above 0; None: the same."""
+    """In place of `token_weights` for responses whose advantage is above 0, which are made likelier; None:
+    the same."""
     memory: Memory = field(default_factory=dict)
     """What the context of the next step is to have."""
 
@@ -184,6 +185,11 @@ class NoOperator(Operator):
 def no_phi(groups: Sequence[Group]) -> list[list[float]]:
     """φ = 0 of every response."""
     return [[0.0] * len(group.responses) for group in groups]
+
+
+def signed_masks(masks: list[list[TokenWeights]]) -> list[list[TokenWeights]]:
+    """What a response learns from when it is made likelier, by masks that say where it is wrong: the rest."""
+    return [[None if mask is None else 1 - mask for mask in of_group] for of_group in masks]
 
 
 def lent(tool: T | None, what: str) -> T:

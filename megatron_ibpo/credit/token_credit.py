@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_ibpo.credit.operator import CreditContext, Judgement, TokenWeights
+from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.records import Group, Sample
 
 Advantages = Sequence[Sequence[float | None]]
@@ -34,6 +35,24 @@ keeps nothing between calls."""
 def uniform(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:
     """All tokens of a response count alike."""
     return TokenFactors([[None] * len(group.responses) for group in groups])
+
+
+def on_wrong_responses(
+    groups: Sequence[Group],
+    advantages: Advantages,
+    weigh: Callable[[Group, int, float], TokenWeights],
+) -> list[list[TokenWeights]]:
+    """weigh(group, index, advantage) of every wrong response whose group has a correct one; all ones for the
+    other responses."""
+
+    def of_response(group: Group, index: int, advantage: float | None) -> TokenWeights:
+        judged = is_wrong(group.responses[index]) and any(other.correct for other in group.responses)
+        return weigh(group, index, advantage) if judged and advantage is not None else None
+
+    return [
+        [of_response(group, index, advantage) for index, advantage in enumerate(of_group)]
+        for group, of_group in zip(groups, advantages, strict=True)
+    ]
 
 
 def weigh_tokens(

@@ -1,6 +1,8 @@
 """The token credits by name (--token-credit), and those of the user's own by import path."""
 
 from megatron_ibpo.config import AlgorithmConfig, known_or_path, load_hook
+from megatron_ibpo.credit.divergence import divergence_cut, divergence_window
+from megatron_ibpo.credit.random_window import random_window
 from megatron_ibpo.credit.token_credit import TokenCredit, uniform
 from megatron_ibpo.credit.wrong_weight import wrong_weight, wrong_weight_by_length
 
@@ -8,6 +10,9 @@ TOKEN_CREDITS: dict[str, TokenCredit] = {
     "uniform": uniform,
     "wrong-weight": wrong_weight,
     "wrong-weight-by-length": wrong_weight_by_length,
+    "divergence-window": divergence_window,
+    "divergence-cut": divergence_cut,
+    "random-window": random_window,
 }
 """--token-credit → what weighs the tokens of responses."""
 

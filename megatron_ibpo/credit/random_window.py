@@ -1,0 +1,34 @@
+"""A few tokens at a random place: the control of the divergence window. What is left of its gain here comes
+from learning little from wrong responses, and not from where. It costs no forward pass: 1.00."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_ibpo.credit.operator import CreditContext, TokenWeights
+from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
+from megatron_ibpo.records import Group
+from megatron_ibpo.seeds import derive_seed
+
+
+def random_window(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:
+    """m_t = 1 at --token-credit-tokens tokens that follow each other among those that the policy wrote, at a
+    place drawn uniformly for each response, and 0 elsewhere; for the responses that `divergence_window` has
+    one for. The draw depends on seed, step, prompt and response alone."""
+    width = context.algorithm.token_credit_tokens
+
+    def weigh(group: Group, index: int, advantage: float) -> TokenWeights:
+        if advantage >= 0:
+            return None
+        response = group.responses[index]
+        written = np.flatnonzero(response.loss_mask)
+        rng = random.Random(
+            derive_seed("random window", context.seed, context.step, group.prompt.index, index)
+        )
+        first = rng.randrange(max(0, len(written) - width) + 1)
+        weights = np.zeros(len(response.token_ids))
+        weights[written[first : first + width]] = 1.0
+        return weights
+
+    return TokenFactors(on_wrong_responses(groups, advantages, weigh))
