@@ -75,10 +75,11 @@ class CostMeter:
         """What engines wrote."""
         samples = list(samples)
         # a prompt that several samples share is read once
-        lengths = {s.prompt_token_ids.tobytes(): len(s.prompt_token_ids) for s in samples}.values()
+        lengths = {_read(sample): _num_read(sample) for sample in samples}.values()
         tokens, flops = sum(lengths), sum(map(self._forward, lengths))
         for sample in samples:
-            read, written = len(sample.prompt_token_ids), len(sample.token_ids)
+            read = _num_read(sample)
+            written = len(sample.prompt_token_ids) + len(sample.token_ids) - read
             tokens += written
             flops += self._written(read, written)
         self._add(tokens=tokens, flops=flops)
@@ -122,3 +123,12 @@ class CostMeter:
         self.spent = Spent(
             before.accelerator_seconds + accelerator_seconds, before.tokens + tokens, before.flops + flops
         )
+
+
+def _num_read(sample: Sample) -> int:
+    """Tokens before the first that was sampled: the prompt, and what of the response was given."""
+    return len(sample.prompt_token_ids) + sample.num_begun_tokens
+
+
+def _read(sample: Sample) -> bytes:
+    return sample.prompt_token_ids.tobytes() + sample.token_ids[: sample.num_begun_tokens].tobytes()

@@ -5,7 +5,7 @@ Ray comes up while tokenizer and data are read, engines while the trainers build
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -191,7 +191,7 @@ def _spent_before(state: dict[str, Any], checkpoint: Path | None) -> Spent:
         raise ValueError(f"--load {checkpoint}: {RUN_STATE}: {error}") from None
 
 
-def _remembered_before(state: dict[str, Any], checkpoint: Path | None) -> dict[int, dict[str, Any]]:
+def _remembered_before(state: dict[str, Any], checkpoint: Path | None) -> dict[int, Mapping[str, Any]]:
     remembered = state.get("remembered", {})
     if not isinstance(remembered, dict):
         raise ValueError(f"--load {checkpoint}: {RUN_STATE}: remembered must be an object")

@@ -452,6 +452,7 @@ def test_the_papers_base_settings():
         "ibpo_rewrite_threshold": 0.6,
         "ibpo_rewrite_penalty": 0.0,
         "ibpo_joint": True,
+        "ibpo_plain_prompt": "none",
         "ibpo_correction_group": "prompt",
         "ciw_inverted": False,
         "token_credit": "uniform",

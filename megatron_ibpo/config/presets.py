@@ -19,6 +19,7 @@ _IBPO: dict[str, Any] = {
     "ibpo_rewrite_threshold": 0.6,
     "ibpo_rewrite_penalty": 0.0,
     "ibpo_joint": True,
+    "ibpo_plain_prompt": "none",
     "ibpo_correction_group": "prompt",
     "ciw_inverted": False,
     "token_credit": "uniform",

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator
+from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator, is_degenerate
 from megatron_ibpo.credit.gae import critic_credit
 from megatron_ibpo.credit.joint import correction_advantages, correction_rewards
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator
 from megatron_ibpo.credit.operators import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
+from megatron_ibpo.credit.plain_prompt import joining_rewards, plain_prompt_sequences
 from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
 from megatron_ibpo.credit.token_credit import weigh_tokens
@@ -54,7 +55,10 @@ def assign_credit(
     weight = 1 / num_responses if num_responses else 0.0
 
     shaped, withheld = _shaped(groups, judgement, context)
-    of_responses = [advantages(rewards, estimator) for rewards in shaped]
+    joining = [joining_rewards(group, context) for group in groups]
+    compared = [[*own, *more] for own, more in zip(shaped, joining, strict=True)]
+    relative_to_all = [advantages(rewards, estimator) for rewards in compared]
+    of_responses = [found[: len(own)] for found, own in zip(relative_to_all, shaped, strict=True)]
     factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
@@ -62,14 +66,23 @@ def assign_credit(
         sequences += train_sequences(group, number, "response", columns, weight)
         if algorithm.ibpo_joint:
             rewards = correction_rewards(group, context)
-            relative = correction_advantages(group, rewards, estimator, context)
+            of_follow_ups = judgement.follow_up_estimator or estimator
+            relative = correction_advantages(group, rewards, of_follow_ups, context)
             corrections = [correction.response for correction in group.corrections]
             columns = zip(corrections, rewards, relative, [None] * len(rewards), strict=True)
             sequences += train_sequences(
                 group, number, "correction", columns, weight * algorithm.ibpo_correction_weight
             )
+        if joining[number]:
+            relative = relative_to_all[number][len(group.responses) :]
+            sequences += plain_prompt_sequences(
+                group, number, joining[number], relative, weight * algorithm.ibpo_correction_weight
+            )
     metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped)
     metrics["bonuses_withheld"] = float(withheld)
+    if algorithm.ibpo_plain_prompt != "none":
+        metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
+        metrics["degenerate_groups"] = float(sum(is_degenerate(rewards) for rewards in compared))
     if algorithm.advantages == CRITIC:
         sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic

@@ -62,7 +62,11 @@ def price(group: Group, prompt_length: int, context: CreditContext) -> float:
     length = round(sum(len(response.token_ids) for response in group.responses) / len(group.responses))
     plain = len(group.prompt.token_ids)
     rollout = of_sample(plain, length, sharing=len(group.responses), trained=plain + length)
-    trained = prompt_length + length if algorithm.ibpo_joint else 0
+    trained = 0
+    if algorithm.ibpo_joint:
+        trained = prompt_length + length
+    elif algorithm.ibpo_plain_prompt != "none":
+        trained = plain + length
     return of_sample(prompt_length, length, sharing=algorithm.ibpo_corrections, trained=trained) / rollout
 
 

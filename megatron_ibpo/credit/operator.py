@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit.estimators import Estimator
 from megatron_ibpo.credit.shown import ThinkingMarks
 from megatron_ibpo.records import (
     Correction,
@@ -135,6 +136,8 @@ class Judgement:
     the same."""
     memory: Memory = field(default_factory=dict)
     """What the context of the next step is to have."""
+    follow_up_estimator: Estimator | None = None
+    """What the rewards of the samples that it asked for are relative to; None: as those of responses."""
 
     def weights_of(self, group: int, index: int, advantage: float | None) -> TokenWeights:
         """Token weights of a response that has this advantage."""
