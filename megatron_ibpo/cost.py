@@ -1,4 +1,4 @@
-"""What a run has spent, in three currencies, so that methods can be compared at the same expense.
+"""What a run has spent, in several currencies, so that methods can be compared at the same expense.
 
 Everything that an algorithm asks for is counted: sampling of responses and corrections, scoring, forward
 passes for log-probs, updates, weight transfer. What only observes is not: evaluation, checkpoints, reports,
@@ -6,15 +6,20 @@ the gradient meter.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_ibpo.models import ModelShape, forward_flops
-from megatron_ibpo.records import Sample
+from megatron_ibpo.prefixes import repeated_prefixes
+from megatron_ibpo.records import Sample, TokenIds
 from megatron_ibpo.words import shown
 
-FREE_STAGES = frozenset({"start", "evaluate", "save", "report", "record", "check weights", "gradient meter"})
+FREE_STAGES = frozenset(
+    {"start", "evaluate", "save", "report", "record", "check weights", "gradient meter", "operator skill"}
+)
 """Stages of the loop that observe and do not train."""
 
 
@@ -29,6 +34,11 @@ class Spent:
     the engines, and all that the trainer computed. The prompt of a group is read once."""
     flops: float = 0.0
     """Floating-point operations of those passes, estimated from the model's shape (`forward_flops`)."""
+    tokens_shared_prefixes: float = 0.0
+    """The same tokens, but a beginning that several sequences of one pass share counted once: what engines
+    and trainers that keep a tree of prefixes would compute."""
+    flops_shared_prefixes: float = 0.0
+    """The operations of those."""
 
     @classmethod
     def read(cls, stored: Any) -> "Spent":
@@ -43,14 +53,15 @@ class Spent:
         for name, value in stored.items():
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ValueError(f"spent: {name} must be a number of at least 0, is {shown(value)}")
-        return cls(**stored)
+        unshared = {f"{name}_shared_prefixes": stored.get(name, 0.0) for name in ("tokens", "flops")}
+        return cls(**unshared | stored)  # what was saved before prefixes were looked at shared none
 
     def metrics(self) -> dict[str, float]:
         """For the metrics log."""
         return {f"spent_{name}": value for name, value in asdict(self).items()}
 
     def of(self, unit: str) -> float:
-        """The amount in one currency: accelerator-seconds, tokens or flops."""
+        """The amount in one currency, as --budget-unit names it."""
         return asdict(self)[unit.replace("-", "_")]
 
 
@@ -75,25 +86,38 @@ class CostMeter:
         """What engines wrote."""
         samples = list(samples)
         # a prompt that several samples share is read once
-        lengths = {_read(sample): _num_read(sample) for sample in samples}.values()
+        prompts = list({(read := _read(s)).tobytes(): read for s in samples}.values())
+        lengths = [len(prompt) for prompt in prompts]
         tokens, flops = sum(lengths), sum(map(self._forward, lengths))
+        repeated = repeated_prefixes(prompts)
         for sample in samples:
-            read = _num_read(sample)
+            read = len(sample.prompt_token_ids) + sample.num_begun_tokens
             written = len(sample.prompt_token_ids) + len(sample.token_ids) - read
             tokens += written
             flops += self._written(read, written)
-        self._add(tokens=tokens, flops=flops)
+        self._add(tokens, flops, sum(repeated), sum(map(self._forward, repeated)))
 
-    def training(self, forward: Iterable[int], updates: Iterable[int]) -> None:
+    def training(
+        self,
+        forward: Sequence[int],
+        updates: Sequence[int],
+        repeated_forward: Sequence[int] = (),
+        repeated_updates: Sequence[int] = (),
+    ) -> None:
         """Sequences that the trainer computed, by their lengths in tokens.
 
         Args:
             forward: forward passes alone, for log-probs.
             updates: with the backward pass, which costs twice the forward pass.
+            repeated_forward, repeated_updates: tokens at their beginnings that another sequence of the same
+                pass has too (`prefixes.repeated_prefixes`).
         """
-        forward, updates = list(forward), list(updates)
-        flops = sum(map(self._forward, forward)) + self._update_passes * sum(map(self._forward, updates))
-        self._add(tokens=sum(forward) + sum(updates), flops=flops)
+        self._add(
+            sum(forward) + sum(updates),
+            self._passes(forward, updates),
+            sum(repeated_forward) + sum(repeated_updates),
+            self._passes(repeated_forward, repeated_updates),
+        )
 
     def of_sample(self, prompt: int, response: int, *, sharing: int = 1, trained: int = 0) -> float:
         """Operations of one sample.
@@ -109,7 +133,8 @@ class CostMeter:
     def time(self, seconds: Mapping[str, float]) -> None:
         """Seconds by stage of the loop."""
         counted = sum(value for stage, value in seconds.items() if stage not in FREE_STAGES)
-        self._add(accelerator_seconds=counted * self._accelerators)
+        spent = self.spent.accelerator_seconds + counted * self._accelerators
+        self.spent = replace(self.spent, accelerator_seconds=spent)
 
     def _written(self, read: int, written: int) -> float:
         """Tokens that are sampled one after the other behind what is read."""
@@ -118,17 +143,21 @@ class CostMeter:
     def _forward(self, length: int) -> float:
         return forward_flops(self._shape, length)
 
-    def _add(self, *, accelerator_seconds: float = 0.0, tokens: float = 0.0, flops: float = 0.0) -> None:
+    def _passes(self, forward: Sequence[int], updates: Sequence[int]) -> float:
+        return sum(map(self._forward, forward)) + self._update_passes * sum(map(self._forward, updates))
+
+    def _add(self, tokens: float, flops: float, repeated_tokens: float, repeated_flops: float) -> None:
         before = self.spent
         self.spent = Spent(
-            before.accelerator_seconds + accelerator_seconds, before.tokens + tokens, before.flops + flops
+            before.accelerator_seconds,
+            before.tokens + tokens,
+            before.flops + flops,
+            before.tokens_shared_prefixes + tokens - repeated_tokens,
+            before.flops_shared_prefixes + flops - repeated_flops,
         )
 
 
-def _num_read(sample: Sample) -> int:
-    """Tokens before the first that was sampled: the prompt, and what of the response was given."""
-    return len(sample.prompt_token_ids) + sample.num_begun_tokens
-
-
-def _read(sample: Sample) -> bytes:
-    return sample.prompt_token_ids.tobytes() + sample.token_ids[: sample.num_begun_tokens].tobytes()
+def _read(sample: Sample) -> TokenIds:
+    """What stands before the first token that was sampled: the prompt, and what of the response was given."""
+    begun = sample.num_begun_tokens
+    return np.concatenate([sample.prompt_token_ids, sample.token_ids[:begun]])

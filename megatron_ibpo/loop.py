@@ -33,8 +33,17 @@ from megatron_ibpo.report import (
     step_alarms,
 )
 from megatron_ibpo.report.disk import is_full, waiting_for_room
+from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.rollout.probe import compare_probes, probe
-from megatron_ibpo.sampling.rollouts import Rollouts
+from megatron_ibpo.sampling.rollouts import LiveRollouts, Rollouts
+from megatron_ibpo.study.operator_skill import (
+    Asking,
+    corrects,
+    operator_skill,
+    premise,
+    skill_json,
+    try_corrections,
+)
 from megatron_ibpo.task import Task
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
@@ -117,6 +126,37 @@ class Run:
         self._count_passes()
         self._remember(self.progress.step, credit)
         return credit
+
+    def measure_corrections_if_due(self) -> None:
+        """Before the first step of a run that has responses corrected: do corrections succeed more often than
+        another try? Uses seeds, and asks prompts, that the first step does not."""
+        config, rollouts = self.config, self.rollouts
+        count, algorithm = config.run.operator_skill_prompts, config.algorithm
+        if self.progress.step > 0 or not count or not corrects(algorithm):
+            return
+        if not isinstance(rollouts, LiveRollouts):  # a recording cannot be asked
+            return
+        context = self._context()
+        asking = Asking(
+            algorithm,
+            config.rollout,
+            context.vocabulary,
+            context.max_context,
+            config.run.seed,
+            targets=2,
+            as_in_training=True,
+            prompt_ids=self.task.suffixes,
+        )
+        prompts = rollouts.prompts_of_later_steps(count)
+        self._wake_engines()
+        with self.stages("operator skill"):
+            tried = rollouts.observed(
+                lambda sampler: try_corrections(sampler, prompts, asking), self._admit_engines
+            )
+            skill = operator_skill(tried)
+        path = config.run.run_dir / SKILL_FILE
+        self._with_room(lambda: write_whole(path, skill_json(skill)))
+        self.reporter.note(premise(skill))
 
     def measure_gradient_if_due(
         self, groups: list[Group], sequences: Sequence[TrainSequence]
@@ -425,7 +465,9 @@ class Run:
 
     def _count_passes(self) -> None:
         for passes in self.policy.take_passes():
-            self.cost.training(passes.forward, passes.updates)
+            self.cost.training(
+                passes.forward, passes.updates, passes.repeated_forward, passes.repeated_updates
+            )
 
     def _check_against_fresh_engine(self, engines: Engines) -> None:
         """After the run's first update, for what goes wrong inside engines goes wrong at once.

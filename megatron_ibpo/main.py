@@ -45,6 +45,7 @@ COMMANDS = {
     "inspect": Command(_tool("inspect_checkpoint.py"), "what a checkpoint holds, and what is missing"),
     "compare": Command(_tool("compare_methods.py"), "methods under one budget, over several seeds"),
     "audit": Command(_tool("audit_credit.py"), "does value fall where corrections change a response?"),
+    "skill": Command(_tool("operator_skill.py"), "do corrections succeed more often than another try?"),
     "data": Command(
         _tool("inspect_data.py"), "prompts as the model will see them, and what is left out and why"
     ),

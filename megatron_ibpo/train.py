@@ -77,6 +77,7 @@ def _train(config: Config, stop: StopRequest) -> int:
 
 def _steps(run: "Run", stop: StopRequest) -> int:
     stop.cuts_short(run.evaluate_if_due)
+    stop.cuts_short(run.measure_corrections_if_due)
     while not (run.done() or stop.requested):
         groups = run.sample()
         credit = run.credit(groups)

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, assign_credit, find_operator
+from megatron_ibpo.credit import (
+    CreditContext,
+    Vocabulary,
+    any_group,
+    assign_credit,
+    find_operator,
+    is_informative,
+    leaves_gradient,
+)
 from megatron_ibpo.journal import Journal, read_journal
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout.plans import group_requests
@@ -192,6 +200,16 @@ def test_a_batch_that_finds_nothing_better_takes_what_is_not_preferred() -> None
     assert all(len(batch.groups) == WANTED for batch in loop.batches)
     with pytest.raises(ValueError, match="--group-filter refused all"):
         Loop(Pace(1), rules=Rules(WANTED, 2, never, any_group)).run()
+
+
+def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections() -> None:
+    rules = Rules(WANTED, 4, any_group, is_informative, leaves_gradient)
+    loop = Loop(Pace(1), rules=rules).run()
+    unsolved = [g for g in loop.groups if not any(response.correct for response in g.responses)]
+    assert unsolved
+    for group in unsolved:
+        assert leaves_gradient(group, CONTEXT, OPERATOR)
+        assert len(group.corrections) == len(group.responses), "asked once"
 
 
 def test_an_advantage_comes_from_the_samples_as_they_were_whatever_sampled_them() -> None:

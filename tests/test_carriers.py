@@ -12,7 +12,10 @@ from credit_cases import (
     RIGHT,
     Loop,
     by_kind,
+    candidates,
     check_algorithm,
+    context,
+    correct_groups,
     fix_last,
     group,
     ids_of,
@@ -26,7 +29,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, parse_config
-from megatron_ibpo.credit import fill_batch, is_informative
+from megatron_ibpo.credit import fill_batch, find_operator, is_informative, leaves_gradient
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
@@ -97,6 +100,47 @@ def test_after_the_last_round_the_batch_is_filled_up_and_counted():
     assert (metrics["groups_filled_up"], metrics["groups_discarded"]) == (1, 3)
 
 
+WRONG = ([20, 21], [22, 23], [24, 25])
+"""No response is correct."""
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "right_corrections", "leaves"),
+    [
+        ("ibpo", WRONG, {20}, True),
+        ("ibpo-shaping-only", WRONG, {20}, True),  # a bonus for one of three
+        ("ibpo-joint-only", WRONG, {20}, True),  # one right correction of three
+        ("ibpo", WRONG, set(), False),
+        ("ibpo", WRONG, {20, 22, 24}, False),  # equal bonuses, equal corrections
+        ("gspo", WRONG, set(), False),
+        ("ibpo", ([13], [10, 13]), set(), False),
+        ("gspo", ([13], [14]), set(), True),
+        ("ppo", ([13], [14]), set(), True),
+        ("ppo", WRONG, set(), False),
+    ],
+)
+def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succeed(
+    name, contents, right_corrections, leaves
+):
+    loop = Loop(lambda x: [10, 13] if candidates(x)[0][0] in right_corrections else [10, 14])
+    made, own = group(*contents), context(preset(name, ibpo_rewrite_threshold=1.0))
+    operator = find_operator(own.algorithm)
+    correct_groups([made], own, operator, loop.sample, loop.score)
+    assert leaves_gradient(made, own, operator) is leaves
+    assert is_informative(made) is (contents == ([13], [14]))
+
+
+def test_dapo_decides_on_responses_and_ibpo_on_credit():
+    decides = {name: preset(name).dynamic_sampling_by for name in PRESETS}
+    assert {name for name, by in decides.items() if by == "credit"} == {
+        name for name in PRESETS if preset(name).ibpo_corrections
+    }
+    recipe = parse_config(["--config", "examples/algorithms/ibpo_on_dapo.yaml"]).algorithm
+    assert (recipe.dynamic_sampling, recipe.dynamic_sampling_by) == (True, "credit")
+    with pytest.raises(ValueError, match="--dynamic-sampling-by credit judges groups while"):
+        check_algorithm(preset("ciw", dynamic_sampling_by="credit"))
+
+
 # ------------------------------------------------------------------------------------ overlong punishment
 
 
@@ -125,6 +169,81 @@ def test_long_responses_and_corrections_pay_and_stay_what_they_are():
     made = group(RIGHT, [14], [10, 11, 12, 12, 14])
     credit = Loop(fix_last).credit([made], joint, rollout=rollout)
     assert [s.advantage for s in by_kind(credit, "correction")] == group_z_score([1.0, 0.5])
+
+
+def overlong(*contents, rewards=None, **settings):
+    """Rewards that are trained on, by the operator or as given: a limit of 8 tokens, a buffer of 4."""
+    made = group(*contents)
+    for sample, reward in zip(made.responses, rewards or [], strict=bool(rewards)):
+        sample.reward = reward
+    config = preset(settings.pop("name", "ibpo-shaping-only"), overlong_buffer_share=0.5, **settings)
+    rollout = RolloutConfig(rollout_max_response_len=8)
+    credit = Loop(fix_last).credit([made], config, rollout=rollout)
+    return credit, [s.reward for s in by_kind(credit, "response")]
+
+
+LONG = [10, 11, 12, 12, 12, 12, 13]
+"""A right response of 8 tokens with its end: it would pay 1."""
+
+
+def test_a_right_response_of_full_length_is_worth_no_less_than_a_corrected_wrong_one():
+    """1 - 1 = 0 would lie below the near one's .3, at A = -1 beside +1. It pays .7 instead."""
+    credit, rewards = overlong(LONG, [10, 14])
+    assert rewards == [0.3, 0.3]
+    assert credit.metrics["overlong_penalties_limited"] == 1
+    assert [s.advantage for s in credit.sequences] == [0, 0]
+
+
+def test_a_right_response_of_full_length_is_worth_no_less_than_a_graded_wrong_one():
+    credit, rewards = overlong(LONG, [14], [15], rewards=[1.0, 0.4, 0.0], name="gspo")
+    assert rewards == [0.4, 0.4, 0.0]
+    assert credit.metrics["overlong_penalties_limited"] == 1
+
+
+def test_a_penalty_that_changes_no_order_is_paid_whole():
+    """6 tokens pay .5; two wrong ones are worth 0 and, at full length, -1."""
+    credit, rewards = overlong([10, 11, 12, 12, 13], [14], [*LONG[:-1], 14], name="gspo")
+    assert rewards == [0.5, 0.0, -1.0]
+    assert credit.metrics["overlong_penalties_limited"] == 0
+
+
+def test_right_responses_alone_pay_whole():
+    _, rewards = overlong([13], LONG, name="gspo")
+    assert rewards == [1.0, 0.0]
+
+
+def test_a_right_correction_of_full_length_is_worth_no_less_than_a_wrong_one():
+    """With ρ = .5 for a rewrite: 1 - .5 - 1 is less than the other correction's 0."""
+    made = group(RIGHT, [20, 14], [21, 15])
+    answers = {20: LONG, 21: [22, 16]}
+    settings = preset("ibpo", overlong_buffer_share=0.5, ibpo_rewrite_penalty=0.5)
+    loop = Loop(lambda x: answers[candidates(x)[0][0]])
+    credit = loop.credit([made], settings, rollout=RolloutConfig(rollout_max_response_len=8))
+    assert [c.beyond_threshold for c in made.corrections] == [True, True]
+    assert [s.reward for s in by_kind(credit, "correction")] == [-0.5, -0.5]
+
+
+written = st.lists(st.integers(10, 14), min_size=1, max_size=7)
+
+
+@given(
+    st.lists(st.tuples(written, st.floats(0, 0.95)), min_size=2, max_size=6),
+    st.sampled_from(["gspo", "ibpo-shaping-only", "ibpo-ratio"]),
+    st.floats(0.05, 1),
+)
+def test_no_wrong_response_outranks_a_right_one(drawn, name, share):
+    """Whatever the lengths, the graded rewards of the wrong ones, and who is corrected."""
+    made = group(*(content for content, _ in drawn))
+    for sample, (_, graded) in zip(made.responses, drawn, strict=True):
+        sample.reward = 1.0 if sample.correct else graded
+    config = preset(name, overlong_buffer_share=share)
+    credit = Loop(fix_last).credit([made], config, rollout=RolloutConfig(rollout_max_response_len=8))
+    found = by_kind(credit, "response")
+    right = [s for s, sample in zip(found, made.responses, strict=True) if sample.correct]
+    wrong = [s for s, sample in zip(found, made.responses, strict=True) if not sample.correct]
+    if right and wrong:
+        assert min(s.reward for s in right) >= max(s.reward for s in wrong)
+        assert min(s.advantage for s in right) >= max(s.advantage for s in wrong)
 
 
 def test_dapo_is_its_four_parts():

@@ -606,3 +606,11 @@ def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
     refused = tool("convert_megatron_to_hf", "--load", stored, "--save", back)
     assert refused.returncode == 2
     assert "exists; nothing is overwritten" in refused.stderr
+    weights = max(stored.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(weights.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    weights.write_bytes(damaged)
+    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", tmp_path / "damaged", "--verify")
+    assert refused.returncode == 2
+    assert f"{weights.name} is not what was written" in refused.stderr
+    assert not (tmp_path / "damaged").exists()

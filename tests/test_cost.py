@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 from credit_cases import response
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.models import forward_flops, read_hf_config
+from megatron_ibpo.prefixes import repeated_prefixes
+from megatron_ibpo.records import token_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
@@ -63,7 +67,40 @@ def test_what_only_observes_is_free():
         "spent_accelerator_seconds": 116.0,
         "spent_tokens": 0.0,
         "spent_flops": 0.0,
+        "spent_tokens_shared_prefixes": 0.0,
+        "spent_flops_shared_prefixes": 0.0,
     }
+
+
+def test_a_beginning_that_sequences_of_a_pass_share_can_be_counted_once():
+    """The prompts 1 2 3, 1 2 4 and 1 2 have four nodes of a tree; an answer is written in any case."""
+    meter = CostMeter(DENSE, accelerators=1)
+    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 4], 2), answer([1, 2], 1)])
+    f = [forward_flops(DENSE, n) for n in range(9)]
+    assert meter.spent.tokens_shared_prefixes == 4 + 5 + 2 + 1
+    twice_read = 2 * f[2]  # 1 2 of the second, and the whole of the third
+    assert meter.spent.flops_shared_prefixes == pytest.approx(meter.spent.flops - twice_read)
+    trained = CostMeter(DENSE, accelerators=1)
+    trained.training([4], [6, 5], [0], [0, 2])
+    assert trained.spent.of("tokens-shared-prefixes") == 13
+    assert trained.spent.of("flops-shared-prefixes") == pytest.approx(f[4] + 3 * (f[6] + f[5] - f[2]))
+
+
+def nodes(sequences):
+    """Of the prefix tree, one by one."""
+    return len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
+
+
+@given(st.lists(st.lists(st.integers(0, 300), max_size=6), max_size=8))
+def test_what_is_not_repeated_are_the_nodes_of_the_prefix_tree(sequences):
+    repeated = repeated_prefixes([token_ids(s) for s in sequences])
+    assert sum(map(len, sequences)) - sum(repeated) == nodes(sequences)
+    assert all(0 <= r <= len(s) for r, s in zip(repeated, sequences, strict=True))
+
+
+def test_what_a_checkpoint_from_before_had_spent_had_shared_nothing():
+    spent = Spent.read({"tokens": 10.0, "flops": 30.0})
+    assert (spent.tokens_shared_prefixes, spent.flops_shared_prefixes) == (10.0, 30.0)
 
 
 def test_the_summary_says_what_a_run_spent():

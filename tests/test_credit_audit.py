@@ -14,9 +14,10 @@ import yaml
 from credit_cases import ids_of, response
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.study.audit_plot import plot_audit
-from megatron_ibpo.study.audit_run import modified_tokens, prefix_requests
+from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,11 +26,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # ------------------------------------------------------------------------------------------------ statistics
 
 
-def wrong(values, modified, *, prompt=0, phi=0.0, step=2):
+def wrong(values, modified, *, prompt=0, phi=0.0, step=2, sibling=None):
     """A response of steps of `step` tokens each."""
     halves = {"first_half": list(values), "second_half": list(values)}
     return AuditedResponse(
-        prompt, [step * i for i in range(len(values))], list(values), **halves, modified=modified, phi=phi
+        prompt,
+        [step * i for i in range(len(values))],
+        list(values),
+        **halves,
+        modified=modified,
+        phi=phi,
+        sibling=sibling,
     )
 
 
@@ -124,30 +131,90 @@ def test_responses_without_a_clear_error_or_a_mask_are_counted():
         [
             wrong([0.2, 0.1, 0.1, 0.0], [1] * 6, prompt=0),  # it never had much to lose
             wrong([0.9, 0.8, 0.1, 0.0], None, prompt=1),  # no correction earned credit
-            wrong([0.9, 0.8, 0.1, 0.0], [0] * 6, prompt=2),  # a correction that only inserts
+            wrong([0.9, 0.8, 0.1, 0.0], [0] * 6, prompt=2),  # its corrections only insert
             wrong([0.9, 0.0], [1, 1], prompt=3),  # a single step
             wrong([0.9, 0.8, 0.1, 0.0], [0, 0, 1, 1, 0, 0], prompt=4),
         ]
     )
-    assert (found["responses"], found["with_a_located_error"], found["located_and_masked"]) == (5, 3, 1)
+    assert (found["responses"], found["with_a_located_error"]) == (5, 3)
+    assert (found["located_and_masked"], found["empty_masks"]) == (2, 1)
+    # the empty mask points nowhere: it misses the error, and tells its step from no other
+    assert found["mask"]["mask"]["first_credited_step_is_the_error"]["estimate"] == 0.5
+    assert found["mask"]["mask"]["auc"]["estimate"] == (0.5 + 1) / 2
     with pytest.raises(ValueError, match="no wrong responses"):
         audit([])
+
+
+def test_the_difference_to_a_correct_sibling_is_scored_beside_the_mask():
+    """The value falls over the second of three steps; a correction costs a generation, a sibling nothing."""
+    values = [0.9, 0.8, 0.1, 0.0]
+    found = audit(
+        [
+            wrong(values, [0, 0, 1, 1, 0, 0], sibling=[0, 0, 1, 1, 0, 0], prompt=0),
+            wrong(values, [0, 0, 1, 0, 0, 0], sibling=[1, 0, 0, 0, 0, 0], prompt=1),
+            wrong(values, [0, 0, 1, 0, 0, 0], prompt=2),  # no correct sibling
+            wrong(values, None, sibling=[0, 0, 0, 1, 0, 0], prompt=3),  # no correction that earns credit
+        ]
+    )
+    assert found["mask_equals_sibling"]["estimate"] == 0.5
+    assert found["located_with_correct_sibling"] == 3
+    first = {name: s.get("first_credited_step_is_the_error") for name, s in found["mask"].items()}
+    assert first["mask"]["estimate"] == 1.0
+    assert first["difference to a correct sibling, same responses"]["estimate"] == 0.5
+    assert first["difference to a correct sibling, wherever there is one"]["estimate"] == pytest.approx(2 / 3)
 
 
 # ------------------------------------------------------------------------------------------------ from groups
 
 
-def test_the_mask_joins_the_corrections_that_earn_credit():
+def group_of(responses, corrected, target=0):
+    """Corrections of one response: (content, correct, rewritten)."""
     prompt = Prompt(0, token_ids([1]), 1, "x", "t", "q")
+    made = [
+        Correction(target, (), response(ids, float(correct)), rewritten=rewritten)
+        for ids, correct, rewritten in corrected
+    ]
+    return Group(prompt, responses, made)
+
+
+def mask_of(group, marks=None, *, mark_insertions=False):
+    (edits,) = correction_edits([group], marks, mark_insertions=mark_insertions)
+    return modified_tokens(group, 0, edits)
+
+
+def test_the_mask_joins_the_corrections_that_earn_credit():
     y = response([5, 6, 7, 8], 0.0)
+    earning = [([9, 6, 7, 8], True, False), ([5, 6, 9, 8], True, False)]
+    others = [([5, 9, 7, 8], False, False), ([5, 6, 7, 9], True, True)]
+    assert mask_of(group_of([y], earning + others)) == [1, 0, 1, 0]
+    assert mask_of(group_of([y], others)) is None
 
-    def made(ids, correct, rewritten=False):
-        return Correction(0, (), response(ids, float(correct)), rewritten=rewritten)
 
-    corrections = [made([9, 6, 7, 8], True), made([5, 6, 9, 8], True), made([5, 9, 7, 8], False)]
-    corrections.append(made([5, 6, 7, 9], True, rewritten=True))
-    assert modified_tokens(Group(prompt, [y], corrections), 0) == [1, 0, 1, 0]
-    assert modified_tokens(Group(prompt, [y], corrections[2:]), 0) is None
+def test_a_correction_that_only_inserts_leaves_an_empty_mask_or_marks_the_token_before():
+    group = group_of([response([5, 6, 7], 0.0)], [([5, 6, 9, 7], True, False)])
+    assert mask_of(group) == [0, 0, 0]
+    assert mask_of(group, mark_insertions=True) == [0, 1, 0]
+
+
+def test_where_thinking_is_stripped_the_audit_compares_what_the_prompt_showed():
+    """80 opens and 81 closes thinking: it is hidden, counts as changed, and moves nothing after it."""
+    marks = ThinkingMarks((80,), (81,))
+    y = response([80, 5, 6, 81, 7, 8], 0.0)
+    group = group_of([y], [([80, 9, 9, 9, 81, 7, 9], True, False)])
+    assert mask_of(group, marks) == [1, 1, 1, 1, 0, 1]
+    sibling = response([80, 4, 81, 3, 8], 1.0)
+    group.responses.append(sibling)
+    assert sibling_tokens(group, 0, marks, mark_insertions=False) == [1, 1, 1, 1, 1, 0]
+
+
+def test_the_nearest_correct_sibling_is_the_one_compared_with():
+    y = response([5, 6, 7, 8], 0.0)
+    far, near = response([9, 9, 9, 8], 1.0), response([5, 6, 9, 8], 1.0)
+    wrong_one = response([5, 6, 7, 9], 0.0)
+    group = group_of([y, far, wrong_one, near], [])
+    assert sibling_tokens(group, 0, None, mark_insertions=False) == [0, 0, 1, 0]
+    assert sibling_tokens(group_of([y, wrong_one], []), 0, None, mark_insertions=False) is None
+    assert group.corrections == []
 
 
 def test_continuations_start_at_the_boundaries_with_seeds_and_room_of_their_own():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +14,7 @@ from credit_cases import (
     Loop,
     algorithm,
     by_kind,
+    check_algorithm,
     context,
     fix_last,
     group,
@@ -36,7 +39,14 @@ from megatron_ibpo.credit import (
     find_estimator,
     find_operator,
 )
-from megatron_ibpo.credit.estimators import advantages, group_mean, group_z_score, leave_one_out
+from megatron_ibpo.credit.estimators import (
+    advantages,
+    group_mean,
+    group_z_score,
+    group_z_score_bessel,
+    leave_one_out,
+    maxrl,
+)
 from megatron_ibpo.records import Correction, Group
 
 # -------------------------------------------------------------------------------------------- two stages
@@ -205,7 +215,9 @@ def test_an_operator_may_ask_for_samples_of_its_own():
     ("name", "expected"),
     [
         ("group", [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),  # mean 1/4, population variance 3/16
+        ("group-bessel", [1.5, -0.5, -0.5, -0.5]),  # the variance is 3/16 · 4/3
         ("group-mean", [0.75, -0.25, -0.25, -0.25]),
+        ("maxrl", [3.0, -1.0, -1.0, -1.0]),
         ("leave-one-out", [1.0, -1 / 3, -1 / 3, -1 / 3]),
         (CRITIC, [0.0] * 4),
     ],
@@ -234,6 +246,48 @@ def test_leave_one_out_is_what_it_says(values):
     )
     scale = len(values) / (len(values) - 1)
     assert leave_one_out(values) == pytest.approx([a * scale for a in group_mean(values)], abs=1e-12)
+
+
+@given(rewards.filter(lambda values: len(values) > 1))
+def test_bessels_std_shrinks_advantages_by_a_factor_that_the_size_gives(values):
+    factor = math.sqrt((len(values) - 1) / len(values))
+    found, population = group_z_score_bessel(values), group_z_score(values)
+    assert found == pytest.approx([a * factor for a in population], rel=1e-4)
+    if len(set(values)) > 1:
+        spread = statistics.stdev(values)
+        mean = statistics.fmean(values)
+        assert found == pytest.approx(
+            [(value - mean) / (spread + 1e-8) for value in values], rel=1e-6, abs=1e-9
+        )
+
+
+def test_bessel_is_what_peers_compute_at_8_and_2():
+    """1.07 and 1.41 times as much would be the population's."""
+    ratios = [
+        group_z_score(values)[0] / group_z_score_bessel(values)[0]
+        for values in ([1.0] + [0.0] * 7, [1.0, 0.0])
+    ]
+    assert ratios == pytest.approx([1.0690, 1.4142], abs=1e-4)
+    assert group_z_score_bessel([1.0]) == [0.0]
+
+
+def test_maxrl_is_the_gradient_of_the_log_of_the_mean():
+    """Of 4 responses 1 is right: (1 - 1/4)/(1/4) = 3 for it and -1 for the others. Over the group the sum of
+    A_i ∇ log π_i / 4 is ∇ log π of the right one less the mean of all: the score of log p̂ with a baseline."""
+    assert maxrl([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
+    assert maxrl([1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
+    assert maxrl([0.0, 0.0]) == [0.0, 0.0]
+    assert maxrl([1.0, 1.0]) == [0.0, 0.0]
+    credit = Loop(fix_last).credit([group(RIGHT, [14])], AlgorithmConfig(**GSPO | {"advantages": "maxrl"}))
+    assert [s.advantage for s in credit.sequences] == [1.0, -1.0]
+
+
+def test_maxrl_needs_rewards_that_have_a_logarithm():
+    with pytest.raises(ValueError, match=r"--advantages maxrl takes the log of .*, and a reward is -1"):
+        maxrl([1.0, -1.0])
+    for lowering in ({"overlong_buffer_share": 0.2}, {"ibpo_rewrite_penalty": 0.5}):
+        with pytest.raises(ValueError, match="--advantages maxrl takes the log"):
+            check_algorithm(algorithm(advantages="maxrl", **lowering))
 
 
 def test_dr_grpo_is_the_published_one():

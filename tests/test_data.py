@@ -21,6 +21,7 @@ from megatron_ibpo.data import (
     generated,
     load_tokenizer,
     make_tiny_tokenizer,
+    mended_solution,
     open_source,
     worked_solution,
 )
@@ -483,6 +484,37 @@ def test_a_student_drops_borrows_and_slips():
     assert worked_solution("15 - 7", random.Random(0), carry_dropped=1.0) == "15-7=18#18"
     slips = {worked_solution("1 + 1", random.Random(i), slip=1.0) for i in range(50)}
     assert slips == {"1+1=0#0", "1+1=1#1", "1+1=3#3", "1+1=4#4"}
+
+
+EXPRESSIONS = st.tuples(
+    st.integers(0, 9), st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 9)), min_size=1, max_size=6)
+).map(lambda drawn: " ".join([str(drawn[0]), *(f"{operator} {term}" for operator, term in drawn[1])]))
+
+
+@given(EXPRESSIONS, st.randoms(use_true_random=False))
+def test_a_student_of_skill_1_mends_the_first_error_and_one_of_skill_0_copies(expression, rng):
+    candidate = worked_solution(expression, rng, carry_dropped=0.7, slip=0.3)
+    assert mended_solution(expression, candidate, rng, skill=1.0) == worked_solution(expression)
+    assert mended_solution(expression, candidate, rng, skill=0.0, carry_dropped=1.0, slip=1.0) == candidate
+
+
+def test_what_follows_a_mended_step_is_solved_with_the_students_own_errors():
+    candidate = "6+7=3+1=4+9=13#13"
+    assert mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0) == "6+7=13+1=14+9=23#23"
+    noisy = mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0, carry_dropped=1.0)
+    assert noisy == "6+7=13+1=14+9=13#13"
+
+
+def test_errors_are_mended_as_often_as_the_skill_says():
+    rng = random.Random(0)
+    mended = [mended_solution("9 + 9", "9+9=8#8", rng, skill=0.9) for _ in range(4000)]
+    assert set(mended) == {"9+9=18#18", "9+9=8#8"}
+    assert 0.88 < mended.count("9+9=18#18") / 4000 < 0.92
+
+
+def test_a_candidate_of_another_problem_is_refused():
+    with pytest.raises(ValueError, match="1 steps"):
+        mended_solution("9 + 9 + 1", "9+9=8#8", random.Random(0), skill=0.9)
 
 
 def test_dropped_carries_come_as_often_as_asked():

@@ -6,12 +6,14 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -553,11 +555,53 @@ def runs(pid: int) -> bool:
 
 
 def start_engine(
-    checkpoint: Path, log: Path, dtype: str = "float32", vllm_arg: tuple[str, ...] = ()
+    checkpoint: Path,
+    log: Path,
+    dtype: str = "float32",
+    vllm_arg: tuple[str, ...] = (),
+    *,
+    recompute_kv: bool = True,
 ) -> Engine:
     rollout = make_config(log.parent, dtype).rollout
     rollout.vllm_arg = vllm_arg
+    rollout.recompute_kv_after_update = recompute_kv
     return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
+
+
+@pytest.mark.slow
+def test_a_cache_kept_over_an_update_serves_running_requests_alone(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A request that comes afterwards with the same prompt is all the new policy's."""
+    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log", recompute_kv=False)
+    try:
+        engine.wait_ready(TIMEOUT)
+        source = CheckpointSource(checkpoints["dense 1"])
+        transport = connect(engine, source)
+        update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 1)
+        draw = random.Random(5)
+        prompt = token_ids([draw.randrange(2, 64) for _ in range(200)])  # whole cache blocks
+        running = SampleRequest(prompt, 3, 240, temperature=0.0)
+        engine.submit([(0, running)], version=1)
+        time.sleep(0.05)  # for some tokens of the first
+        update(transport, engine, source, 2)
+        engine.submit([(1, replace(running, max_tokens=20))], version=2)
+        samples: dict[int, Sample] = {}
+        while len(samples) < 2:
+            samples.update(engine.take(TIMEOUT))
+    finally:
+        engine.close()
+    (_, old), (switch, new) = samples[0].versions
+    assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
+    plain = replace(running, temperature=1.0)  # greedy log-probs are of temperature 1
+    (of_old,), (of_new,) = (
+        reference_logprobs(checkpoints[name], [plain], [samples[0]]) for name in ("dense 0", "dense 1")
+    )
+    assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
+    for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
+        assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
+    (expected,) = reference_logprobs(checkpoints["dense 1"], [plain], [samples[1]])
+    assert difference([samples[1].logprobs], [expected]).max() < 2e-5
 
 
 def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -635,6 +679,32 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(
     assert not runs(int(pid))
     assert not Path(scratch).exists()
     assert not any(Path(path).exists() for path in shared)
+
+
+def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(
+    tmp_path: Path,
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    here, there = socket.socketpair()
+    program = (
+        "import os; from megatron_ibpo.rollout.engine_process import run; "
+        f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program],
+        pass_fds=[there.fileno()],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    there.close()
+    with Connection(here.detach()) as channel, engine:
+        channel.send("no settings")
+        _, said = engine.communicate(timeout=TIMEOUT)
+    assert engine.returncode == 1
+    assert "AttributeError" in said
+    assert not scratch.exists()
 
 
 @pytest.mark.slow

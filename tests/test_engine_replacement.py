@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_ibpo.cluster import engines as module
-from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.cluster.engines import Engines, RemoteEngine
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.weights.transfer.order import Order
 
@@ -24,6 +25,11 @@ class Process:
 
     def kill(self):
         self.killed = True
+
+
+class StandsStill(Process):
+    async def call(self, *_):
+        await asyncio.Event().wait()
 
 
 @pytest.fixture
@@ -48,6 +54,15 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_what_took_their_plac
     monkeypatch.setattr(engines, "_catch_up", update)
     engines.update_weights(1)
     assert [first[0].killed, successor.killed, first[2].killed] == [True, False, False]
+
+
+def test_an_engine_whose_process_stands_still_is_ended_by_force_so_that_nobody_waits_for_it_again(
+    engines, monkeypatch
+):
+    monkeypatch.setattr(module, "END_TIMEOUT_S", 0.01)
+    engines.hosts[1] = StandsStill()
+    asyncio.run(RemoteEngine(engines.hosts, 1).kill("it hangs"))
+    assert [engines.hosts[index].killed for index in range(3)] == [False, True, False]
 
 
 def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):

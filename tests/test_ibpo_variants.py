@@ -127,6 +127,34 @@ def test_the_end_is_changed_where_the_correction_has_none():
     assert [flags.tolist() for flags in edits] == [[False, True, True], [False, True]]
 
 
+# ------------------------------------------------------------------------------------------------- λ
+
+
+@pytest.mark.parametrize("estimator", ["group", "group-bessel"])
+def test_lambda_cancels_where_no_response_is_correct(estimator):
+    """r' = λβ or 0 there, and the spread of the group divides λ out: at any λ the corrected one of four has
+    advantage √3 (Bessel: 3/2). Beside a correct response λ counts."""
+    wrong, with_right = [[10, 11, 12, 14], [20, 21], [22, 23], [24, 25]], [[10, 11, 12, 14], [20, 21], RIGHT]
+
+    def advantage(contents, weight):
+        config = preset("ibpo", ibpo_lambda=weight, advantages=estimator)
+        credit = Loop(one_is_corrected).credit([group(*contents)], config)
+        return by_kind(credit, "response")[0].advantage
+
+    expected = {"group": math.sqrt(3), "group-bessel": 1.5}[estimator]
+    for weight in (0.01, 0.3, 0.6, 1.9):
+        assert advantage(wrong, weight) == pytest.approx(expected, rel=1e-5)
+    assert advantage(wrong, 0.0) == 0
+    assert advantage(with_right, 0.3) < advantage(with_right, 0.6) < advantage(with_right, 1.9)
+
+
+def test_without_the_spread_lambda_counts_everywhere():
+    """Dr. GRPO's estimator: A = λβ·3/4."""
+    made = group([10, 11, 12, 14], [20, 21], [22, 23], [24, 25])
+    config = preset("ibpo", ibpo_lambda=0.4, advantages="group-mean")
+    assert Loop(one_is_corrected).credit([made], config).sequences[0].advantage == pytest.approx(0.15)
+
+
 # --------------------------------------------------------------------------------------------- signed mask
 
 
@@ -458,5 +486,6 @@ def test_the_papers_base_settings():
         "token_credit": "uniform",
         "advantages": "group",
         "dynamic_sampling": False,
+        "dynamic_sampling_by": "credit",
         "overlong_buffer_share": 0.0,
     }

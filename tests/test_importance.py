@@ -18,6 +18,11 @@ from megatron_ibpo.records import token_ids
 MASK = 0
 
 
+def logs(whole, *masked):
+    """Log-probs of an answer from its probabilities: whole, and without each step."""
+    return math.log(whole), [math.log(left) for left in masked]
+
+
 def spans(text):
     """The spans of a text of one-character tokens."""
     return [text[first:last] for first, last in split_spans(list(text))]
@@ -57,7 +62,7 @@ def test_the_token_in_which_an_end_falls_belongs_to_the_span_whole():
 def test_weights_are_importance_over_its_mean():
     """Steps of 3, 1 and 2 tokens drop .4, .1 and -.2 (a distractor: 0). Mean (3·.4 + .1)/6 = 13/60."""
     answer = response([10] * 7, 1.0)
-    weights = importance_weights(answer, [(0, 3), (3, 4), (4, 6)], [0.4, 0.1, -0.2], inverted=False)
+    weights = importance_weights(answer, [(0, 3), (3, 4), (4, 6)], *logs(0.5, 0.1, 0.4, 0.7), inverted=False)
     mean = 1.3 / 6
     assert ids_of(weights) == pytest.approx((0.4 / mean,) * 3 + (0.1 / mean,) + (0.0,) * 2 + (1.0, 1.0))
     assert sum(weights) / len(weights) == pytest.approx(1)
@@ -66,15 +71,41 @@ def test_weights_are_importance_over_its_mean():
 def test_inverted_weights_turn_the_order_round():
     """.4, .1, 0 become 0, .3, .4: mean (.3 + 2·.4)/6."""
     answer = response([10] * 7, 1.0)
-    weights = importance_weights(answer, [(0, 3), (3, 4), (4, 6)], [0.4, 0.1, -0.2], inverted=True)
+    weights = importance_weights(answer, [(0, 3), (3, 4), (4, 6)], *logs(0.5, 0.1, 0.4, 0.7), inverted=True)
     mean = 1.1 / 6
     assert ids_of(weights) == pytest.approx((0.0,) * 3 + (0.3 / mean,) + (0.4 / mean,) * 2 + (1.0, 1.0))
 
 
-@pytest.mark.parametrize("drops", [[0.0, 0.0], [-0.1, -0.3], [0.2, 0.2]])
+@pytest.mark.parametrize(
+    "left",
+    [
+        (0.5, 0.5),
+        (0.6, 0.8),
+        (0.3, 0.3),
+        (0.5 - 1e-12, 0.5),  # a rounding error is no importance
+        (0.5 + 1e-12, 0.5),
+        (0.496, 0.504),  # .008 nats either way
+    ],
+)
 @pytest.mark.parametrize("inverted", [False, True])
-def test_steps_that_all_count_the_same_leave_uniform_credit(drops, inverted):
-    assert importance_weights(response([10] * 3, 1.0), [(0, 1), (1, 2)], drops, inverted=inverted) is None
+def test_steps_that_all_count_the_same_leave_uniform_credit(left, inverted):
+    steps = [(0, 1), (1, 2)]
+    assert importance_weights(response([10] * 3, 1.0), steps, *logs(0.5, *left), inverted=inverted) is None
+
+
+def test_the_floor_is_a_hundredth_of_a_nat():
+    """e^-.011 of a probability is a drop, e^-.009 none; of two drops that differ by a rounding error neither
+    is the smaller one for the control."""
+    answer, steps = response([10] * 3, 1.0), [(0, 1), (1, 2)]
+
+    def weights(*left, inverted=False):
+        return ids_of(importance_weights(answer, steps, -1.0, left, inverted=inverted))
+
+    assert weights(-1.011, -1.009) == pytest.approx((2, 0, 1, 1))
+    assert weights(-1.009, -1.009) is None
+    assert weights(-1.011, -1.009, inverted=True) is None, "they are .002 nats from each other"
+    assert weights(-3.0, -3.0 - 1e-12, inverted=True) is None
+    assert weights(-3.0, -1.0, inverted=True) == pytest.approx((0, 2, 1, 1))
 
 
 # -------------------------------------------------------------------------------------------- the operator

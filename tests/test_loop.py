@@ -178,6 +178,15 @@ def test_a_run_keeps_which_held_out_problems_were_solved(run):
         assert sum(solved.values()) / 64 == evaluation["accuracy"]
 
 
+def test_a_run_says_before_its_first_step_whether_corrections_know_more_than_another_try(run):
+    run_dir, output = run
+    skill = json.loads((run_dir / "operator_skill.json").read_text())
+    assert skill["prompts"] == 16
+    assert skill["responses"] == 16 * 4
+    assert output.index(skill["premise"]) < output.index("step 1/3")
+    assert [row["seconds"].get("operator skill", 0) > 0 for row in rows_of(run_dir)] == [True, False, False]
+
+
 @pytest.mark.slow
 def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, tmp_path):
     """On recorded rollouts, where training alone is paid."""

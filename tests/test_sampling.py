@@ -27,6 +27,7 @@ from megatron_ibpo.credit import (
     fill_batch,
     find_operator,
     is_informative,
+    leaves_gradient,
 )
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError
@@ -203,6 +204,40 @@ def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(
     groups, metrics = fill_batch(at_once, wanted, max_rounds, usable=usable, preferred=is_informative)
     assert plain(batch.groups) == plain(corrected(groups))
     assert batch.metrics == metrics
+
+
+@settings(max_examples=20, deadline=None)
+@given(wanted=st.integers(1, 9), max_rounds=st.integers(1, 4), seed=st.integers(0, 2**16))
+def test_deciding_after_credit_keeps_unsolved_groups_whose_corrections_differ(
+    wanted: int, max_rounds: int, seed: int
+) -> None:
+    """Against choosing among groups that are all corrected. What was corrected and passed over is in the
+    account of what was sampled."""
+
+    def preferred(group: Group) -> bool:
+        return is_informative(group) or leaves_gradient(group, CONTEXT, OPERATOR)
+
+    rules = Rules(wanted, max_rounds, any_group, is_informative, leaves_gradient)
+    engines = [SimulatedEngine(STEP, write) for _ in range(2)]
+    batch, _, _ = stream(engines, rules, RandomScore(seed))
+    groups, _ = fill_batch(lambda number: corrected(at_once(number)), wanted, max_rounds, preferred=preferred)
+    assert plain(batch.groups) == plain(groups)
+    assert len(batch.sampled) == sum(len(engine.asked) for engine in engines)
+
+
+def test_an_unsolved_group_is_kept_for_its_corrections() -> None:
+    """Of the groups that none of four responses solves, those stay whose four corrections do not all fail."""
+    by_rewards, by_credit = (
+        stream([SimulatedEngine(STEP, write)], Rules(9, 4, any_group, is_informative, after))[0].groups
+        for after in (None, leaves_gradient)
+    )
+
+    def unsolved(groups: list[Group]) -> list[Group]:
+        return [group for group in groups if not any(response.correct for response in group.responses)]
+
+    assert unsolved(by_rewards) == []
+    assert unsolved(by_credit) != []
+    assert all(any(c.response.correct for c in group.corrections) for group in unsolved(by_credit))
 
 
 def test_nothing_is_corrected_for_a_group_that_is_discarded() -> None:

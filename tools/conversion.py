@@ -21,6 +21,7 @@ from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import Report, differing_tensors
 from megatron_ibpo.weights.formats.directories import DiskSpaceError
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.world import RemoteError, World, start_world
 
 LOGITS_BOUND = 1e-3
@@ -65,6 +66,16 @@ def progress_bar(world: World, title: str) -> Iterator[Report]:
                 bar.update(task, advance=now, total=total)
 
         yield report
+
+
+def check_source(directory: Path, world: World) -> None:
+    """Compare the files to convert with the checksums that they were written with, where they have some: what
+    the disk has changed since would be converted faithfully. The ranks divide the work.
+
+    Raises:
+        CheckpointError: a file is missing or not what was written.
+    """
+    world.on_all_ranks(lambda: check_integrity(directory, world.rank, world.size))
 
 
 def verify(hf_dir: Path, stored_dir: Path, world: World, *, allow_pickle: bool = False) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from conversion import checkpoint_bytes, console, progress_bar, run, verify
+from conversion import check_source, checkpoint_bytes, console, progress_bar, run, verify
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
@@ -39,7 +39,8 @@ class Arguments:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     verify: bool = False
-    """Then compare all bits of both checkpoints, and logits on random prompts."""
+    """Compare checksums of what is read, where it has some; afterwards all bits of both checkpoints, and
+    logits on random prompts."""
     allow_pickle: bool = False
     """Read pytorch_model.bin where there are no safetensors, by torch's weights-only unpickler."""
 
@@ -53,6 +54,8 @@ def convert(arguments: Arguments, world: World) -> int:
         expert_model_parallel_size=arguments.expert_model_parallel_size,
         expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
     )
+    if arguments.verify:
+        check_source(arguments.hf_checkpoint, world)
     started = time.perf_counter()
     with progress_bar(world, "converting") as report:
         hf_to_megatron(

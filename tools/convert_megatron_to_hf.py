@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from conversion import checkpoint_bytes, console, progress_bar, run, verify
+from conversion import check_source, checkpoint_bytes, console, progress_bar, run, verify
 
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.formats.run_state import find_stored
@@ -31,11 +31,14 @@ class Arguments:
     origin_hf_checkpoint: Path | None = None
     """Where config.json and tokenizer come from; the checkpoint's own when None."""
     verify: bool = False
-    """Then compare all bits of both checkpoints, and logits on random prompts."""
+    """Compare checksums of what is read, where it has some; afterwards all bits of both checkpoints, and
+    logits on random prompts."""
 
 
 def convert(arguments: Arguments, world: World) -> int:
     stored = find_stored(arguments.load)
+    if arguments.verify:
+        check_source(stored, world)
     started = time.perf_counter()
     with progress_bar(world, "converting") as report:
         megatron_to_hf(stored, arguments.save, world, origin=arguments.origin_hf_checkpoint, report=report)

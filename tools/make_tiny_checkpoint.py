@@ -4,9 +4,18 @@
 
 The policy learns from noisy worked solutions with a planted misconception: a carry or borrow is dropped with
 probability .55, any other step slips with .02, so that it solves about half of the problems and has something
-to learn by reinforcement. (With .9 and .1 it solves far fewer: examples/tiny_qwen3_hard.) A fifth of the rows
-are compare-and-correct: two noisy solutions and the instruction in the prompt, a third noisy solution as the
-target.
+to learn by reinforcement. (With .9 and .25 it solves far fewer: examples/tiny_qwen3_hard.) A fifth of the
+rows are compare-and-correct: two noisy solutions and the instruction in the prompt, a third noisy solution as
+the target. So the policy learns the form of a correction and not to compare: its corrections are as good as
+another try.
+
+    torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --family qwen3 --tensor-parallel 1 \\
+        --from-checkpoint examples/tiny_qwen3 --comparison-skill .9 --correction-share .5 --steps 600 \\
+        --save examples/studies/warm_starts/default_skill_0.9
+
+goes on from a policy that solves, and teaches it to compare: the target copies the candidate and mends each
+of its wrong steps with probability .9; every second candidate comes without a reference. What
+examples/studies/warm_starts/ holds was made so.
 
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --task word_problems --family qwen3 \\
         --tensor-parallel 1 --steps 1000 --save examples/tiny_qwen3_words
@@ -50,6 +59,7 @@ from megatron_ibpo.data import (
     load_tokenizer,
     make_tiny_tokenizer,
     make_word_tokenizer,
+    mended_solution,
     open_source,
     worked_solution,
 )
@@ -67,7 +77,6 @@ from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.world import start_world
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-CORRECTION_SHARE = 0.2
 BUNDLED = sorted((Path(__file__).resolve().parents[1] / "examples/math").glob("*.jsonl"))
 
 
@@ -75,6 +84,8 @@ BUNDLED = sorted((Path(__file__).resolve().parents[1] / "examples/math").glob("*
 class Arguments:
     save: Path
     """Directory to write, in Hugging Face format."""
+    from_checkpoint: Path | None = None
+    """Checkpoint in Hugging Face format to teach further, with its tokenizer. None: random weights."""
     task: Literal["chain_sum", "word_problems"] = "chain_sum"
     family: Literal["qwen3_next", "qwen3"] = "qwen3_next"
     """Mixture of experts with gated delta nets, or dense."""
@@ -89,6 +100,12 @@ class Arguments:
     """Probability that another step is off by one or two."""
     misread: float = 0.55
     """Probability that a step of a word problem takes the wrong operation."""
+    correction_share: float = 0.2
+    """Share of the rows that are compare-and-correct."""
+    comparison_skill: float | None = None
+    """Probability that the target of such a row mends a wrong step of the candidate instead of copying it, of
+    chain sums; every second row shows no reference. None: the target is another noisy solution, whatever the
+    candidates are, and all rows show a reference."""
     tensor_parallel: int = 2
     """TP; experts are spread over the same ranks."""
 
@@ -148,16 +165,29 @@ class Lesson:
     """Those of a step."""
     solution: Callable[[Prompt, random.Random], str]
     """By a student with that luck."""
+    correction: Callable[[Prompt, str, random.Random], str]
+    """What the student writes who was shown that candidate."""
+    checks_alone: bool
+    """Every second correction is of a candidate without a reference (--ibpo-k 1)."""
 
 
 def chain_sums(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
     source = open_source(TASK, tokenizer, DataConfig(data_seed=1000), split="train", max_prompt_len=256)
 
-    def solution(prompt: Prompt, rng: random.Random) -> str:
-        expression = prompt.metadata["expression"]
-        return worked_solution(expression, rng, carry_dropped=arguments.carry_dropped, slip=arguments.slip)
+    noise = {"carry_dropped": arguments.carry_dropped, "slip": arguments.slip}
+    skill = arguments.comparison_skill
 
-    return Lesson(lambda step: source.batch(step, arguments.rows), solution)
+    def solution(prompt: Prompt, rng: random.Random) -> str:
+        return worked_solution(prompt.metadata["expression"], rng, **noise)
+
+    def correction(prompt: Prompt, candidate: str, rng: random.Random) -> str:
+        if skill is None:
+            return solution(prompt, rng)
+        return mended_solution(prompt.metadata["expression"], candidate, rng, skill=skill, **noise)
+
+    return Lesson(
+        lambda step: source.batch(step, arguments.rows), solution, correction, checks_alone=skill is not None
+    )
 
 
 def problems_in_words(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
@@ -173,7 +203,7 @@ def problems_in_words(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
     def solution(prompt: Prompt, rng: random.Random) -> str:
         return WordProblem(**prompt.metadata).solution(rng, misread=arguments.misread)
 
-    return Lesson(prompts, solution)
+    return Lesson(prompts, solution, lambda prompt, _, rng: solution(prompt, rng), checks_alone=False)
 
 
 def tokenizer_of_word_problems() -> PreTrainedTokenizerFast:
@@ -186,19 +216,25 @@ def supervised_rows(
     tokenizer: Tokenizer,
     template: CorrectionTemplate,
     prompts: list[Prompt],
-    student: Callable[[Prompt], str],
+    lesson: Lesson,
+    correction_share: float,
+    rng: random.Random,
 ) -> Iterator[TrainSequence]:
     """Worked solutions, the first share of them as compare-and-correct."""
 
-    def solution(prompt: Prompt) -> TokenIds:
-        return token_ids(tokenizer.encode(student(prompt)))
+    def ids(text: str) -> TokenIds:
+        return token_ids(tokenizer.encode(text))
 
     rows = []
     for number, prompt in enumerate(prompts):
-        asked = prompt.token_ids
-        if number < CORRECTION_SHARE * len(prompts):
-            asked = template(prompt, solution(prompt), [solution(prompt)])
-        rows.append((asked, (*solution(prompt), tokenizer.eos_id)))
+        if number < correction_share * len(prompts):
+            candidate = lesson.solution(prompt, rng)
+            references = [] if lesson.checks_alone and number % 2 else [ids(lesson.solution(prompt, rng))]
+            asked = template(prompt, ids(candidate), references)
+            written = lesson.correction(prompt, candidate, rng)
+        else:
+            asked, written = prompt.token_ids, lesson.solution(prompt, rng)
+        rows.append((asked, (*ids(written), tokenizer.eos_id)))
     total = sum(len(target) for _, target in rows)
     for number, (asked, target) in enumerate(rows):
         yield TrainSequence(
@@ -213,7 +249,17 @@ def supervised_rows(
         )
 
 
+def check(arguments: Arguments) -> None:
+    """Raises ValueError for what cannot be taught."""
+    if arguments.comparison_skill is not None and arguments.task != "chain_sum":
+        raise ValueError("--comparison-skill: corrections that mend are written for --task chain_sum only")
+    for name in ("comparison_skill", "correction_share"):
+        if not 0 <= (getattr(arguments, name) or 0) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')}: must lie between 0 and 1")
+
+
 def main(arguments: Arguments) -> None:
+    check(arguments)
     world = start_world()
     tp = arguments.tensor_parallel
     config = Config(
@@ -232,8 +278,9 @@ def main(arguments: Arguments) -> None:
         loss=LossConfig(),
     )
     with tempfile.TemporaryDirectory() as scratch:
-        start = Path(world.on_rank_0(lambda: scratch))
-        world.on_rank_0(lambda: write_initial_checkpoint(start, arguments))
+        start = arguments.from_checkpoint or Path(world.on_rank_0(lambda: scratch))
+        if arguments.from_checkpoint is None:
+            world.on_rank_0(lambda: write_initial_checkpoint(start, arguments))
         shape = read_hf_config(start)
         parallel.initialize(config.parallel, world, arguments.seed)
         chunks = build_model(shape, config, device=world.device_type)
@@ -250,7 +297,7 @@ def main(arguments: Arguments) -> None:
         for step in range(arguments.steps):
             prompts = lesson.prompts(step)
             rows = list(
-                supervised_rows(tokenizer, template, prompts, lambda prompt: lesson.solution(prompt, rng))
+                supervised_rows(tokenizer, template, prompts, lesson, arguments.correction_share, rng)
             )
             plan = plan_update(rows, config, ranks, partial(forward_flops, shape))
             metrics = trainer.update(plan.shares[share])
@@ -260,6 +307,7 @@ def main(arguments: Arguments) -> None:
         save_hf(HFExport(chunks, shape), world, arguments.save, start)
         if world.is_rank_0:
             made = {**vars(arguments), "seconds": round(seconds)}
+            made["from_checkpoint"] = arguments.from_checkpoint and str(arguments.from_checkpoint)
             if arguments.task == "chain_sum":
                 made["task"] = TASK
             del made["save"]

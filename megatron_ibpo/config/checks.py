@@ -350,6 +350,19 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
             "critic gives every token an advantage of its own; drop one of them",
         ),
         (
+            not (algorithm.dynamic_sampling and algorithm.dynamic_sampling_by == "credit")
+            or operator != "span-masking",
+            "--dynamic-sampling-by credit judges groups while others are sampled, and --ibpo-operator "
+            "span-masking asks the policy, which trains; it gives no bonus, so --dynamic-sampling-by rewards "
+            "says the same",
+        ),
+        (
+            algorithm.advantages != "maxrl"
+            or not (algorithm.overlong_buffer_share > 0 or algorithm.ibpo_rewrite_penalty > 0),
+            "--advantages maxrl takes the log of a mean reward, and --overlong-buffer-share and "
+            "--ibpo-rewrite-penalty make rewards negative; drop them",
+        ),
+        (
             algorithm.token_credit not in _CHOOSES_TOKENS
             or not (algorithm.masks_tokens or operator == "span-masking"),
             f"--token-credit {algorithm.token_credit} says where a wrong response learns, and so does "

@@ -297,9 +297,10 @@ class AlgorithmConfig:
     """η: how far the factors of "self-teacher" may leave 1. 1 is the most at which no token's advantage
     changes its sign; the source has no such number."""
     advantages: str = "group"
-    """What a reward is relative to: the mean and spread of its group's rewards ("group"), their mean alone
-    ("group-mean", Dr. GRPO), the mean of the others ("leave-one-out"), token by token what a critic expected
-    ("critic", PPO); or an import path package.module:name."""
+    """What a reward is relative to: the mean of its group's rewards, over their population std ("group", the
+    paper's), over Bessel's ("group-bessel", as verl, TRL, slime and oat), over that mean ("maxrl") or over
+    nothing ("group-mean", Dr. GRPO); the mean of the others ("leave-one-out"); token by token what a critic
+    expected ("critic", PPO); or an import path package.module:name."""
     group_filter: str | None = None
     """Import path package.module:name of a function that says of a scored group whether to train on it; all
     groups are when None."""
@@ -309,7 +310,14 @@ class AlgorithmConfig:
     gae_lambda: Annotated[float, UNIT] = 0.95
     """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
     dynamic_sampling: bool = False
-    """DAPO: sample other prompts in the place of those that all or no responses answer correctly."""
+    """DAPO: sample other prompts in the place of those that all or no responses answer correctly, or
+    correct: --dynamic-sampling-by."""
+    dynamic_sampling_by: Literal["rewards", "credit"] = "credit"
+    """When dynamic sampling passes a group over. "rewards": where all or no responses are correct, before
+    anything is corrected, as in DAPO. "credit": where besides no response or correction has an advantage; so
+    groups without a correct response are corrected first, and stay if some corrections succeed. The default
+    where there are corrections, which those groups need most; it costs the corrections of groups that are
+    passed over in the end."""
     dynamic_sampling_rounds: Annotated[int, at_least(1)] = 10
     """Batches of --rollout-batch-size prompts that a step may sample for that. Prompts of rounds that a step
     does not need are passed over, so that the order of prompts depends on no result. 10 as in DAPO."""
@@ -464,7 +472,8 @@ class RolloutConfig:
     that are complete: no bias, and a batch waits for its longest response."""
     recompute_kv_after_update: bool = True
     """When new weights come while responses run, compute their caches anew, so that every later token is the
-    new policy's alone. Off: they go on from the old policy's cache, which saves that time."""
+    new policy's alone. Off: what was asked before the update goes on from the old policy's cache, which saves
+    that time; what is asked after it shares nothing with that."""
     update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""
@@ -490,9 +499,12 @@ class RunConfig:
     budget: Annotated[float | None, POSITIVE] = None
     """Stop after the step with which so much is spent, in --budget-unit; --num-rollout steps at most. What
     only observes (evaluation, saving, reports, the gradient meter) is free. None: no such limit."""
-    budget_unit: Literal["accelerator-seconds", "tokens", "flops"] = "accelerator-seconds"
+    budget_unit: Literal[
+        "accelerator-seconds", "tokens", "flops", "tokens-shared-prefixes", "flops-shared-prefixes"
+    ] = "accelerator-seconds"
     """What --budget counts: seconds of the loop times accelerators, tokens through the model, or estimated
-    floating-point operations."""
+    floating-point operations; and of the last two what is left where a beginning that several sequences of a
+    pass share is computed once."""
     seed: Annotated[int, SEED] = 0
     """Seeds sampling, pairing and initialisation."""
     save: bool = True
@@ -557,6 +569,11 @@ class RunConfig:
     """Parts that the prompts of a measurement are cut into, a backward pass each. From --rollout-batch-size
     on each prompt is one, which is exact; 2 are two halves, the cheapest. All are unbiased; more are less
     scattered. 4 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
+    operator_skill_prompts: Annotated[int, at_least(0)] = 16
+    """Prompts on which a run that has responses corrected measures, before its first step, whether
+    corrections succeed more often than another try. Each is answered as in training, and two of its wrong
+    responses are corrected and answered anew: G + 4 samples. 0: not measured. 16: about the sampling of one
+    step of the tiny runs; `ibpo.sh skill` measures more closely."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     max_reward_error_rate: Annotated[float, UNIT] = 0.5

@@ -25,6 +25,7 @@ _IBPO: dict[str, Any] = {
     "token_credit": "uniform",
     "advantages": "group",
     "dynamic_sampling": False,
+    "dynamic_sampling_by": "credit",
     "overlong_buffer_share": 0.0,
     "loss_variant": "gspo",
 }
@@ -34,6 +35,7 @@ _PLAIN: dict[str, Any] = {
     "ibpo_lambda": 0.0,
     "ibpo_corrections": 0,
     "ibpo_joint": False,
+    "dynamic_sampling_by": "rewards",
 }
 _DAPO: dict[str, Any] = {
     **_PLAIN,

@@ -3,11 +3,13 @@
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.estimators import CRITIC, ESTIMATORS, Estimator, find_estimator
 from megatron_ibpo.credit.group_filters import (
+    AfterCredit,
     GroupFilter,
     any_group,
     fill_batch,
     find_group_filter,
     is_informative,
+    leaves_gradient,
 )
 from megatron_ibpo.credit.operator import (
     AnswerStart,
@@ -28,6 +30,7 @@ __all__ = [
     "ESTIMATORS",
     "OPERATORS",
     "TOKEN_CREDITS",
+    "AfterCredit",
     "AnswerStart",
     "Credit",
     "CreditContext",
@@ -49,5 +52,6 @@ __all__ = [
     "find_operator",
     "find_token_credit",
     "is_informative",
+    "leaves_gradient",
     "shown",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator, is_degenerate
 from megatron_ibpo.credit.gae import critic_credit
@@ -16,6 +17,8 @@ from megatron_ibpo.credit.shaping import shaped_rewards
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.token_credits import find_token_credit
 from megatron_ibpo.records import Group, TrainSequence
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +57,10 @@ def assign_credit(
     num_responses = sum(len(group.responses) for group in groups)
     weight = 1 / num_responses if num_responses else 0.0
 
-    shaped, withheld = _shaped(groups, judgement, context)
-    joining = [joining_rewards(group, context) for group in groups]
-    compared = [[*own, *more] for own, more in zip(shaped, joining, strict=True)]
-    relative_to_all = [advantages(rewards, estimator) for rewards in compared]
-    of_responses = [found[: len(own)] for found, own in zip(relative_to_all, shaped, strict=True)]
+    compared, counts = _compared_rewards(groups, judgement, context)
+    relative = [advantages(rewards, estimator) for rewards in compared]
+    shaped, joining = _parted(groups, compared)
+    of_responses, of_joining = _parted(groups, relative)
     factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
@@ -67,19 +69,17 @@ def assign_credit(
         if algorithm.ibpo_joint:
             rewards = correction_rewards(group, context)
             of_follow_ups = judgement.follow_up_estimator or estimator
-            relative = correction_advantages(group, rewards, of_follow_ups, context)
+            of_corrections = correction_advantages(group, rewards, of_follow_ups, context)
             corrections = [correction.response for correction in group.corrections]
-            columns = zip(corrections, rewards, relative, [None] * len(rewards), strict=True)
+            columns = zip(corrections, rewards, of_corrections, [None] * len(rewards), strict=True)
             sequences += train_sequences(
                 group, number, "correction", columns, weight * algorithm.ibpo_correction_weight
             )
         if joining[number]:
-            relative = relative_to_all[number][len(group.responses) :]
             sequences += plain_prompt_sequences(
-                group, number, joining[number], relative, weight * algorithm.ibpo_correction_weight
+                group, number, joining[number], of_joining[number], weight * algorithm.ibpo_correction_weight
             )
-    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped)
-    metrics["bonuses_withheld"] = float(withheld)
+    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | counts
     if algorithm.ibpo_plain_prompt != "none":
         metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
         metrics["degenerate_groups"] = float(sum(is_degenerate(rewards) for rewards in compared))
@@ -89,16 +89,32 @@ def assign_credit(
     return Credit(sequences, metrics | judgement.metrics | factors.metrics, judgement.memory)
 
 
-def _shaped(
+def _compared_rewards(
     groups: Sequence[Group], judgement: Judgement, context: CreditContext
-) -> tuple[list[list[float | None]], int]:
-    """(rewards of the responses of every group as they are trained on, bonuses withheld in all)."""
+) -> tuple[list[list[float | None]], dict[str, float]]:
+    """(rewards, as they are trained on, of what is compared in every group: its responses, and then the
+    corrections that join them, None where one does not; bonuses withheld and overlong penalties limited in
+    all)."""
     all_rewards: list[list[float | None]] = []
-    all_withheld = 0
+    all_withheld = all_limited = 0
     for group, phi in zip(groups, judgement.phi, strict=True):
         rewards, withheld = shaped_rewards(
             group, phi, context.algorithm.ibpo_lambda, context.reward_threshold
         )
-        all_rewards.append(with_overlong_penalty(rewards, group.responses, context))
+        joining = joining_rewards(group, context)
+        samples = group.samples if joining else group.responses
+        lowered, limited = with_overlong_penalty([*rewards, *joining], samples, context)
+        all_rewards.append(lowered)
         all_withheld += withheld
-    return all_rewards, all_withheld
+        all_limited += limited
+    counts = {"bonuses_withheld": float(all_withheld)}
+    if context.algorithm.overlong_buffer_share > 0:
+        counts["overlong_penalties_limited"] = float(all_limited)
+    return all_rewards, counts
+
+
+def _parted(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:
+    """Of every group (those of the responses, those of the corrections that may join them)."""
+    sizes = [len(group.responses) for group in groups]
+    pairs = list(zip(values, sizes, strict=True))
+    return [own[:size] for own, size in pairs], [own[size:] for own, size in pairs]

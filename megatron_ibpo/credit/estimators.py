@@ -39,11 +39,40 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 def group_z_score(rewards: Sequence[float]) -> list[float]:
     """A_i = (r_i - mean) / (std + 1e-8) with the population std of the group (GRPO, arXiv 2402.03300).
 
-    The population's std and not Bessel's, since the group is all that there is, and so is the paper's.
+    The population's std and not Bessel's, since the group is all that there is, and so is IBPO's.
     """
+    return _z_score(rewards, len(rewards))
+
+
+def group_z_score_bessel(rewards: Sequence[float]) -> list[float]:
+    """The same with Bessel's std, of a sum divided by n - 1, as verl, TRL, slime and oat have it: advantages
+    are √((n - 1)/n) times those of `group_z_score`, .94 at n = 8 and .71 at n = 2."""
+    return _z_score(rewards, len(rewards) - 1)
+
+
+def _z_score(rewards: Sequence[float], divisor: int) -> list[float]:
     centred = group_mean(rewards)
-    std = math.sqrt(math.fsum(value**2 for value in centred) / len(centred))
+    std = math.sqrt(math.fsum(value**2 for value in centred) / max(1, divisor))
     return [value / (std + _EPSILON) for value in centred]
+
+
+def maxrl(rewards: Sequence[float]) -> list[float]:
+    """A_i = (r_i - mean) / mean: the mean takes the place of the std, so that rare successes count more. Its
+    gradient is that of the log of the mean success, to the order of the group (MaxRL, arXiv 2602.02710).
+
+    A group without a success has advantages of 0.
+
+    Raises:
+        ValueError: a reward below 0, of which there is no logarithm.
+    """
+    if rewards and min(rewards) < 0:
+        raise ValueError(
+            f"--advantages maxrl takes the log of a mean reward, and a reward is {min(rewards):g}: it needs "
+            "rewards of at least 0, so no --overlong-buffer-share and no --ibpo-rewrite-penalty"
+        )
+    centred = group_mean(rewards)
+    mean = math.fsum(rewards) / max(1, len(rewards))
+    return [value / mean if mean > 0 else 0.0 for value in centred]
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
@@ -55,8 +84,10 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 ESTIMATORS: dict[str, Estimator] = {
     "group": group_z_score,
+    "group-bessel": group_z_score_bessel,
     "group-mean": group_mean,
     "leave-one-out": leave_one_out,
+    "maxrl": maxrl,
     CRITIC: lambda rewards: [0.0] * len(rewards),  # the critic is asked once all sequences are there
 }
 """--advantages → the estimator."""

@@ -1,12 +1,18 @@
 """Which groups are used: --group-filter, and dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_ibpo.config import AlgorithmConfig, load_hook
+from megatron_ibpo.credit.assign import assign_credit
+from megatron_ibpo.credit.estimators import CRITIC
+from megatron_ibpo.credit.operator import CreditContext, Operator
 from megatron_ibpo.records import Group
 
 GroupFilter = Callable[[Group], bool]
 """Whether a group, scored and not yet corrected, is used."""
+AfterCredit = Callable[[Group, CreditContext, Operator], bool]
+"""Whether a group is worth using after all, once its corrections are there."""
 
 
 def any_group(group: Group) -> bool:
@@ -18,6 +24,20 @@ def is_informative(group: Group) -> bool:
     """Some of the responses are correct and some are not; those that the verifier failed on are neither.
     Prompts that all or no responses answer correctly have no advantage."""
     return len({response.correct for response in group.responses if response.reward is not None}) == 2
+
+
+def leaves_gradient(group: Group, context: CreditContext, operator: Operator) -> bool:
+    """Some response or correction has an advantage other than 0: so for a group without a correct response in
+    which some corrections succeed and others do not.
+
+    Judged by the group alone, so an adaptive rewrite threshold is that of its own corrections. Rewards decide
+    where a critic makes the advantages.
+    """
+    algorithm = replace(context.algorithm, token_credit="uniform")
+    if algorithm.advantages == CRITIC:
+        algorithm.advantages = "group-mean"
+    credit = assign_credit([group], replace(context, algorithm=algorithm), operator)
+    return any(sequence.has_advantage for sequence in credit.sequences)
 
 
 def find_group_filter(algorithm: AlgorithmConfig) -> GroupFilter:
@@ -75,7 +95,7 @@ def fill_batch(
         "groups_refused": float(len(refused)),
         "groups_missing": float(wanted - len(batch)),
         "tokens_discarded": float(
-            sum(response.num_trained_tokens for group in discarded for response in group.responses)
+            sum(sample.num_trained_tokens for group in discarded for sample in group.samples)
         ),
     }
     return batch, metrics

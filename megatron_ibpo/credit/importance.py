@@ -1,7 +1,8 @@
 """Counterfactual importance weighting (CIW, arXiv 2602.09331): which steps a response's answer hangs on.
 
 One step at a time is replaced by placeholders; its importance is what the policy's probability of the answer
-drops by. Tokens are weighted by the importance of their step.
+drops by. Tokens are weighted by the importance of their step, relative to the mean: so without a floor
+rounding errors would make weights of any size where no step matters.
 """
 
 import math
@@ -23,6 +24,9 @@ from megatron_ibpo.credit.operator import (
 )
 from megatron_ibpo.credit.spans import written_spans
 from megatron_ibpo.records import Group, Sample
+
+FLOOR = 0.01
+"""Nats. The same answer's log-prob differs by that much between two batches in bfloat16: less is no drop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +66,12 @@ class SpanMasking(Operator):
         token_weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
         spans = distractors = flat = 0
         for probe in probes:
-            whole, *masked = [math.exp(math.fsum(next(answers).tolist())) for _ in probe.queries]
-            drops = [whole - left for left in masked]
-            spans += len(drops)
-            distractors += sum(drop < 0 for drop in drops)
+            whole, *masked = [math.fsum(next(answers).tolist()) for _ in probe.queries]
+            spans += len(masked)
+            distractors += sum(left - whole > FLOOR for left in masked)
             response = groups[probe.group].responses[probe.index]
             weights = importance_weights(
-                response, probe.steps, drops, inverted=context.algorithm.ciw_inverted
+                response, probe.steps, whole, masked, inverted=context.algorithm.ciw_inverted
             )
             flat += weights is None
             token_weights[probe.group][probe.index] = weights
@@ -85,19 +88,33 @@ class SpanMasking(Operator):
 
 
 def importance_weights(
-    response: Sample, steps: Sequence[tuple[int, int]], drops: Sequence[float], *, inverted: bool
+    response: Sample,
+    steps: Sequence[tuple[int, int]],
+    whole: float,
+    masked: Sequence[float],
+    *,
+    inverted: bool,
 ) -> TokenWeights:
-    """Weights of a response's tokens from the drops of its steps: of mean 1 over the steps' tokens that the
-    policy wrote, and 1 on the answer and the end, so of mean 1 over all. None where all steps count the same.
+    """Weights of a response's tokens from what the answer's probability drops by without each step: of mean 1
+    over the steps' tokens that the policy wrote, and 1 on the answer and the end, so of mean 1 over all. None
+    where all steps count the same.
 
-    A drop below 0 (a distractor: the answer is likelier without the step) counts as 0.
+    A drop of at most FLOOR nats counts as 0, and so does one below 0 (a distractor: the answer is likelier
+    without the step).
 
     Args:
-        inverted: the most important step counts as 0, and the others by what they lack to it: the control.
+        whole: log-prob of the answer.
+        masked: the same without each step.
+        inverted: the most important step counts as 0, and so does one that comes within FLOOR of it; the
+            others count by what they lack to it: the control.
     """
-    importance = [max(0.0, drop) for drop in drops]
+    importance = [math.exp(whole) - math.exp(left) if whole - left > FLOOR else 0.0 for left in masked]
     if inverted:
-        importance = [max(importance) - value for value in importance]
+        most, lowest = max(importance), min(masked)
+        importance = [
+            most - value if min(left, whole) - lowest > FLOOR else 0.0
+            for value, left in zip(importance, masked, strict=True)
+        ]
     lengths = [int(np.count_nonzero(response.loss_mask[first:last])) for first, last in steps]
     total = math.fsum(value * length for value, length in zip(importance, lengths, strict=True))
     if total == 0 or len(set(importance)) == 1:

@@ -10,13 +10,14 @@ from megatron_ibpo.records import Group
 
 def correction_rewards(group: Group, context: CreditContext) -> list[float | None]:
     """The plain reward of every correction, less ρ where its distance from the wrong response exceeds α, and
-    less the overlong penalty; None where the verifier failed."""
+    less the overlong penalty, which puts no correct one below a wrong one; None where the verifier failed."""
     penalty = context.algorithm.ibpo_rewrite_penalty
     rewards = [
         None if c.response.reward is None else c.response.reward - penalty * c.beyond_threshold
         for c in group.corrections
     ]
-    return with_overlong_penalty(rewards, [c.response for c in group.corrections], context)
+    lowered, _ = with_overlong_penalty(rewards, [c.response for c in group.corrections], context)
+    return lowered
 
 
 def correction_advantages(

@@ -1,6 +1,7 @@
-"""Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13)."""
+"""Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), which leaves right above wrong."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
 from megatron_ibpo.credit.operator import CreditContext
 from megatron_ibpo.records import Sample
@@ -13,15 +14,39 @@ def overlong_penalty(length: int, max_length: int, buffer: float) -> float:
 
 
 def with_overlong_penalty(
-    rewards: Sequence[float | None], responses: Iterable[Sample], context: CreditContext
-) -> list[float | None]:
-    """Rewards with the penalty of their response added (--overlong-buffer-share); None stays. The length is
-    that of what the policy wrote."""
+    rewards: Sequence[float | None], responses: Sequence[Sample], context: CreditContext
+) -> tuple[list[float | None], int]:
+    """(rewards with the penalty of their response added (--overlong-buffer-share), how many penalties were
+    limited); None stays. The length is that of what the policy wrote.
+
+    A penalty puts no correct response below a wrong one that it would else be above: it then takes the
+    reward down to the best of the wrong ones, as they are with theirs, and no further. So a long correct
+    response never pays so much that a wrong one beside it, near the mark or with a graded reward, is made
+    likelier at its expense.
+
+    Args:
+        rewards: as they are trained on, bonuses included.
+        responses: that are compared with each other.
+    """
     limit = context.rollout.rollout_max_response_len
     buffer = context.algorithm.overlong_buffer_share * limit
     if buffer == 0:
-        return list(rewards)
-    return [
+        return list(rewards), 0
+    pairs = list(zip(rewards, responses, strict=True))
+    lowered = [
         None if reward is None else reward + overlong_penalty(response.num_trained_tokens, limit, buffer)
-        for reward, response in zip(rewards, responses, strict=True)
+        for reward, response in pairs
     ]
+    of_wrong = [
+        value
+        for value, response in zip(lowered, responses, strict=True)
+        if value is not None and not response.correct
+    ]
+    best_wrong, limited = max(of_wrong, default=-math.inf), 0
+    for index, (reward, response) in enumerate(pairs):
+        value = lowered[index]
+        if reward is not None and value is not None and response.correct:
+            least = min(reward, best_wrong)
+            limited += value < least
+            lowered[index] = max(value, least)
+    return lowered, limited

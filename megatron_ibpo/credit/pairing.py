@@ -16,13 +16,17 @@ def draw_references(
 ) -> tuple[int, ...]:
     """Draw `count` = K-1 references for the wrong response `target`, as indices into `responses`.
 
-    Uniform over the correct responses; over the other wrong ones if none is correct. None is drawn twice
-    before all were drawn. Responses that the verifier failed on are no references. Empty if there is no
-    other response: K falls to 1.
+    Uniform over the correct responses; over the other wrong ones if none is correct. Responses that the
+    verifier failed on are no references. Empty if there is no other response: K falls to 1.
     """
     pool = [i for i, response in enumerate(responses) if response.correct]
     if not pool:
         pool = [i for i, response in enumerate(responses) if is_wrong(response) and i != target]
+    return draw(pool, count, rng)
+
+
+def draw(pool: Sequence[int], count: int, rng: random.Random) -> tuple[int, ...]:
+    """`count` of the pool; none is drawn twice before all were drawn. Empty for an empty pool."""
     drawn: list[int] = []
     while pool and len(drawn) < count:
         drawn += rng.sample(pool, min(len(pool), count - len(drawn)))

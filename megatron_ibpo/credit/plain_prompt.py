@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_ibpo.credit.operator import CreditContext
-from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import counts
 from megatron_ibpo.records import Correction, Group, TrainSequence
 
 
 def joining_rewards(group: Group, context: CreditContext) -> list[float | None]:
-    """The reward of every correction that joins the responses, less the overlong penalty; None for the
-    others. Empty where none may join.
+    """The reward of every correction that joins the responses; None for the others. Empty where none may
+    join.
 
     "successful": those that are right and no rewrite. "one": one of each group, the first that is right, or
     else the first of all, which is punished if others are right (Critique-GRPO).
@@ -28,8 +27,7 @@ def joining_rewards(group: Group, context: CreditContext) -> list[float | None]:
     if which == "none":
         return []
     chosen = [c for c in group.corrections if counts(c)] if which == "successful" else _one(group)
-    rewards = [c.response.reward if c in chosen else None for c in group.corrections]
-    return with_overlong_penalty(rewards, [c.response for c in group.corrections], context)
+    return [c.response.reward if c in chosen else None for c in group.corrections]
 
 
 def plain_prompt_sequences(

@@ -18,7 +18,7 @@ from megatron_ibpo.data.tally import Tally
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
 from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer, make_word_tokenizer
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer, thinking_marks, token_texts
-from megatron_ibpo.data.worked_solutions import worked_solution
+from megatron_ibpo.data.worked_solutions import mended_solution, worked_solution
 
 __all__ = [
     "CorrectionTemplate",
@@ -30,6 +30,7 @@ __all__ = [
     "load_tokenizer",
     "make_tiny_tokenizer",
     "make_word_tokenizer",
+    "mended_solution",
     "open_pass_rates",
     "open_source",
     "open_sources",

@@ -1,6 +1,10 @@
 """Written solutions of chain_sum, by a student who may drop carries: what the warm start is taught."""
 
 import random
+import re
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 
 def worked_solution(
@@ -14,23 +18,73 @@ def worked_solution(
         carry_dropped: probability that a step that carries (or borrows) forgets to, and so is off by 10.
         slip: probability that another step is off by one or two.
     """
+    return _written(expression, partial(_step, rng=rng, carry_dropped=carry_dropped, slip=slip))
+
+
+def mended_solution(
+    expression: str,
+    candidate: str,
+    rng: random.Random,
+    *,
+    skill: float,
+    carry_dropped: float = 0.0,
+    slip: float = 0.0,
+) -> str:
+    """What a student who compares writes after seeing `candidate`: it, up to the first error that he notices.
+
+    He copies the results of the candidate. At a wrong one he writes the right value with probability `skill`,
+    else he overlooks it and copies on. Once he has written another value, nothing that follows can be copied,
+    and he solves on as `worked_solution` does.
+
+    A reference changes no target: where it differs from a right step of the candidate, the right value is the
+    candidate's. It tells the policy where to look.
+
+    Args:
+        candidate: a solution of this expression, as `worked_solution` writes it.
+        skill: 0 copies every candidate, 1 overlooks nothing.
+        carry_dropped: as in `worked_solution`, and so is `slip`; both for what follows the first change.
+
+    Raises:
+        ValueError: the candidate has another number of steps.
+    """
+    shown = deque(int(result) for result in re.findall(r"=(-?\d+)", candidate))
+    if 2 * len(shown) + 1 != len(expression.split()):
+        raise ValueError(f"{candidate!r} has {len(shown)} steps, which is not a solution of {expression!r}")
+
+    def step(value: int, operator: str, term: int) -> int:
+        if not shown:
+            return _step(value, operator, term, rng=rng, carry_dropped=carry_dropped, slip=slip)
+        copied, right = shown.popleft(), _exact(value, operator, term)
+        if copied == right or rng.random() >= skill:
+            return copied
+        shown.clear()
+        return right
+
+    return _written(expression, step)
+
+
+def _written(expression: str, step: Callable[[int, str, int], int]) -> str:
+    """The solution whose results `step` gives from (value so far, operator, term)."""
     first, *rest = expression.split()
     value, text = int(first), first
     for operator, term in zip(rest[::2], rest[1::2], strict=True):
-        value = _step(value, operator, int(term), rng, carry_dropped, slip)
+        value = step(value, operator, int(term))
         text += f"{operator}{term}={value}"
     return f"{text}#{value}"
 
 
+def _exact(value: int, operator: str, term: int) -> int:
+    return value + term if operator == "+" else value - term
+
+
 def _step(
-    value: int, operator: str, term: int, rng: random.Random | None, carry_dropped: float, slip: float
+    value: int, operator: str, term: int, *, rng: random.Random | None, carry_dropped: float, slip: float
 ) -> int:
-    sign = 1 if operator == "+" else -1
-    result = value + sign * term
+    result = _exact(value, operator, term)
     if rng is None:
         return result
     if _carries(value, operator, term) and rng.random() < carry_dropped:
-        return result - 10 * sign
+        return result - 10 if operator == "+" else result + 10
     if rng.random() < slip:
         return result + rng.choice((-2, -1, 1, 2))
     return result

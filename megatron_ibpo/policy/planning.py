@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megatron_ibpo.config import Config, LossConfig, ParallelConfig
+from megatron_ibpo.prefixes import repeated_prefixes
 from megatron_ibpo.records import TrainSequence
 
 Share = TypeVar("Share")
@@ -96,6 +97,16 @@ class Passes:
     """In a forward pass alone, for log-probs or values."""
     updates: list[int] = field(default_factory=list)
     """In a forward and backward pass of an optimizer step."""
+    repeated_forward: list[int] = field(default_factory=list)
+    repeated_updates: list[int] = field(default_factory=list)
+    """Of each of these, tokens at its beginning that another sequence of the same pass has too."""
+
+    @classmethod
+    def of(
+        cls, forward: Sequence[Sequence[TrainSequence]], updates: Sequence[Sequence[TrainSequence]]
+    ) -> "Passes":
+        """The passes of sequences, those that the same weights compute in one list."""
+        return cls(*map(_lengths, (forward, updates)), *map(_repeated, (forward, updates)))
 
 
 @dataclass(frozen=True)
@@ -131,10 +142,9 @@ def plan_update(
         loss.old_logprobs == "recompute" and (bool(loss.corrections) or number > 0)
         for number in range(len(live))
     ]
-    passes = Passes(
-        [s.num_tokens for part, needed in zip(live, needs_old, strict=True) if needed for s in part],
-        [s.num_tokens for part in live for s in part],
-    )
+    # old log-probs are all of the weights before the first step
+    old = [s for part, needed in zip(live, needs_old, strict=True) if needed for s in part]
+    passes = Passes.of([old], live)
     minibatches = [
         _minibatch(of_loss, part, needed, config, num_ranks, cost)
         for part, of_loss, needed in zip(parts, live, needs_old, strict=True)
@@ -158,7 +168,7 @@ def plan_value_update(
             )
     parts = split_minibatches([_without(s, *OF_POLICY) for s in sequences], config.loss.num_steps_per_rollout)
     minibatches = [_minibatch(part, part, False, config, num_ranks, cost) for part in parts if part]
-    passes = Passes(updates=[s.num_tokens for part in parts for s in part])
+    passes = Passes.of([], parts)
     return Plan(_rank_updates(minibatches, num_ranks), passes)
 
 
@@ -173,7 +183,16 @@ def plan_forward(
     _check(sequences)
     bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
     shares = [cut.forward_batches for cut in _cuts(bare, config, num_ranks, cost)]
-    return Plan(shares, Passes(forward=[s.num_tokens for s in sequences]))
+    return Plan(shares, Passes.of([sequences], []))
+
+
+def _lengths(parts: Sequence[Sequence[TrainSequence]]) -> list[int]:
+    return [s.num_tokens for part in parts for s in part]
+
+
+def _repeated(parts: Sequence[Sequence[TrainSequence]]) -> list[int]:
+    whole = [[np.concatenate([s.prompt_token_ids, s.response_token_ids]) for s in part] for part in parts]
+    return [repeated for part in whole for repeated in repeated_prefixes(part)]
 
 
 def plan_measure(

@@ -19,6 +19,8 @@ from megatron_ibpo.versions import installed_versions, warn_on_differences
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
+SKILL_FILE = "operator_skill.json"
+"""Whether the policy's corrections succeed more often than another try, before the first step."""
 _TOKENIZER = "tokenizer"
 """Directory with the tokenizer of the run's model, and what else describes that model but for its weights."""
 _SPARE_BYTES = 64 * 1024**2

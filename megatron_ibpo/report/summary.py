@@ -30,7 +30,13 @@ COUNTS = (
     "trainer_restarts",
 )
 """Metrics that count what was dropped, failed or died; a summary gives their sums over the run."""
-_SPENT = ("spent_accelerator_seconds", "spent_tokens", "spent_flops")
+_SPENT = (
+    "spent_accelerator_seconds",
+    "spent_tokens",
+    "spent_flops",
+    "spent_tokens_shared_prefixes",
+    "spent_flops_shared_prefixes",
+)
 """Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5
 _OF_SET = "eval/"

@@ -127,9 +127,13 @@ def _end_with_owner(owner: int, scratch: Path) -> None:
 
 
 def _end(scratch: Path) -> None:
+    _clear_up(scratch)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _clear_up(scratch: Path) -> None:
     end_group(os.getpgrp())
     shutil.rmtree(scratch, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SamplingEngine:
@@ -153,6 +157,8 @@ class SamplingEngine:
         """Weights are being replaced: nothing is sampled until they are whole."""
         self._updating = False
         """An update has begun and is not finished."""
+        self._updates = 0
+        """Begun so far."""
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
@@ -176,7 +182,12 @@ class SamplingEngine:
             raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
         for number, prompt, *rest in requests:
-            self._llm.add_request(str(number), {"prompt_token_ids": prompt.tolist()}, self._params(*rest))
+            asked: Any = {"prompt_token_ids": prompt.tolist()}
+            if not self._settings.recompute_kv_after_update:
+                # vLLM forgets no cached prefix as long as a request that keeps its cache runs; only requests
+                # with the same salt share one
+                asked["cache_salt"] = str(self._updates)
+            self._llm.add_request(str(number), asked, self._params(*rest))
 
     def _params(self, seed: int, max_tokens: int, temperature: float, top_p: float, top_k: int) -> Any:
         from vllm import SamplingParams
@@ -229,6 +240,7 @@ class SamplingEngine:
         """Get ready for new weights; with `check` keep checksums of what arrives. Until the update is
         finished the engine does not sample."""
         self._pause()
+        self._updates += 1
         self._llm.set_weight_version(NO_VERSION)
         if self._updating:  # what came of the last one is not whole, and others begin anew
             self._end_update()
@@ -374,6 +386,7 @@ def run(descriptor: int, owner: int, scratch: str) -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
+        _clear_up(Path(scratch))  # what it failed of may have ended its owner too, who else would
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # closed in order already; the interpreter's own teardown takes seconds

@@ -51,5 +51,6 @@ class AsyncEngine(Protocol):
         ...
 
     async def kill(self, why: str) -> None:
-        """End an engine that has stopped working; `take` then raises EngineDiedError, which says why."""
+        """End an engine that has stopped working, by force where it does not answer; `take` then raises
+        EngineDiedError, which says why."""
         ...

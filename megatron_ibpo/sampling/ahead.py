@@ -185,8 +185,10 @@ class Ahead:
             drawn = await self._groups.respond(prompt, requests, flight.attempt, flight.samples.append)
             flight.drawn = drawn
             flight.version = drawn.group.policy_version
+            await self._groups.reconsider(drawn, context, flight.samples.append)
             if drawn.is_taken:
-                await self._groups.follow_up(drawn, context, flight.samples.append)
+                if not drawn.is_followed_up:
+                    await self._groups.follow_up(drawn, context, flight.samples.append)
                 flight.state = "ready"
             else:
                 flight.state = "spare" if drawn.usable else "refused"
@@ -233,8 +235,9 @@ class Ahead:
         spares = [flight for flight in self._flights.values() if flight.state == "spare"]
         for flight in spares[: max(0, self._wanted - states.count("ready"))]:
             assert flight.drawn is not None
-            context = self._draw(flight.ordinal, flight.attempt)[2]
-            await self._groups.follow_up(flight.drawn, context, flight.samples.append)
+            if not flight.drawn.is_followed_up:
+                context = self._draw(flight.ordinal, flight.attempt)[2]
+                await self._groups.follow_up(flight.drawn, context, flight.samples.append)
             flight.state = "ready"
         if not any(flight.state == "ready" for flight in self._flights.values()):
             raise ValueError(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ibpo.credit import CreditContext, GroupFilter, Operator, fill_batch
+from megatron_ibpo.credit import AfterCredit, CreditContext, GroupFilter, Operator, fill_batch
 from megatron_ibpo.journal import SampleKey
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.sampling.sampler import Sampler
@@ -30,6 +30,8 @@ class Rules:
     """Groups that it refuses are never taken (--group-filter)."""
     preferred: GroupFilter
     """Groups that it refuses fill the batch up only when the rounds are over (dynamic sampling)."""
+    after_credit: AfterCredit | None = None
+    """What may make such a group preferred after all. Then it is followed up before the batch is chosen."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,14 @@ class GroupSampler:
         samples = await self._answers(group.prompt, requests, keys, drawn.engine, each)
         self.operator.attach(group, follow_ups, samples)
 
+    async def reconsider(self, drawn: Drawn, context: CreditContext, each: Each | None = None) -> None:
+        """Follow a group up that is usable and not preferred, where that may change it."""
+        after_credit = self.rules.after_credit
+        if after_credit is None or not drawn.usable or drawn.preferred:
+            return
+        await self.follow_up(drawn, context, each)
+        drawn.preferred = after_credit(drawn.group, context, self.operator)
+
     async def _answers(
         self,
         prompt: Prompt,
@@ -141,7 +151,8 @@ async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditCon
 
     A response is scored as soon as it is sampled. When the last one of a group is scored, what the operator
     wants sampled of the group is asked at once, while other groups are still being sampled; a group that may
-    yet be discarded waits for that until its round is over. The result does not depend on who finishes first.
+    yet be discarded waits for that until its round is over, unless its corrections decide. The result does
+    not depend on who finishes first.
 
     Raises:
         ValueError: no group is usable, or a prompt leaves no room for a response.
@@ -151,7 +162,8 @@ async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditCon
 
     async def one_group(prompt: Prompt, requests: Sequence[SampleRequest], certain: bool) -> Drawn:
         drawn = await groups.respond(prompt, requests)
-        if certain and drawn.is_taken:
+        await groups.reconsider(drawn, context)
+        if certain and drawn.is_taken and not drawn.is_followed_up:
             await groups.follow_up(drawn, context)
         return drawn
 
@@ -178,7 +190,8 @@ async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditCon
     late = [by_group[group] for group in taken if not by_group[group].is_followed_up]
     await together(groups.follow_up(drawn, context) for drawn in late)
     sampled = [response for group in by_group for response in group.responses]
-    sampled += [correction.response for group in taken for correction in group.corrections]
     kept = set(taken)
+    in_order = [*taken, *(group for group in by_group if group not in kept)]
+    sampled += [correction.response for group in in_order for correction in group.corrections]
     dropped = tuple((group.prompt.index, 0, "not taken") for group in by_group if group not in kept)
     return Batch(taken, sampled, metrics, (0,) * len(taken), dropped)

@@ -1,11 +1,11 @@
 """Where a run's samples and rewards come from: engines and verifiers, or a recording."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import (
@@ -15,6 +15,7 @@ from megatron_ibpo.credit import (
     find_group_filter,
     find_operator,
     is_informative,
+    leaves_gradient,
     shown,
 )
 from megatron_ibpo.data import PromptSource
@@ -42,6 +43,8 @@ from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer
 from megatron_ibpo.task import Task
+
+T = TypeVar("T")
 
 
 class Fleet(Protocol):
@@ -338,6 +341,17 @@ class LiveRollouts:
         self.sampler.take_metrics()  # those of training are shown
         return evaluated
 
+    def observed(
+        self,
+        ask: Callable[[Sampler], Coroutine[Any, Any, T]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> T:
+        """What an instrument asks between steps. No step's metrics show it. Raises what `ask` raises."""
+        self.sampler.version = self.fleet.version
+        found = self.sampler.run(ask(self.sampler), meanwhile)
+        self.sampler.take_metrics()
+        return found
+
     def _evaluated(
         self, own: EvalSet, meanwhile: Callable[[], None] | None, kept: KeptSamples | None
     ) -> SetEvaluation:
@@ -384,12 +398,21 @@ class LiveRollouts:
             max_rounds=algorithm.dynamic_sampling_rounds if chooses else 1,
             usable=find_group_filter(algorithm),
             preferred=is_informative if algorithm.dynamic_sampling else any_group,
+            after_credit=leaves_gradient if algorithm.dynamic_sampling_by == "credit" else None,
         )
 
     @property
     def _prompts(self) -> PromptSource:
         assert self.task.prompts is not None  # only a replay has none
         return self.task.prompts
+
+    def prompts_of_later_steps(self, count: int) -> list[Prompt]:
+        """The first prompts of training that are not asked before the first update, so that no engine has
+        them in its cache when training asks them."""
+        rules, rollout = self._rules(), self.config.rollout
+        batch = max(rules.wanted, rollout.over_sampling_batch_size or 0)
+        first = (1 + rollout.max_staleness) * rules.max_rounds * batch
+        return [self._prompts.at(position) for position in range(first, first + count)]
 
     def _requests(self, prompt: Prompt, step: int, attempt: int = 0) -> list[SampleRequest]:
         """The requests of a prompt's responses."""

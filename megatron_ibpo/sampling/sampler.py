@@ -23,6 +23,8 @@ from megatron_ibpo.words import counted
 
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""
+KILL_TIMEOUT_S = 5.0
+"""For an engine that stands still to be ended; it has a shorter one of its own."""
 LOOK_S = 0.2
 """Seconds between two times that who waits for work does something else."""
 CLOSE_TIMEOUT_S = 10.0
@@ -338,7 +340,7 @@ class Sampler:
         except TimeoutError:
             why = f"no answer within {limit:g} seconds (--engine-stall-timeout)"
         with suppress(TimeoutError, EngineError):
-            async with asyncio.timeout(TAKE_S):
+            async with asyncio.timeout(KILL_TIMEOUT_S):
                 await engine.kill(why)
         raise EngineDiedError(why)
 

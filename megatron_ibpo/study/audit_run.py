@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,10 @@ import numpy as np
 from megatron_ibpo.config import Config, as_specs, parse_config
 from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group
 from megatron_ibpo.credit.corrections import CompareAndCorrect
+from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.credit.shaping import counts
+from megatron_ibpo.credit.shown import compared_pairs
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.data import (
     CorrectionTemplate,
@@ -23,17 +26,15 @@ from megatron_ibpo.data import (
     thinking_marks,
     token_texts,
 )
-from megatron_ibpo.edit_distance import unmodified_mask
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
+from megatron_ibpo.records import Correction, Flags, Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.rewards import open_verifier
-from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.seeds import derive_seed
 from megatron_ibpo.study.credit_audit import AuditedResponse
+from megatron_ibpo.study.own_engine import open_engine
 
 
 def audit_responses(
@@ -79,8 +80,19 @@ def audit_responses(
         texts = token_texts(tokenizer)
         boundaries = [_boundaries(texts(response.content_ids)) for _, response in pieces]
         outcomes = asker.outcomes(pieces, boundaries, rollouts, seed)
+    marks, insertions = asker.thinking, config.algorithm.ibpo_mask_insertions
+    edits = correction_edits(groups, marks, mark_insertions=insertions)
     audited = [
-        _audited(number, group, index, bounds, ended, phi[number][index])
+        AuditedResponse(
+            prompt=number,
+            boundaries=bounds,
+            values=[*ended.mean(axis=1).tolist(), 0.0],
+            first_half=[*ended[:, 0::2].mean(axis=1).tolist(), 0.0],
+            second_half=[*ended[:, 1::2].mean(axis=1).tolist(), 0.0],
+            modified=modified_tokens(group, index, edits[number]),
+            phi=phi[number][index],
+            sibling=sibling_tokens(group, index, marks, mark_insertions=insertions),
+        )
         for (group, number, index), bounds, ended in zip(chosen, boundaries, outcomes, strict=True)
     ]
     readable = [
@@ -90,7 +102,7 @@ def audit_responses(
         }
         for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
     ]
-    counts = {
+    counted = {
         "responses_sampled": sum(len(group.responses) for group in groups),
         "wrong": len(wrong),
         "corrections": sum(len(group.corrections) for group in groups),
@@ -98,7 +110,7 @@ def audit_responses(
         "skipped_pairs": sum(group.skipped_pairs for group in groups),
         "rollouts": sum((len(bounds) - 1) * rollouts for bounds in boundaries),
     }
-    return audited, readable, counts
+    return audited, readable, counted
 
 
 def prefix_requests(
@@ -120,18 +132,45 @@ def prefix_requests(
     ]
 
 
-def modified_tokens(group: Group, index: int) -> list[int] | None:
+def modified_tokens(group: Group, index: int, edits: Sequence[Flags]) -> list[int] | None:
     """1 for each token of a response that some correction changes, of those that earn credit (correct and no
-    rewrite); None if none does."""
-    earning = [c for c in group.corrections if c.target == index and c.response.correct and not c.rewritten]
+    rewrite); None if none does. All 0 where those only insert.
+
+    Args:
+        edits: of every correction of the group, as `correction_edits` gives them.
+    """
+    earning = [
+        changed
+        for correction, changed in zip(group.corrections, edits, strict=True)
+        if correction.target == index and counts(correction)
+    ]
     if not earning:
         return None
-    y = group.responses[index].content_ids
-    kept = np.ones(len(y), dtype=bool)
-    for correction in earning:
-        mask, _ = unmodified_mask([y], None, [correction.response.content_ids], None)
-        kept &= mask.astype(bool)
-    return [int(changed) for changed in ~kept]
+    mask = gradient_mask(earning)[: group.responses[index].num_content_tokens]
+    return [int(changed) for changed in mask]
+
+
+def sibling_tokens(
+    group: Group, index: int, marks: ThinkingMarks | None, *, mark_insertions: bool
+) -> list[int] | None:
+    """1 for each token of a response that the nearest correct response of its group has otherwise, the first
+    of equally near ones; None if none is correct. What a mask costs that needs no correction."""
+    siblings = [Correction(index, (), other) for other in group.responses if other.correct]
+    if not siblings:
+        return None
+    alone = replace(group, corrections=siblings)
+    (edits, numbers) = find_edits(compared_pairs([alone], marks), mark_insertions=mark_insertions)
+    nearest = edits[int(np.argmin(numbers))]
+    return [int(changed) for changed in nearest[: group.responses[index].num_content_tokens]]
+
+
+def correction_edits(
+    groups: Sequence[Group], marks: ThinkingMarks | None, *, mark_insertions: bool
+) -> list[list[Flags]]:
+    """For each group, which tokens of its target every correction changes, as training masks them."""
+    edits, _ = find_edits(compared_pairs(groups, marks), mark_insertions=mark_insertions)
+    left = iter(edits)
+    return [list(islice(left, len(group.corrections))) for group in groups]
 
 
 class _Asker:
@@ -144,7 +183,9 @@ class _Asker:
         )
         config.rollout.rollout_max_context_len = self.max_context
         self.verifier = stack.enter_context(open_verifier(config.data))
-        self.engine = ThreadedEngine(_open_engine(config, hf_dir, stack))
+        self.engine = ThreadedEngine(open_engine(config, hf_dir, stack))
+        strips = config.algorithm.ibpo_strip_thinking
+        self.thinking = ThinkingMarks(*thinking_marks(tokenizer)) if strips else None
 
     def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
         """(groups of held-out prompts, scored and with corrections; φ of every response)."""
@@ -196,12 +237,11 @@ class _Asker:
         algorithm = replace(self.config.algorithm, ibpo_gate=False)  # all of them are audited
         if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
             algorithm = replace(algorithm, ibpo_corrections=1)
-        thinking = ThinkingMarks(*thinking_marks(self.tokenizer)) if algorithm.ibpo_strip_thinking else None
         template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
         return CreditContext(
             algorithm=algorithm,
             rollout=self.config.rollout,
-            vocabulary=Vocabulary(template, token_texts(self.tokenizer), thinking),
+            vocabulary=Vocabulary(template, token_texts(self.tokenizer), self.thinking),
             max_context=self.max_context,
             seed=seed,
             step=0,
@@ -214,40 +254,6 @@ class _Asker:
             stall_timeout=self.config.rollout.engine_stall_timeout,
             max_context=self.max_context,
         )
-
-
-def _open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
-    """An engine that keeps the weights it starts with."""
-    import torch
-
-    rollout, on_gpu = config.rollout, torch.cuda.is_available()
-    engine = Engine(
-        engine_settings(
-            rollout,
-            hf_dir,
-            "nccl" if on_gpu else "gloo",
-            gpus=tuple(range(rollout.rollout_num_gpus_per_engine)) if on_gpu else (),
-            num_threads=torch.get_num_threads(),
-        ),
-        config.run.run_dir / "logs" / "engine.log",
-    )
-    stack.callback(engine.close)
-    engine.wait_ready(start_timeout(rollout, hf_dir))
-    return engine
-
-
-def _audited(
-    number: int, group: Group, index: int, boundaries: list[int], outcomes: np.ndarray, phi: float
-) -> AuditedResponse:
-    return AuditedResponse(
-        prompt=number,
-        boundaries=boundaries,
-        values=[*outcomes.mean(axis=1).tolist(), 0.0],
-        first_half=[*outcomes[:, 0::2].mean(axis=1).tolist(), 0.0],
-        second_half=[*outcomes[:, 1::2].mean(axis=1).tolist(), 0.0],
-        modified=modified_tokens(group, index),
-        phi=phi,
-    )
 
 
 def _boundaries(texts: Sequence[str]) -> list[int]:

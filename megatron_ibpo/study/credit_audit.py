@@ -26,6 +26,8 @@ Credit = Callable[["AuditedResponse"], list[Array]]
 
 RESAMPLES = 1000
 RANDOM = "random masks of the same size"
+SIBLING = "difference to a correct sibling, same responses"
+ALONE = "difference to a correct sibling, wherever there is one"
 RANDOM_MASKS = 20
 
 
@@ -46,6 +48,8 @@ class AuditedResponse:
     modified: list[int] | None
     """[tokens] 1 where corrections that earn credit change the response; None where none does."""
     phi: float
+    sibling: list[int] | None = None
+    """[tokens] 1 where the nearest correct response of the group differs; None where none is correct."""
 
     @cached_property
     def drops(self) -> Array:
@@ -86,11 +90,14 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
     if not responses:
         raise ValueError("no wrong responses to audit")
     located = [r for r in responses if len(r.values) > 2 and r.drops.max() >= min_drop]
-    masked = [r for r in located if r.modified is not None and any(r.modified)]
+    masked = [r for r in located if r.modified is not None]
+    with_sibling = [r for r in located if r.sibling is not None]
+    both = [r for r in masked if r.sibling is not None]
     rng = np.random.default_rng(0)
     drawn = {id(r): [rng.permutation(_mask(r)) for _ in range(RANDOM_MASKS)] for r in masked}
     credits: dict[str, Credit] = {
         "mask": lambda r: [_mask(r)],
+        SIBLING: _sibling,
         RANDOM: lambda r: drawn[id(r)],
         "uniform credit": lambda r: [np.ones(r.boundaries[-1])],
     }
@@ -105,19 +112,21 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         "min_drop": min_drop,
         "with_a_located_error": len(located),
         "located_and_masked": len(masked),
+        "empty_masks": sum(not any(r.modified or ()) for r in masked),
+        "located_with_correct_sibling": len(with_sibling),
         "largest_drop": _mean(located, lambda r: float(r.drops.max())),
         "position_of_the_drop": _mean(located, _position),
         "mask": {
-            name: {
-                what: _mean(masked, partial(_averaged, credit, measure)) for what, measure in measures.items()
-            }
+            name: _scores(both if name == SIBLING else masked, credit, measures)
             for name, credit in credits.items()
         }
+        | {ALONE: _scores(with_sibling, _sibling, measures)}
         | {"ceiling: drops of the other rollouts": {"auc": _mean(masked, _ceiling_auc)}},
         "mask_above_random_auc": _mean(
             masked,
             lambda r: _averaged(credits["mask"], _auc, r) - _averaged(credits[RANDOM], _auc, r),
         ),
+        "mask_equals_sibling": _mean(both, lambda r: float(r.modified == r.sibling)),
         "phi": {
             "positive": float(np.mean([r.phi > 0 for r in responses])),
             "rank_correlation": _of_prompts(responses, _phi_rank),
@@ -134,6 +143,16 @@ def _mask(response: AuditedResponse) -> Array:
     return np.asarray(response.modified, dtype=float)
 
 
+def _sibling(response: AuditedResponse) -> list[Array]:
+    return [np.asarray(response.sibling, dtype=float)]
+
+
+def _scores(
+    responses: Sequence[AuditedResponse], credit: Credit, measures: dict[str, Measure]
+) -> dict[str, dict[str, float] | None]:
+    return {what: _mean(responses, partial(_averaged, credit, measure)) for what, measure in measures.items()}
+
+
 def _averaged(credit: Credit, measure: Measure, response: AuditedResponse) -> float:
     """Mean of a measure over the masks that a credit gives a response."""
     drops = response.drops
@@ -146,8 +165,9 @@ def _auc(scores: Array, drops: Array) -> float:
 
 
 def _first_is_error(scores: Array, drops: Array) -> float:
-    """Whether the first step with any credit is the one where the value drops most."""
-    return float(np.flatnonzero(scores)[0] == drops.argmax())
+    """Whether the first credited step is the one where the value drops most. An empty mask has none."""
+    credited = np.flatnonzero(scores)
+    return float(bool(credited.size) and credited[0] == drops.argmax())
 
 
 def _ceiling_auc(response: AuditedResponse) -> float:

@@ -28,6 +28,7 @@ from megatron_ibpo.report.rollout_data import Trained, load_step, rollout_path
 from megatron_ibpo.report.run_dir import (
     CONFIG_FILE,
     METRICS_FILE,
+    SKILL_FILE,
     SUMMARY_FILE,
     run_settings,
     run_tokenizer,
@@ -214,6 +215,23 @@ class RunSource:
         return numbers
 
     def _facts(self) -> list[str]:
+        return self._end() + self._premise()
+
+    def _premise(self) -> list[str]:
+        """What was measured of the policy's corrections before the first step, if anything was."""
+        path = self._directory / SKILL_FILE
+        if not path.exists():
+            return []
+        path = _inside(self._directory, path)
+        try:
+            skill = read_json(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        if not isinstance(skill, dict) or not isinstance(skill.get("premise"), str):
+            raise ValueError(f"{path}: must hold an object with a premise")
+        return [skill["premise"]]
+
+    def _end(self) -> list[str]:
         path = self._directory / SUMMARY_FILE
         if not path.exists():
             return ["not finished"]

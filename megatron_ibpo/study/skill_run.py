@@ -1,0 +1,67 @@
+"""The skill of a checkpoint: it answers held-out prompts of a task and corrects its own wrong answers."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.config import Config, as_specs
+from megatron_ibpo.credit import ThinkingMarks, Vocabulary
+from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source, thinking_marks
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.records import Prompt
+from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
+from megatron_ibpo.study.operator_skill import Asking, operator_skill, try_corrections
+from megatron_ibpo.study.own_engine import open_engine
+
+
+def skill_of_checkpoint(
+    config: Config, scratch: Path, *, prompts: int, targets: int, seed: int
+) -> dict[str, Any]:
+    """`operator_skill` of the policy of config.model.hf_checkpoint, on held-out prompts of the recipe's task.
+
+    Args:
+        scratch: for the engine's logs.
+        prompts: that are answered, each by a group as in training.
+        targets: wrong responses of each group that are corrected, at most.
+
+    Raises:
+        ValueError: a checkpoint or task that does not serve.
+        EngineError: the engine did not start or died.
+    """
+    hf_dir = config.model.hf_checkpoint
+    if hf_dir is None or not (hf_dir / "config.json").exists():
+        raise ValueError(f"{hf_dir} holds no policy in Hugging Face format (config.json)")
+    config = replace(config, run=replace(config.run, run_dir=scratch))
+    context = config.rollout.rollout_max_context_len or read_hf_config(hf_dir).max_position_embeddings
+    config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(hf_dir)
+        asked = _held_out(config, tokenizer, prompts)
+        verifier = stack.enter_context(open_verifier(config.data))
+        engine = ThreadedEngine(open_engine(config, hf_dir, stack))
+        sampler = Sampler(
+            [engine],
+            scorer(verifier, lambda _, sample: tokenizer.decode(sample.token_ids)),
+            stall_timeout=config.rollout.engine_stall_timeout,
+            max_context=context,
+        )
+        algorithm = config.algorithm
+        thinking = ThinkingMarks(*thinking_marks(tokenizer)) if algorithm.ibpo_strip_thinking else None
+        vocabulary = Vocabulary(CorrectionTemplate(tokenizer, algorithm.ibpo_k), thinking=thinking)
+        asking = Asking(algorithm, config.rollout, vocabulary, context, seed, targets)
+        with sampler:
+            return operator_skill(sampler.run(try_corrections(sampler, asked, asking)))
+
+
+def _held_out(config: Config, tokenizer: Tokenizer, count: int) -> list[Prompt]:
+    data, rollout = config.data, config.rollout
+    held_out = as_specs(data.eval_prompt_data)
+    spec = held_out[0].spec if held_out else next(iter(data.prompt_data), None)
+    if spec is None:
+        raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
+    assert rollout.rollout_max_context_len is not None  # the caller resolved it
+    room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
+    source = open_source(spec, tokenizer, data, split="eval", max_prompt_len=room)
+    return source.batch(0, min(count, len(source) or count))

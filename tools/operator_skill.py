@@ -1,0 +1,78 @@
+"""Measure whether a policy's corrections know more than another try: the premise of IBPO.
+
+    bash tools/ibpo.sh skill examples/tiny_qwen3
+
+The policy answers held-out prompts of the recipe's task as in training. Wrong responses are corrected with
+a correct reference, with a wrong one and with none, and answered anew. Prints a table; --save keeps all
+figures.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megatron_ibpo.config import parse_config
+from megatron_ibpo.report.run_dir import write_whole
+from megatron_ibpo.rollout import EngineError
+from megatron_ibpo.study.operator_skill import premise, skill_json, skill_table
+from megatron_ibpo.study.skill_run import skill_of_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Arguments:
+    checkpoint: tyro.conf.Positional[Path]
+    """Directory of the policy, in Hugging Face format."""
+    config: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
+    """Recipe with the task and how it is sampled; may be repeated. The dense tiny policies' when left out."""
+    prompts: int = 256
+    """Held-out prompts to answer, each --n-samples-per-prompt times, as the recipe has it."""
+    targets: int = 4
+    """Wrong responses to each prompt that are corrected, at most."""
+    seed: int = 0
+    save: Path | None = None
+    """File for the figures, as JSON."""
+
+
+def main(arguments: Arguments) -> int:
+    if min(arguments.prompts, arguments.targets) < 1:
+        print("error: --prompts and --targets must be at least 1", file=sys.stderr)
+        return 2
+    recipes = arguments.config or (ROOT / "examples/recipes/tiny_qwen3_study.yaml",)
+    named = [word for recipe in recipes for word in ("--config", str(recipe))]
+    try:
+        config = parse_config([*named, "--hf-checkpoint", str(arguments.checkpoint)])
+        with tempfile.TemporaryDirectory() as scratch:
+            skill = skill_of_checkpoint(
+                config,
+                Path(scratch),
+                prompts=arguments.prompts,
+                targets=arguments.targets,
+                seed=arguments.seed,
+            )
+    except (ValueError, OSError, EngineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(skill_table(skill), premise(skill), sep="\n\n")
+    if arguments.save is not None:
+        settings = {
+            "checkpoint": str(arguments.checkpoint),
+            "recipes": [str(recipe) for recipe in arguments.config],
+            "responses_per_prompt": config.rollout.n_samples_per_prompt,
+            "targets": arguments.targets,
+            "seed": arguments.seed,
+        }
+        write_whole(arguments.save, skill_json(skill, settings))
+        print(arguments.save)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
