@@ -28,8 +28,10 @@ from credit_cases import (
 from linear_cases import batch_of, fused
 from linear_cases import plain as of_logits
 from loss_calls import loss_of_logits
+from ranks import run_ranks
 from test_importance_correction import packed
-from test_trainer import sequence
+from test_trainer import COMPARED, gradients, layout, sequence, sequences
+from tiny_models import make_qwen3
 
 from megatron_ibpo.config import Config, LossConfig, check_config
 from megatron_ibpo.loss import VARIANTS
@@ -215,6 +217,25 @@ def test_rows_that_are_compared_with_the_engine_leave_them_out():
     plainly = [replace(row, off_policy=False) for row in rows]
     batch = lay_out(pack(MicroBatch((0, 1), tuple(plainly))), multiple=4, device=torch.device("cpu"))
     assert batch.rows.off_policy_S is None
+
+
+@pytest.mark.slow
+def test_every_layout_gives_the_same_gradient_and_metrics(tmp_path):
+    """One process against DP2, TP2 and PP2, with importance corrections; and the mark matters."""
+    rows = [replace(row, off_policy=number % 3 == 0) for number, row in enumerate(sequences())]
+    case = (make_qwen3(tmp_path / "dense", 3, std=0.1),)
+    settings = {"use_tis": True, "max_tokens": 60}
+    (expected, metrics), (unmarked, _) = (
+        run_ranks(gradients, 1, [(*case, layout(), settings)], chosen, timeout=240)[0][0]
+        for chosen in (rows, [replace(row, off_policy=False) for row in rows])
+    )
+    scale = max(g.abs().max().item() for g in expected.values())
+    assert max((unmarked[n] - expected[n]).abs().max().item() for n in expected) > 0.05 * scale
+    for chosen in (layout(), layout(tp=2), layout(pp=2)):
+        moved, found = run_ranks(gradients, 2, [(*case, chosen, settings)], rows, timeout=240)[0][0]
+        assert max((moved[n] - expected[n]).abs().max().item() for n in expected) <= 2e-4 * scale, chosen
+        for name in {*COMPARED} & metrics.keys():
+            assert found[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
 
 
 # ----------------------------------------------------------------------------------- the check at start

@@ -247,7 +247,8 @@ class AlgorithmConfig:
     ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: Annotated[int, at_least(0)] = 1
-    """M: corrections sampled for each wrong response; 0 turns compare-and-correct off."""
+    """M: corrections sampled for each wrong response, of reset-groups suffixes; 0 turns compare-and-correct
+    off."""
     ibpo_gate: bool = False
     """Correct a wrong response only if no other response of its group is correct, or if corrections in groups
     with as many correct ones have lately succeeded more often than as many further responses as one costs

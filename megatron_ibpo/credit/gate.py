@@ -30,8 +30,8 @@ def is_worth_asking(group: Group, prompt_length: int, context: CreditContext) ->
     correct, scored = _composition(group)
     if correct == 0:
         return True
-    resample = correct / scored
-    return success_rate(context.memory, correct, scored) > price(group, prompt_length, context) * resample
+    price = price_in_rollouts(group, prompt_length, context)
+    return success_rate(context.memory, correct, scored) > price * correct / scored
 
 
 def success_rate(tally: Tally, correct: int, scored: int) -> float:
@@ -51,7 +51,7 @@ def success_rate(tally: Tally, correct: int, scored: int) -> float:
     return (successes + 1) / (tries + 2)
 
 
-def price(group: Group, prompt_length: int, context: CreditContext) -> float:
+def price_in_rollouts(group: Group, prompt_length: int, context: CreditContext) -> float:
     """κ: what a correction takes, in rollouts of the same length: operations to read its prompt, once for all
     corrections of a response, to write it, and to train on it where that is done.
 
