@@ -86,7 +86,7 @@ class CostMeter:
         """What engines wrote."""
         samples = list(samples)
         # a prompt that several samples share is read once
-        prompts = list({(read := _read(s)).tobytes(): read for s in samples}.values())
+        prompts = list({prompt.tobytes(): prompt for prompt in map(_read, samples)}.values())
         lengths = [len(prompt) for prompt in prompts]
         tokens, flops = sum(lengths), sum(map(self._forward, lengths))
         repeated = repeated_prefixes(prompts)
