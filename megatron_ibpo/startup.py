@@ -5,7 +5,7 @@ Ray comes up while tokenizer and data are read, engines while the trainers build
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -123,7 +123,12 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             if engines is not None:
                 engines.meet_trainers()
             about = trainers.all("about")[0]
-            progress = Progress(state["step"], saved=state["step"], whole=state["step"])
+            progress = Progress(
+                state["step"],
+                saved=state["step"],
+                whole=state["step"],
+                remembered=_remembered_before(state, checkpoint),
+            )
             deaths = partial(_deaths, engines, verifiers, progress)
             reporter = stack.enter_context(Report(config, completed_steps=state["step"], deaths=deaths))
             reporter.sizes(
@@ -192,6 +197,13 @@ def spent_before(state: dict[str, Any], checkpoint: Path | None) -> Spent:
         return Spent.read(state.get("spent", {}))
     except ValueError as error:
         raise ValueError(f"--load {checkpoint}: {RUN_STATE}: {error}") from None
+
+
+def _remembered_before(state: dict[str, Any], checkpoint: Path | None) -> dict[int, Mapping[str, Any]]:
+    remembered = state.get("remembered", {})
+    if not isinstance(remembered, dict):
+        raise ValueError(f"--load {checkpoint}: {RUN_STATE}: remembered must be an object")
+    return {state["step"]: remembered} if remembered else {}
 
 
 @dataclass(frozen=True)
