@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.prefixes import repeated_prefixes
-from megatron_ibpo.records import Group, Sample, TrainSequence
+from megatron_ibpo.records import Group, Sample, TokenIds, TrainSequence
 from megatron_ibpo.words import shown
 
 FREE_STAGES = frozenset(
@@ -84,14 +86,15 @@ class CostMeter:
         """What engines wrote."""
         samples = list(samples)
         # a prompt that several samples share is read once
-        prompts = list({s.prompt_token_ids.tobytes(): s.prompt_token_ids for s in samples}.values())
+        prompts = list({prompt.tobytes(): prompt for prompt in map(_read, samples)}.values())
         lengths = [len(prompt) for prompt in prompts]
         tokens, flops = sum(lengths), sum(map(self._forward, lengths))
         repeated = repeated_prefixes(prompts)
         for sample in samples:
-            read, written = len(sample.prompt_token_ids), len(sample.token_ids)
+            read = len(sample.prompt_token_ids) + sample.num_begun_tokens
+            written = len(sample.prompt_token_ids) + len(sample.token_ids) - read
             tokens += written
-            flops += self._forward(read + written) - self._forward(read)
+            flops += self._written(read, written)
         self._add(tokens, flops, sum(repeated), sum(map(self._forward, repeated)))
 
     def training(
@@ -138,11 +141,26 @@ class CostMeter:
 
         return each(corrections, "correction") / each(responses, "response")
 
+    def of_sample(self, prompt: int, response: int, *, sharing: int = 1, trained: int = 0) -> float:
+        """Operations of one sample.
+
+        Args:
+            prompt, response: tokens that are read and written.
+            sharing: samples that the prompt is read for, once.
+            trained: tokens of an update on it; 0 without one.
+        """
+        read, update = self._forward(prompt) / sharing, self._update_passes * self._forward(trained)
+        return read + self._written(prompt, response) + update
+
     def time(self, seconds: Mapping[str, float]) -> None:
         """Seconds by stage of the loop."""
         counted = sum(value for stage, value in seconds.items() if stage not in FREE_STAGES)
         spent = self.spent.accelerator_seconds + counted * self._accelerators
         self.spent = replace(self.spent, accelerator_seconds=spent)
+
+    def _written(self, read: int, written: int) -> float:
+        """Tokens that are sampled one after the other behind what is read."""
+        return self._forward(read + written) - self._forward(read)
 
     def _forward(self, length: int) -> float:
         return forward_flops(self._shape, length)
@@ -159,3 +177,9 @@ class CostMeter:
             before.tokens_shared_prefixes + tokens - repeated_tokens,
             before.flops_shared_prefixes + flops - repeated_flops,
         )
+
+
+def _read(sample: Sample) -> TokenIds:
+    """What stands before the first token that was sampled: the prompt, and what of the response was given."""
+    begun = sample.num_begun_tokens
+    return np.concatenate([sample.prompt_token_ids, sample.token_ids[:begun]])

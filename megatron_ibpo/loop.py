@@ -2,11 +2,11 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -79,6 +79,9 @@ class Progress:
     start_seconds: dict[str, float] = field(default_factory=dict)
     skipped_in_a_row: int = 0
     """Steps whose update was not taken."""
+    remembered: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Steps that are behind it → what their credit wants known at the next one (`Credit.memory`); since the
+    last whole checkpoint, where there is anything."""
     weights_checked: bool = False
     """--check-weight-update-equal has compared an engine with a fresh one."""
     old_logprobs: list[Floats] | None = None
@@ -166,6 +169,7 @@ class Run:
         with self.stages("credit"):
             credit = self._surviving(lambda: assign_credit(groups, self._context()))
         self._count_passes()
+        self._remember(self.progress.step, credit)
         return credit
 
     def measure_corrections_if_due(self) -> None:
@@ -209,7 +213,7 @@ class Run:
         if interval is None or self.progress.step % interval or run.debug_rollout_only:
             return {}
         with self.stages("gradient meter"):
-            plain = assign_credit(groups, self._context(GSPO)).sequences
+            plain = assign_credit(groups, self._context(algorithm=GSPO)).sequences
             metrics = self._surviving(lambda: self.policy.measure_gradient(sequences, plain))
         self.policy.take_passes()  # an instrument's are free
         return metrics
@@ -379,6 +383,8 @@ class Run:
         self._lay_engines_to_sleep()  # trainers need their whole state; whoever samples next wakes them
         run = self.config.run
         state = {"seed": run.seed, "spent": asdict(self.cost.spent), **self.rollouts.state()}
+        if remembered := self.progress.remembered.get(self.progress.step):
+            state["remembered"] = remembered
         keep = Keep(run.keep_checkpoints, run.keep_checkpoint_every)
         self.policy.save(run.run_dir / "checkpoints", self.progress.step, state, keep)
         self.progress.saved, self.progress.saved_at = self.progress.step, time.monotonic()
@@ -436,7 +442,8 @@ class Run:
 
     def _replace_trainers(self, death: ProcessDiedError) -> None:
         """New trainers from the last checkpoint train again on what the journal has: nothing is sampled
-        again, engines stay up, and the weights come out as they were."""
+        again, engines stay up (asleep where they share the trainers' GPUs), and the weights come out as they
+        were."""
         progress = self.progress
         while True:
             progress.deaths_in_a_row += 1
@@ -459,31 +466,40 @@ class Run:
         if checkpoint is None and run.load is not None:
             checkpoint = newest_step(run.load)
         done = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
+        self._lay_engines_to_sleep()  # trainers build and train; whoever samples next wakes them
         self.policy.restart(checkpoint)
         if self.engines is not None:
             self.engines.meet_trainers()
         progress.saved = progress.whole
         steps = range(done, progress.step if not run.debug_rollout_only else done)
-        for step, groups in zip(steps, self.rollouts.past(steps, self._context_of), strict=True):
-            self.policy.update(assign_credit(groups, self._context_of(step)).sequences)
+        for step, groups in zip(steps, self.rollouts.past(steps, self._context), strict=True):
+            credit = assign_credit(groups, self._context(step))
+            self._remember(step, credit)
+            self.policy.update(credit.sequences)
         self.policy.take_passes()  # what a death costs is no cost of the algorithm
 
-    def _context_of(self, step: int) -> CreditContext:
-        return replace(self._context(), step=step)
+    def _remember(self, step: int, credit: Credit) -> None:
+        """What the credit of the step after `step` completed ones wants known at the next."""
+        kept = {at: memory for at, memory in self.progress.remembered.items() if at >= self.progress.whole}
+        self.progress.remembered = kept | ({step + 1: credit.memory} if credit.memory else {})
 
-    def _context(self, algorithm: AlgorithmConfig | None = None) -> CreditContext:
+    def _context(self, step: int | None = None, algorithm: AlgorithmConfig | None = None) -> CreditContext:
+        """Of the step after `step` completed ones; of the present one by default."""
         limit = self.config.rollout.rollout_max_context_len
         assert limit is not None  # start-up resolved it
+        step = self.progress.step if step is None else step
         return CreditContext(
             algorithm or self.config.algorithm,
             self.config.rollout,
             self.task.vocabulary,
             limit,
             self.config.run.seed,
-            self.progress.step,
+            step,
             self.config.data.reward_threshold,
             self._logprobs,
             self.policy.values,
+            self.cost.of_sample,
+            self.progress.remembered.get(step, {}),
         )
 
     def _logprobs(self, queries: list[LogProbQuery]) -> list[Floats]:

@@ -62,6 +62,9 @@ class SampleRequest:
     top_p: float = 1.0
     top_k: int = -1
     """-1: off."""
+    begun: int = 0
+    """So many tokens at the end of the prompt are the beginning of the response: the sample comes back as the
+    whole response, whose beginning is not trained on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +113,12 @@ class Sample:
     def num_trained_tokens(self) -> int:
         """Tokens that the policy wrote: its length, wherever lengths are compared, punished or averaged."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def num_begun_tokens(self) -> int:
+        """Tokens at its start that the policy was given: read, not written."""
+        written = np.flatnonzero(self.loss_mask)
+        return int(written[0]) if len(written) else len(self.token_ids)
 
     @property
     def num_content_tokens(self) -> int:
@@ -188,6 +197,9 @@ class TrainSequence:
     index: int
     """Its index among the responses, or the corrections, of its group."""
     kind: Literal["response", "correction"] = "response"
+    off_policy: bool = False
+    """It was sampled from another prompt than this one: its rollout log-probs say nothing of it, and it loses
+    the shaped surrogate (`megatron_ibpo.loss.off_policy`) in place of the variant's."""
     temperature: float = 1.0
     reward: float | None = None
     """Shaped, at the end of the sequence: what a critic's returns are made of."""

@@ -5,7 +5,7 @@ Ray comes up while tokenizer and data are read, engines while the trainers build
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +30,7 @@ from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.policy.overrides import model_chunks
 from megatron_ibpo.policy_digest import policy_digest
 from megatron_ibpo.report import (
     Report,
@@ -122,7 +123,12 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             if engines is not None:
                 engines.meet_trainers()
             about = trainers.all("about")[0]
-            progress = Progress(state["step"], saved=state["step"], whole=state["step"])
+            progress = Progress(
+                state["step"],
+                saved=state["step"],
+                whole=state["step"],
+                remembered=_remembered_before(state, checkpoint),
+            )
             deaths = partial(_deaths, engines, verifiers, progress)
             reporter = stack.enter_context(Report(config, completed_steps=state["step"], deaths=deaths))
             reporter.sizes(
@@ -136,7 +142,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                 )
             )
             reporter.note(_where(placement, verifiers))
-            for note in task.notes:
+            for note in (*about.notes, *task.notes):
                 reporter.note(note)
             if config.rollout.max_staleness and not config.loss.corrections:
                 reporter.note(
@@ -191,6 +197,13 @@ def spent_before(state: dict[str, Any], checkpoint: Path | None) -> Spent:
         return Spent.read(state.get("spent", {}))
     except ValueError as error:
         raise ValueError(f"--load {checkpoint}: {RUN_STATE}: {error}") from None
+
+
+def _remembered_before(state: dict[str, Any], checkpoint: Path | None) -> dict[int, Mapping[str, Any]]:
+    remembered = state.get("remembered", {})
+    if not isinstance(remembered, dict):
+        raise ValueError(f"--load {checkpoint}: {RUN_STATE}: remembered must be an object")
+    return {state["step"]: remembered} if remembered else {}
 
 
 @dataclass(frozen=True)
@@ -407,7 +420,7 @@ def sampling_settings(config: Config) -> str:
 
 
 def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
-    if problems := check_layout(shape, config.parallel, world_size):
+    if problems := check_layout(shape, config.parallel, world_size, model_chunks(config)):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
 
 

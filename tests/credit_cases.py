@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config, RolloutConfig, check_config
+from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.policy.planning import plan_update
 from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.sampling.begun import with_beginning
 
 EOS = 2
 PROMPT = (1, 5, 27)
@@ -150,8 +154,10 @@ class Loop:
 
     def sample(self, requests):
         self.requests += requests
-        asked = [ids_of(request.prompt_token_ids) for request in requests]
-        return [response(self.correct(prompt), prompt=prompt) for prompt in asked]
+        asked = [(ids_of(request.prompt_token_ids), request.begun) for request in requests]
+        return [
+            with_beginning(response(self.correct(prompt), prompt=prompt), begun) for prompt, begun in asked
+        ]
 
     def score(self, pairs):
         for _, answer in pairs:
@@ -182,6 +188,17 @@ def candidates(prompt_ids):
 def fix_last(prompt_ids):
     """The target with its last token made right: one edit."""
     return [*candidates(prompt_ids)[0][:-1], 13]
+
+
+def tokens_spent(groups, credit, asked=()):
+    """Tokens of a step by the run's meter: sampled, asked of the policy by these queries, and trained on."""
+    shape = read_hf_config(Path(__file__).resolve().parents[1] / "examples/tiny_qwen3")
+    meter = CostMeter(shape, accelerators=1)
+    meter.sampling(sample for group in groups for sample in group.samples)
+    passes = plan_update(credit.sequences, Config(), 1, float).passes
+    meter.training(passes.forward, passes.updates)
+    meter.training([len(query.context) + len(query.continuation) for query in asked], [])
+    return meter.spent.tokens
 
 
 def by_kind(credit, kind):

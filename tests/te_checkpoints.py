@@ -7,6 +7,7 @@ program, it saves and loads and prints what came back differently:
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,13 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     parallel.initialize(config.parallel, world, seed=0)
     te = Backends(transformer_engine=True, flash_linear_attention=False)
 
-    def trainer(libraries: Backends) -> Trainer:
+    def trainer(libraries: Backends, fp8: bool = False) -> Trainer:
         chunks = build_model(shape, config, libraries=libraries)
         load_hf(chunks, shape, hf_dir)
-        return Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
+        made = Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
+        if fp8:  # after it is built: the layers' constructors would ask for kernels
+            made.chunks[0].config.fp8 = "hybrid"
+        return made
 
     trained = trainer(te)
     trained.optimizer.prepare_grads()
@@ -58,6 +62,8 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     found["saved, loaded"] = differing(expected, contents(resumed))
     step(trained), step(resumed)
     found["and the step after"] = differing(contents(trained), contents(resumed))
+
+    found |= with_scales(trainer, te, scratch, converted)
 
     new = trainer(te)
     for chunk in new.chunks:
@@ -77,6 +83,59 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     except CheckpointError as error:
         found["without a weight"] = str(error)
     return found
+
+
+def with_scales(trainer: Any, te: Any, scratch: Path, converted: Path) -> dict[str, Any]:
+    """What becomes of FP8 scales that a trainer had formed when it was saved."""
+    from dataclasses import replace
+
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
+    from megatron_ibpo.weights.errors import CheckpointError
+
+    def loaded(checkpoint: Path, tp: int = 1) -> tuple[list[str], tuple[str, ...]]:
+        new = trainer(te, fp8=True)
+        new.config = replace(new.config, parallel=replace(new.config.parallel, tensor_model_parallel_size=tp))
+        notes = load_checkpoint(new, checkpoint)
+        return [name for name, own in scaled(new) if own.scales], notes
+
+    formed, generator = trainer(te, fp8=True), torch.Generator().manual_seed(0)
+    formed.optimizer.prepare_grads()
+    step(formed)
+    for _, module in scaled(formed):
+        module.scale(generator)
+    saved = save_checkpoint(formed, scratch, STEPS + 1, {})
+    resumed = trainer(te, fp8=True)
+    notes = load_checkpoint(resumed, saved)
+    pairs = list(zip(scaled(formed), scaled(resumed), strict=True))
+    found: dict[str, Any] = {
+        "with scales": len(pairs),
+        "scales of experts": sum(own.num_gemms for (_, own), _ in pairs if own.num_gemms > 1),
+        "scales that differ": [
+            name
+            for (name, own), (_, got) in pairs
+            if own.scales.keys() != got.scales.keys()
+            or not all(torch.equal(value, got.scales[kind]) for kind, value in own.scales.items())
+        ],
+        "notes": notes,
+        "without FP8": load_checkpoint(trainer(te), saved),
+        "of another layout": loaded(saved, tp=2),
+        "of a conversion": loaded(converted),
+    }
+    _, module = scaled(formed)[0]
+    module.get_extra_state = lambda: torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)
+    unsafe = save_checkpoint(formed, scratch, STEPS + 2, {})
+    try:
+        loaded(unsafe)
+    except CheckpointError as error:
+        found["unsafe"] = str(error)
+    return found
+
+
+def scaled(trainer: Any) -> list[tuple[str, Any]]:
+    """The modules that compute in FP8, by name."""
+    modules = trainer.chunks[0].named_modules()
+    return [(name, module) for name, module in modules if isinstance(module, te_stand_in.Module)]
 
 
 def step(trainer: Any) -> None:

@@ -12,6 +12,7 @@ layer's class serves).
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -25,19 +26,43 @@ VERSION = "2.20.2"
 
 
 class Module(torch.nn.Module):
-    """What Transformer Engine's modules share: a (possibly empty) extra state in checkpoints, which a strict
-    load misses where it is not there."""
+    """What Transformer Engine's modules share: an extra state in checkpoints, empty without FP8, which a
+    strict load misses where it is not there."""
+
+    num_gemms = 1
 
     def __init__(self):
         super().__init__()
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta = {"fp8_checkpoint": False}
 
+    def scale(self, generator: torch.Generator) -> None:
+        """Compute in FP8 with delayed scaling, as after some steps: three scales forward and two backward for
+        each product, each with a history of largest values."""
+        self.fp8, recipe = True, DelayedScaling()
+        self.fp8_meta |= {"recipe": recipe, "fp8_checkpoint": True, "num_gemms": self.num_gemms}
+        for direction, kinds in (("fwd", 3), ("bwd", 2)):
+            size = kinds * self.num_gemms
+            self.fp8_meta[f"scale_{direction}"] = torch.rand(size, generator=generator)
+            history = torch.rand(recipe.amax_history_len, size, generator=generator)
+            self.fp8_meta[f"amax_history_{direction}"] = history
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self.fp8_meta.items() if isinstance(value, torch.Tensor)}
+
     def get_extra_state(self):
-        return torch.empty(0, dtype=torch.uint8)
+        if not (self.fp8 or self.fp8_meta["fp8_checkpoint"]):
+            return torch.empty(0, dtype=torch.uint8)
+        plain = {"num_gemms": self.num_gemms, "fp8_checkpoint": True}
+        state = {"recipe": self.fp8_meta["recipe"], **self.scales, "extra_fp8_variables": plain}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state):
-        assert state is None or state.numel() == 0
+        if state is None or state.numel() == 0:
+            return
+        found = pickle.loads(state.numpy().tobytes())
+        self.fp8_meta |= found.pop("extra_fp8_variables") | found
 
     def add(self, name: str, *shape: int, dtype: Any, device: Any) -> torch.nn.Parameter:
         parameter = torch.nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
@@ -231,7 +256,10 @@ class CudaRNGStatesTracker:
 
 
 class DelayedScaling:
-    pass
+    amax_history_len = 4
+
+
+DelayedScaling.__module__ = "transformer_engine.common.recipe"
 
 
 class QuantizedTensor:
@@ -248,8 +276,8 @@ def install() -> None:
         distributed=types.SimpleNamespace(CudaRNGStatesTracker=CudaRNGStatesTracker),
         ops=types.SimpleNamespace(Sequential=torch.nn.Sequential),
     )
-    recipes = types.SimpleNamespace(DelayedScaling=DelayedScaling)
-    common = types.SimpleNamespace(recipe=recipes)
+    recipes = _package("transformer_engine.common.recipe", DelayedScaling=DelayedScaling)
+    common = _package("transformer_engine.common", recipe=recipes)
     _package("transformer_engine", __version__=VERSION, pytorch=pytorch, common=common)
     for submodule, names in {
         "attention": (),

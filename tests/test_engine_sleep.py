@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ def engines(monkeypatch):
 
     monkeypatch.setattr(module, "result", result)
     monkeypatch.setattr(Engines, "events", [], raising=False)
-    trainers = SimpleNamespace(all=lambda method: Engines.events.append(("trainers", method)))
+    trainers = SimpleNamespace(all=lambda method, *_: Engines.events.append(("trainers", method)))
     found = Engines(
         trainers=trainers,
         placement=SimpleNamespace(engines=("a slot", "a slot")),
@@ -105,18 +106,29 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeyp
     assert engines.order.sleeping
 
 
+@pytest.fixture
+def sampler():
+    """The event loop of who samples, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    for task in asyncio.all_tasks(loop):
+        loop.call_soon_threadsafe(task.cancel)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(20)
+    loop.close()
+
+
 def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wakes_to_join(
-    engines, monkeypatch
+    engines, sampler, monkeypatch
 ):
     """Training waits for it: it needs the room that trainers leave while others sample."""
     up = threading.Event()
     monkeypatch.setattr(engines, "_start_again", lambda _: up.wait(20))
     engines.wake()
     engines.events.clear()
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    revived = asyncio.run_coroutine_threadsafe(engines.revive(1), loop)
+    revived = asyncio.run_coroutine_threadsafe(engines.revive(1), sampler)
     while not engines.starting:
         time.sleep(0.01)
     sleeping = threading.Thread(target=engines.sleep)
@@ -129,19 +141,113 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wake
     engines.admit()
     revived.result(20)
     assert engines.events == [update(1)]
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
-    loop.close()
 
 
-def test_trainers_that_start_beside_engines_that_are_awake_make_room(engines):
-    engines.trainers.all = lambda *call: engines.events.append(call)
-    engines.meet_trainers()
-    assert engines.events == [("open_transport", "ipc")]
+def test_an_engine_that_died_is_not_started_beside_training(engines, sampler, monkeypatch):
+    """Its death may be found when the others have gone to sleep, which is when trainers train."""
+    started = threading.Event()
+    monkeypatch.setattr(engines, "_start_again", lambda _: started.set())
+    asyncio.run_coroutine_threadsafe(engines.revive(1), sampler)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(3 * module.LOOK_EVERY_S), sampler).result(20)
+    assert not started.is_set()
+    engines.sleep()  # and is not waited for
     engines.wake()
+    assert started.wait(20)
+
+
+@pytest.fixture
+def losing_a_trainer(engines, monkeypatch):
+    """Engine 1 is up again and to join, and the first trainer that is to give it weights dies over it, when
+    it may be awake."""
+    deaths = [ProcessDiedError("trainer 1 was killed")]
+
+    def catch_up(asked, order):
+        engines.events.append(("update", *asked, order))
+        if 1 in asked and deaths:
+            raise deaths.pop()
+        return 0, 0, {}
+
+    engines.wake()
+    engines.joining[1] = Future()
     engines.events.clear()
+    monkeypatch.setattr(engines, "_catch_up", catch_up)
+    return engines
+
+
+@pytest.mark.parametrize("asked", ["admit", "update_weights"])
+def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_sleeps(losing_a_trainer, asked):
+    """Also when it is found at the end of an update of the others, which are about to sample then."""
+    engines = losing_a_trainer
+    if asked == "update_weights":
+        engines.order = replace(engines.order, sleeping=True)
+        engines.update_weights(0)
+    else:
+        engines.admit()
+    assert engines.events[-2:] == [update(1), ("engine 1", "call", "sleep")]
+    engines.events.clear()
+    engines.admit()
+    assert engines.events == [], "there are no trainers to ask"
+    engines.sleep()
     engines.meet_trainers()
-    assert engines.events == [("open_transport", "ipc"), ("make_room",)]
+    engines.wake()
+    assert engines.events[-3:] == [("trainers", "open_transport"), update(0), update(1)]
+    assert engines.joining == {}
+
+
+def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then_sleeps_with_the_rest(
+    losing_a_trainer,
+):
+    engines = losing_a_trainer
+    del engines.hosts[0]
+    with pytest.raises(ProcessDiedError):
+        engines.admit()
+    assert engines.events == [update(1), ("engine 1", "call", "sleep")]
+    engines.sleep()  # as who starts trainers does
+    engines.meet_trainers()
+    engines.admit()
+    assert engines.joining == {}
+    engines.events.clear()
+    engines.sleep()
+    assert engines.events == [("engine 1", "call", "sleep")], "it was awake"
+
+
+@pytest.mark.parametrize("dies_over", ["saved", "update"])
+def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over):
+    """Whatever they died over: after an update of the engines these are awake."""
+    events, deaths = [], [ProcessDiedError("trainer 0 was killed")]
+
+    def call(name, result=True):
+        def called(*_, **__):
+            events.append(name)
+            if name == dies_over and deaths:
+                raise deaths.pop()
+            return result
+
+        return called
+
+    config = Config()
+    config.run.run_dir = tmp_path
+    metrics = {"updates_skipped": 0.0}
+    run = Run(
+        config=config,
+        task=None,
+        rollouts=SimpleNamespace(past=lambda steps, _: [[] for _ in steps]),
+        journal=SimpleNamespace(pending_bytes=0),
+        policy=SimpleNamespace(
+            saved=call("saved"),
+            restart=call("restart"),
+            update=call("update", metrics),
+            take_passes=list,
+        ),
+        engines=SimpleNamespace(sleep=call("sleep"), meet_trainers=call("meet")),
+        reporter=SimpleNamespace(note=print),
+        stages=Stages(),
+        cost=SimpleNamespace(spent=Spent()),
+        progress=Progress(),
+    )
+    run.save_if_due() if dies_over == "saved" else run.update([])
+    assert events[:4] == [dies_over, "sleep", "restart", "meet"]
+    assert events[-1] == dies_over, "what it died over is done again"
 
 
 def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):

@@ -105,11 +105,13 @@ def test_everything_that_follows_from_the_rest_is_refused(shapes):
 
     choices = {
         "apply_rope_fusion",
+        "batch_p2p_comm",
         "bias_activation_fusion",
         "masked_softmax_fusion",
         "moe_permute_fusion",
         "moe_router_dtype",
         "moe_token_dispatcher_type",
+        "overlap_p2p_comm",
     }
     set_by_us = {name for shape in shapes.values() for name in _own_fields(shape, Config(), use_te=True)}
     assert set_by_us - MODEL_OURS.keys() == choices

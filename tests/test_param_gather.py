@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
+from test_weights import make_qwen3_moe
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ConfigError, ParallelConfig, parse_config
@@ -157,6 +158,32 @@ def test_steps_logprobs_offload_export_and_checkpoints_are_the_same_to_the_bit(c
 @pytest.mark.parametrize("case", [name for name in CASES if name not in QUICK])
 def test_they_are_under_other_layouts_and_when_gathers_come_as_they_come(case, tmp_path):
     check(case, tmp_path, [BEFORE, AS_IT_IS, LATE, FORGOTTEN])
+
+
+def never_called(world, cases):
+    """By case: the modules that another has to wait for, and that other."""
+    from megatron_ibpo.policy import forward_backward as module
+
+    found = []
+    for hf_dir, loss in cases:
+        with mock.patch.object(module, "wait_around") as wait_around:
+            open_trainer(world, hf_dir, config_of({}, overlap=True, **loss))
+        ((chunk, waits), _) = wait_around.call_args
+        names = {part: name for name, part in chunk.module.named_modules()}
+        found.append({(names[part], names[around]) for part, around in waits})
+        close_trainer()
+    return found
+
+
+def test_the_modules_that_are_read_and_never_called(tmp_path):
+    """Of all layers of the families: the convolution of delta nets; and a head that the loss takes."""
+    dense, moe = make_qwen3(tmp_path / "dense", 3), make_qwen3_moe(tmp_path / "moe")
+    tiny = make_qwen3_next(tmp_path / "next", 4)
+    fused = {"fuse_lm_head": True, "loss_variant": "gspo"}
+    found = run_ranks(never_called, 1, [(dense, {}), (moe, {}), (tiny, {}), (tiny, fused)])[0]
+    mixers = [f"decoder.layers.{layer}.self_attention" for layer in range(3)]
+    convolutions = {(f"{mixer}.conv1d", mixer) for mixer in mixers}
+    assert found == [set(), set(), convolutions, convolutions | {("output_layer", "")}]
 
 
 def reading_early(world, hf_dir):

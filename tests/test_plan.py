@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_ibpo.plan.main_memory import census_by_names
 from megatron_ibpo.plan.memory import (
     communicators,
     kv_bytes_per_token,
+    rank_memory,
     state_bytes_per_sequence,
     sync_bytes,
 )
@@ -195,15 +197,19 @@ def test_a_layer_keeps_nothing_of_what_is_recomputed():
     assert dropped(next_80b, "moe", "moe_act") == routed + 3 * 512 + 3 * 2 * 512, "and the router's, in fp32"
 
 
-def test_selective_recomputation_is_counted_in_the_training_of_a_step(planner, plan_80b):
-    whole = planner(plan_of, NEXT_80B, 32, "--recompute-granularity", "none").stages[0]
-    flags = ["--recompute-granularity", "selective", "--model-override", "recompute_modules=[core_attn,moe]"]
-    selective = planner(plan_of, NEXT_80B, 32, *flags).stages[0]
+def test_selective_recomputation_is_counted_in_the_training_of_a_step(plan_80b):
+    def activations(granularity, *overrides):
+        model = replace(plan_80b.config.model, recompute_granularity=granularity, model_override=overrides)
+        config, part = replace(plan_80b.config, model=model), plan_80b.census.stages[0]
+        return rank_memory(plan_80b.shape, config, part, plan_80b.census, 32768).activations
+
     tokens, in_flight, layers, tensor = 32768, 4, 12, 2
     per_token = (10 * 2 * (3 * 2048 + 3 * 512) + 3 * 2 * 512) / tensor + 3 * 512 / tensor
-    expected = tokens * in_flight * layers * per_token * 2
-    assert whole.activations - selective.activations == pytest.approx(expected, rel=1e-6)
-    assert plan_80b.stages[0].activations < selective.activations
+    selective = activations("selective", "recompute_modules=[core_attn,moe]")
+    dropped = tokens * in_flight * layers * per_token * 2
+    assert activations("none") - selective == pytest.approx(dropped, rel=1e-6)
+    assert activations("selective") == activations("none"), "attention's core alone"
+    assert plan_80b.stages[0].activations == activations("full") < selective
 
 
 def test_fp8_keeps_copies_of_weights_and_what_is_not_counted_is_named(planner):

@@ -224,6 +224,10 @@ class SameLength(Operator):
 
 def advantages(rewards):
     return [reward - min(rewards) for reward in rewards]
+
+
+def weigh(groups, advantages, context):
+    raise NotImplementedError
 """
 
 
@@ -245,7 +249,9 @@ def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path):
     assert method_settings("own_methods:SameLength") == {"ibpo-operator": "own_methods:SameLength"}
     plain = {"advantage-estimator": "gspo", "advantages": "own_methods:advantages"}
     assert method_settings("own_methods:advantages") == plain
-    with pytest.raises(ConfigError, match="neither settings nor an operator nor an estimator"):
+    weighed = {"advantage-estimator": "gspo", "token-credit": "own_methods:weigh"}
+    assert method_settings("own_methods:weigh") == weighed
+    with pytest.raises(ConfigError, match="neither settings, an operator, an estimator nor"):
         method_settings("own_methods:NUMBER")
     with pytest.raises(ConfigError, match="no_such_module"):
         method_settings("no_such_module:x")
@@ -278,7 +284,7 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = read_study([tmp_path / "documented.yaml"])
     assert list(study.methods) == ["gspo", "ibpo", "mine", "near"]
-    assert len(grid_points(study.tune)) == 12
+    assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
     one_task = replace(study, tasks=study.tasks[1:], seeds=(0,))
     assert len(plan_main(one_task, tmp_path / "out")) == 4
 

@@ -47,6 +47,29 @@ def test_a_run_goes_on_from_its_checkpoint_under_transformer_engine(found):
     assert found["and the step after"] == []
 
 
+def test_the_scales_of_fp8_come_back_where_the_layout_is_the_same(found):
+    """To the bit, of every expert in a grouped module, too. Attention in FP8 has some that Megatron does not
+    put into its checkpoints."""
+    assert found["with scales"] > 20
+    assert found["scales of experts"] > 10
+    assert found["scales that differ"] == ["module.decoder.layers.3.self_attention.core_attention"]
+    assert found["notes"] == found["without FP8"] == []
+
+
+def test_scales_that_are_not_restored_are_said_to_form_anew(found):
+    names, (note,) = found["of another layout"]
+    assert names == []
+    assert "step_000003 was saved with tensor_model_parallel_size 1: they form anew" in note
+    names, (note,) = found["of a conversion"]
+    assert names == []
+    assert "the scales of FP8 are not restored" in note
+
+
+def test_scales_that_would_run_code_are_refused(found):
+    assert "is damaged or unsafe, and was not read" in found["unsafe"]
+    assert "builtins.print" in found["unsafe"]
+
+
 def test_a_checkpoint_without_extra_state_is_loaded_under_transformer_engine(found):
     assert found["converted, loaded"] == []
 

@@ -140,6 +140,8 @@ class Engines:
     """Engines that are being started again, and what tells that they have joined; None until they are up."""
     starting: set[int] = field(default_factory=set)
     """Of those, engines whose processes are on their way up just now."""
+    trainers_lost: bool = False
+    """A trainer died while engines joined beside others that sample: they join when there are new ones."""
 
     def launch(self) -> None:
         """Start the processes that will hold the engines, without waiting."""
@@ -178,8 +180,7 @@ class Engines:
         self.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
         self.trainers.all("open_transport", self.settings.transport)
         self.connected.clear()
-        if self.settings.sleep_mode and not self.order.sleeping:
-            self.trainers.all("make_room")
+        self.trainers_lost = False
 
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
@@ -208,8 +209,8 @@ class Engines:
         nothing elsewhere: an idle engine uses no processor.
         """
         if not self.order.sleeping and self.settings.sleep_mode:
+            self.order = replace(self.order, sleeping=True)  # first: none is started from now on
             self._lay_to_sleep()
-            self.order = replace(self.order, sleeping=True)
 
     def wake(self) -> None:
         """Let sleeping engines sample again. They have dropped their weights and get them anew from the
@@ -255,8 +256,8 @@ class Engines:
         }
 
     async def revive(self, index: int) -> RemoteEngine:
-        """Another engine in the place of one that died. It starts while everything else goes on, and joins
-        when `admit` gives it the present weights.
+        """Another engine in the place of one that died. It starts while everything else goes on, or where
+        engines sleep when they are awake again, and joins when `admit` gives it the present weights.
 
         Raises:
             EngineError: the same engine died several times within a minute of work and one step.
@@ -264,8 +265,8 @@ class Engines:
         """
         self.joining[index] = None
         self.died += 1
-        self.starting.add(index)
         try:
+            await self._its_turn(index)
             await self._up_again(index)
             joined: Future[None] = Future()
             self.joining[index] = joined
@@ -274,6 +275,14 @@ class Engines:
         await asyncio.wrap_future(joined)
         self.since[index] = time.monotonic()
         return RemoteEngine(self.hosts, index)
+
+    async def _its_turn(self, index: int) -> None:
+        """While engines sleep, trainers have the memory that one takes to start."""
+        self.starting.add(index)  # before the look: `sleep` says so and then looks for those that start
+        while self.order.sleeping:
+            self.starting.discard(index)
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.starting.add(index)
 
     async def _up_again(self, index: int) -> None:
         while True:
@@ -291,14 +300,26 @@ class Engines:
         """Give engines that are up again the present weights and let them join.
 
         Only while the trainers have the weights of `version` and nothing else to do.
+
+        Raises:
+            ProcessDiedError: a trainer died over it. Where engines are on the trainers' GPUs and some sample
+                there, it is left to who needs the trainers next: new ones would have no room beside them.
         """
         if not (ready := {index: told for index, told in self.joining.items() if told is not None}):
+            return
+        if self.trainers_lost and self.alive:
             return
         dead: Reasons = {}
         may_sleep = self.settings.sleep_mode  # who is up before it joins falls asleep with the others
         if self.version > 0 or may_sleep:  # else it has the weights that it loaded
             self.connected -= ready.keys()
-            _, _, dead = self._catch_up(sorted(ready), replace(self.order, sleeping=may_sleep))
+            try:
+                _, _, dead = self._catch_up(sorted(ready), replace(self.order, sleeping=may_sleep))
+            except ProcessDiedError as death:
+                self._join_later(ready, death)
+                return
+        if may_sleep:
+            self.order = replace(self.order, sleeping=False)  # also where nobody else was left
         self._end(dead)
         for index, told in ready.items():
             del self.joining[index]
@@ -306,6 +327,16 @@ class Engines:
             if index not in dead:
                 # a warning as its death was: who sees the one is to see the other
                 log.warning("engine %d is back, with the weights of step %d", index, self.version)
+
+    def _join_later(self, ready: Iterable[int], death: ProcessDiedError) -> None:
+        """After a trainer died over engines that were to join, which may be awake by now."""
+        if not self.settings.sleep_mode:
+            raise death
+        self._sleep_or_end(ready)
+        if not self.alive:
+            raise death
+        self.trainers_lost = True
+        log.warning("%s; trainers start again when engines have sampled what they are asked", death)
 
     @contextmanager
     def fresh(self, index: int, hf_dir: Path) -> Iterator[IdleEngine]:
@@ -444,7 +475,10 @@ class Engines:
     def _lay_to_sleep(self) -> None:
         while self.starting:  # what they take would be missing in training; each start has a time-out
             time.sleep(LOOK_EVERY_S)
-        failed = self._tell(self._up, "sleep")
+        self._sleep_or_end(self._up)
+
+    def _sleep_or_end(self, engines: Iterable[int]) -> None:
+        failed = self._tell(engines, "sleep")
         if failed:
             log.warning(
                 "%s", "\n".join(f"engine {index} did not sleep: {why}" for index, why in failed.items())

@@ -113,6 +113,7 @@ def _contradictions(config: Config) -> list[str]:
     if config.model.ref_load is not None and loss.kl_coef == 0:
         problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
     problems += _contradictory_corrections(loss)
+    problems += _method_problems(config)
     problems += _optimizer_problems(config)
     schedule = config.optimizer
     if run.budget is not None and (schedule.lr_decay_style != "constant" or schedule.lr_warmup_fraction > 0):
@@ -210,6 +211,12 @@ def _staleness_problems(config: Config) -> list[str]:
             "--check-weight-update-equal: asks engines that rest, and with --max-staleness or "
             "--over-sampling-batch-size they go on through an update; check once without these"
         )
+    if ahead and config.algorithm.ibpo_gate:
+        problems.append(
+            "--ibpo-gate: goes by the corrections of the steps before, and with --max-staleness or "
+            "--over-sampling-batch-size corrections are asked for before those steps are over; drop one of "
+            "them"
+        )
     if ahead and config.run.load_debug_rollout_data is not None:
         problems.append("--load-debug-rollout-data: recorded rollouts cannot run ahead; drop --max-staleness")
     return problems
@@ -242,6 +249,24 @@ def _contradictory_corrections(loss: LossConfig) -> list[str]:
         problems.append(
             f"--old-logprobs engine: {' and '.join(loss.corrections)} would correct what recomputed "
             "log-probs and the engine's differ by, and nothing is recomputed; drop one or the other"
+        )
+    return problems
+
+
+def _method_problems(config: Config) -> list[str]:
+    """Methods that ask for further samples or passes, and what they cannot be had with."""
+    algorithm, rollout, problems = config.algorithm, config.rollout, []
+    if algorithm.ibpo_plain_prompt != "none" and config.loss.old_logprobs == "engine":
+        problems.append(
+            f"--ibpo-plain-prompt {algorithm.ibpo_plain_prompt}: the engine's log-probs of a correction are "
+            "those of its own long prompt; use --old-logprobs recompute"
+        )
+    top_p = [*rollout.rollout_top_p_cycle, rollout.rollout_top_p]
+    top_k = [*rollout.rollout_top_k_cycle, rollout.rollout_top_k]
+    if algorithm.token_credit == "self-teacher" and (min(top_p) < 1 or max(top_k) > 0):
+        problems.append(
+            "--token-credit self-teacher: compares the teacher's log-probs with those that were sampled by, "
+            "which --rollout-top-p and --rollout-top-k cut off; sample without them"
         )
     return problems
 
@@ -285,12 +310,30 @@ def _bonus_rules(algorithm: AlgorithmConfig, reward_threshold: float) -> list[_R
     ]
 
 
+def _plain_prompt_rules(algorithm: AlgorithmConfig, corrects: bool, needs: str) -> list[_Rule]:
+    which = algorithm.ibpo_plain_prompt
+    return [
+        (corrects or which == "none", f"--ibpo-plain-prompt {which} {needs}"),
+        (
+            not algorithm.ibpo_joint or which == "none",
+            f"--ibpo-plain-prompt {which}: a correction is trained on once, under its own prompt or the "
+            "plain one; add --no-ibpo-joint",
+        ),
+        (
+            algorithm.advantages != "critic" or which == "none",
+            f"--ibpo-plain-prompt {which}: corrections join the responses that they are compared with, and "
+            "--advantages critic compares none; take another estimator",
+        ),
+    ]
+
+
 def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
     """What a setting needs along with it."""
     operator = algorithm.ibpo_operator
     own = is_import_path(operator)  # may do all that an operator can
     corrects = own or (operator == "compare-and-correct" and algorithm.ibpo_corrections != 0)
     own_credit = (algorithm.token_credit,) if is_import_path(algorithm.token_credit) else ()
+    resets = operator == "reset-groups"
     judges = corrects or operator == "agreement"
     needs = "needs corrections: --ibpo-operator compare-and-correct and --ibpo-corrections of at least 1"
     return [
@@ -299,7 +342,16 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
             f"--ibpo-lambda {algorithm.ibpo_lambda}: without corrections there is nothing to shape rewards "
             "with; set --ibpo-corrections or --ibpo-lambda 0",
         ),
-        (corrects or not algorithm.ibpo_joint, f"--ibpo-joint {needs}"),
+        (
+            corrects or resets or not algorithm.ibpo_joint,
+            f"--ibpo-joint {needs}, or --ibpo-operator reset-groups",
+        ),
+        *_plain_prompt_rules(algorithm, corrects, needs),
+        (
+            not resets or (algorithm.ibpo_joint and algorithm.ibpo_correction_group == "pair"),
+            "--ibpo-operator reset-groups compares the suffixes of one response with each other: it needs "
+            "--ibpo-joint, --ibpo-correction-group pair and --ibpo-corrections of at least 2",
+        ),
         (corrects or algorithm.ibpo_variant != "ratio", f"--ibpo-variant ratio {needs}"),
         (
             judges or not algorithm.masks_tokens,
@@ -320,6 +372,7 @@ def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
             "--ciw-inverted turns the importance of steps round: it needs --ibpo-operator span-masking",
         ),
         (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
+        ((corrects and not own) or not algorithm.ibpo_gate, f"--ibpo-gate {needs}"),
         (
             algorithm.token_credit == "uniform" or algorithm.advantages != "critic",
             f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "

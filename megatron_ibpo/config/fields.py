@@ -238,7 +238,8 @@ class AlgorithmConfig:
     """What compares responses. "compare-and-correct": corrections of wrong ones by the policy (the paper's);
     "agreement": without any generation, the share of their steps that correct ones of the group have too;
     "span-masking": for token weights alone, what the probability of a response's answer loses when a step of
-    it is masked (CIW); or an import path package.module:name."""
+    it is masked (CIW); "reset-groups": wrong responses are begun again, --ibpo-corrections times each, where
+    they leave what they share with a correct one; or an import path package.module:name."""
     ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"
     """How a successful correction is turned into credit: Δ = β ("base"); Δ = the share of tokens that it
     keeps ("ratio"); or Δ = β and a gradient through the tokens that it changes only ("mask", as in the
@@ -255,12 +256,21 @@ class AlgorithmConfig:
     ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: Annotated[int, at_least(0)] = 1
-    """M: corrections sampled for each wrong response; 0 turns compare-and-correct off."""
+    """M: corrections sampled for each wrong response, of reset-groups suffixes; 0 turns compare-and-correct
+    off."""
+    ibpo_gate: bool = False
+    """Correct a wrong response only if no other response of its group is correct, or if corrections in groups
+    with as many correct ones have lately succeeded more often than as many further responses as one costs
+    would. Off, as in the paper."""
     ibpo_rewrite_threshold: Annotated[float | Literal["adaptive"], or_word("adaptive", at_least(0))] = 0.6
     """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
     2 population standard deviations over the step's corrections."""
     ibpo_joint: bool = True
     """Train on the corrections as samples of their own."""
+    ibpo_plain_prompt: Literal["none", "successful", "one"] = "none"
+    """In place of --ibpo-joint, corrections that are trained on as off-policy samples of the prompt itself,
+    their rewards compared with those of its responses: "successful", those that are right and no rewrite;
+    "one", one of each group, a right one if there is one (Critique-GRPO). None in the paper."""
     ibpo_correction_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of a correction relative to a response in the joint loss."""
     ibpo_correction_group: Literal["prompt", "pair"] = "prompt"
@@ -280,7 +290,9 @@ class AlgorithmConfig:
     operator says. "uniform": all alike; "wrong-weight": all --token-credit-weight; "wrong-weight-by-length":
     all so much that together they count as --token-credit-tokens; "divergence-window": so many tokens where
     it leaves the longest prefix that it shares with a correct one; "divergence-cut": all from there on;
-    "random-window": so many tokens at a random place, the control; or an import path package.module:name."""
+    "random-window": so many tokens at a random place, the control; "self-teacher": the more, the less likely
+    the policy finds them once it is shown a correct response (after SDPO); or an import path
+    package.module:name."""
     token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.15
     """Factor of "wrong-weight" on the gradient of a wrong response. 0.15 was the best of those tried on the
     tiny tasks; 1 changes nothing."""
@@ -291,6 +303,9 @@ class AlgorithmConfig:
     """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
     sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose; the
     window is then that step."""
+    token_credit_eta: Annotated[float, UNIT] = 1.0
+    """η: how far the factors of "self-teacher" may leave 1. 1 is the most at which no token's advantage
+    changes its sign; the source has no such number."""
     advantages: str = "group"
     """What a reward is relative to: the mean of its group's rewards, over their population std ("group", the
     paper's), over Bessel's ("group-bessel", as verl, TRL, slime and oat), over that mean ("maxrl") or over

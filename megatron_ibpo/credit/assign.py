@@ -1,20 +1,24 @@
 """Credit: from scored groups to training sequences (ibpo steps 3 to 11)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator
+from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator, is_degenerate
 from megatron_ibpo.credit.gae import critic_credit
 from megatron_ibpo.credit.joint import correction_advantages, correction_rewards
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
-from megatron_ibpo.credit.operator import CreditContext, Judgement, Operator
+from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator
 from megatron_ibpo.credit.operators import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
+from megatron_ibpo.credit.plain_prompt import joining_rewards, plain_prompt_sequences
 from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.token_credits import find_token_credit
 from megatron_ibpo.records import Group, TrainSequence
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +28,8 @@ class Credit:
     sequences: list[TrainSequence]
     """Group by group, responses before corrections; those with advantage 0 included."""
     metrics: dict[str, float]
+    memory: Memory = field(default_factory=dict)
+    """What the context of the next step is to have (`CreditContext.memory`)."""
 
 
 def assign_credit(
@@ -51,8 +57,10 @@ def assign_credit(
     num_responses = sum(len(group.responses) for group in groups)
     weight = 1 / num_responses if num_responses else 0.0
 
-    shaped, counts = _shaped(groups, judgement, context)
-    of_responses = [advantages(rewards, estimator) for rewards in shaped]
+    compared, counts = _compared_rewards(groups, judgement, context)
+    relative = [advantages(rewards, estimator) for rewards in compared]
+    shaped, joining = _parted(groups, compared)
+    of_responses, of_joining = _parted(groups, relative)
     factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
@@ -60,31 +68,42 @@ def assign_credit(
         sequences += train_sequences(group, number, "response", columns, weight)
         if algorithm.ibpo_joint:
             rewards = correction_rewards(group, context)
-            relative = correction_advantages(group, rewards, estimator, context)
+            of_follow_ups = judgement.follow_up_estimator or estimator
+            of_corrections = correction_advantages(group, rewards, of_follow_ups, context)
             corrections = [correction.response for correction in group.corrections]
-            columns = zip(corrections, rewards, relative, [None] * len(rewards), strict=True)
+            columns = zip(corrections, rewards, of_corrections, [None] * len(rewards), strict=True)
             sequences += train_sequences(
                 group, number, "correction", columns, weight * algorithm.ibpo_correction_weight
             )
+        if joining[number]:
+            sequences += plain_prompt_sequences(
+                group, number, joining[number], of_joining[number], weight * algorithm.ibpo_correction_weight
+            )
     metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | counts
+    if algorithm.ibpo_plain_prompt != "none":
+        metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
+        metrics["degenerate_groups"] = float(sum(is_degenerate(rewards) for rewards in compared))
     if algorithm.advantages == CRITIC:
         sequences, of_critic = critic_credit(sequences, context)
         metrics |= of_critic
-    return Credit(sequences, metrics | judgement.metrics | factors.metrics)
+    return Credit(sequences, metrics | judgement.metrics | factors.metrics, judgement.memory)
 
 
-def _shaped(
+def _compared_rewards(
     groups: Sequence[Group], judgement: Judgement, context: CreditContext
 ) -> tuple[list[list[float | None]], dict[str, float]]:
-    """(rewards of the responses of every group as they are trained on, how many bonuses were withheld and
-    overlong penalties limited in all)."""
+    """(rewards, as they are trained on, of what is compared in every group: its responses, and then the
+    corrections that join them, None where one does not; bonuses withheld and overlong penalties limited in
+    all)."""
     all_rewards: list[list[float | None]] = []
     all_withheld = all_limited = 0
     for group, phi in zip(groups, judgement.phi, strict=True):
         rewards, withheld = shaped_rewards(
             group, phi, context.algorithm.ibpo_lambda, context.reward_threshold
         )
-        lowered, limited = with_overlong_penalty(rewards, group.responses, context)
+        joining = joining_rewards(group, context)
+        samples = group.samples if joining else group.responses
+        lowered, limited = with_overlong_penalty([*rewards, *joining], samples, context)
         all_rewards.append(lowered)
         all_withheld += withheld
         all_limited += limited
@@ -92,3 +111,10 @@ def _shaped(
     if context.algorithm.overlong_buffer_share > 0:
         counts["overlong_penalties_limited"] = float(all_limited)
     return all_rewards, counts
+
+
+def _parted(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:
+    """Of every group (those of the responses, those of the corrections that may join them)."""
+    sizes = [len(group.responses) for group in groups]
+    pairs = list(zip(values, sizes, strict=True))
+    return [own[:size] for own, size in pairs], [own[size:] for own, size in pairs]

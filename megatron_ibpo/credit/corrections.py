@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
+from megatron_ibpo.credit.gate import gate_metrics, is_worth_asking, remember
 from megatron_ibpo.credit.joint import degenerate_correction_groups
 from megatron_ibpo.credit.leakage import mark_leakage
 from megatron_ibpo.credit.metrics import correction_metrics
@@ -30,12 +31,14 @@ class CompareAndCorrect(Operator):
     learn from. A mask is the paper's Eq. 17 to the letter, whatever the sign of the advantage; a signed mask
     is turned round where the advantage is above 0.
 
-    Both methods raise ValueError under --ibpo-strip-thinking if the context does not say what marks thinking.
+    Both methods raise ValueError under --ibpo-strip-thinking if the context does not say what marks thinking,
+    and under --ibpo-gate if it has no prices.
     """
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """--ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction; the
-        others are counted in `group.skipped_pairs`."""
+        others are counted in `group.skipped_pairs`. Under --ibpo-gate, only where it may be worth its price.
+        """
         asked: list[FollowUp] = []
         group.skipped_pairs = 0
         for target, response in enumerate(group.responses):
@@ -45,6 +48,8 @@ class CompareAndCorrect(Operator):
             prompt_ids = _correction_prompt(group, (target, *references), context)
             if len(prompt_ids) + context.rollout.rollout_max_response_len > context.max_context:
                 group.skipped_pairs += 1
+                continue
+            if context.algorithm.ibpo_gate and not is_worth_asking(group, len(prompt_ids), context):
                 continue
             asked += [
                 FollowUp(target, references, _request(group, target, number, prompt_ids, context))
@@ -68,15 +73,19 @@ class CompareAndCorrect(Operator):
         if threshold is not None:
             # no distance exceeds 1, so at α >= 1 nothing is ever called a rewrite
             metrics |= {"rewrite_threshold": threshold, "rewrite_filter_off": float(threshold >= 1)}
+        memory = {}
+        if algorithm.ibpo_gate:
+            memory = remember(groups, context.memory)
+            metrics |= gate_metrics(groups)
         phi = [correction_bonus(group, algorithm) for group in groups]
         if not algorithm.masks_tokens:
-            return Judgement(phi, metrics=metrics)
+            return Judgement(phi, metrics=metrics, memory=memory)
         left = iter(edits)
         masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
         of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
         metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
-        signed = algorithm.ibpo_variant == "signed-mask"
-        return Judgement(phi, masks, metrics, signed_masks(masks) if signed else None)
+        raised = signed_masks(masks) if algorithm.ibpo_variant == "signed-mask" else None
+        return Judgement(phi, masks, metrics, raised, memory)
 
 
 def _references(group: Group, target: int, context: CreditContext) -> tuple[int, ...]:

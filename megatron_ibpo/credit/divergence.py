@@ -53,6 +53,11 @@ def divergence_window(
     return _between(groups, advantages, context, window)
 
 
+def shared_tokens(response: Sample, others: Sequence[Sample]) -> int:
+    """The length of the longest prefix that the response shares with one of the others."""
+    return max(_common_tokens(response.token_ids, other.token_ids) for other in others)
+
+
 def normalised(text: str) -> str:
     """What two steps are compared by: numbers without thousands separators, leading zeros and zeros at the
     end of their fraction; one space between words, none around signs."""
@@ -87,7 +92,7 @@ def _between(
 
 def _token_place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]:
     """[first, last) of the first token that no correct response has after the same tokens."""
-    shared = max(_common_tokens(response.token_ids, other.token_ids) for other in correct)
+    shared = shared_tokens(response, correct)
     return shared, shared + 1
 
 

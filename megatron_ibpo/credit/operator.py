@@ -9,11 +9,12 @@ can be one.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit.estimators import Estimator
 from megatron_ibpo.credit.shown import ThinkingMarks
 from megatron_ibpo.records import (
     Correction,
@@ -52,7 +53,23 @@ TokenWeights = Weights | None
 """Factors on the gradient of each token of a response, end-of-sequence id included; None: all ones. What
 stands at tokens that are not trained on (`Sample.loss_mask`) has no effect."""
 
+Memory = Mapping[str, Any]
+"""What an operator wants to know again at the next step, as JSON."""
+
 T = TypeVar("T")
+
+
+class SamplePrice(Protocol):
+    """What a sample takes, in operations, as the run's meter counts them."""
+
+    def __call__(self, prompt: int, response: int, *, sharing: int, trained: int) -> float:
+        """
+        Args:
+            prompt, response: tokens that are read and written.
+            sharing: samples for which the prompt is read once.
+            trained: tokens of an update on it; 0 without one.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,10 @@ class CreditContext:
     """Asks the policy."""
     values: Values | None = None
     """Asks the critic, for --advantages critic."""
+    price: SamplePrice | None = None
+    """Asks the run's meter."""
+    memory: Memory = field(default_factory=dict)
+    """What the operator wanted remembered of the step before (`Judgement.memory`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +134,10 @@ class Judgement:
     raised_token_weights: list[list[TokenWeights]] | None = None
     """In place of `token_weights` for responses whose advantage is above 0, which are made likelier; None:
     the same."""
+    memory: Memory = field(default_factory=dict)
+    """What the context of the next step is to have."""
+    follow_up_estimator: Estimator | None = None
+    """What the rewards of the samples that it asked for are relative to; None: as those of responses."""
 
     def weights_of(self, group: int, index: int, advantage: float | None) -> TokenWeights:
         """Token weights of a response that has this advantage."""
@@ -124,7 +149,9 @@ class Judgement:
 class Operator(Protocol):
     """What judges responses. A subclass that needs no samples of its own has to define `judge` alone.
 
-    Methods keep nothing between calls: groups come in any order, and a step may be judged again.
+    Methods keep nothing between calls: groups come in any order, and a step may be judged again. What one
+    step is to know of those before it goes through `Judgement.memory` and `CreditContext.memory`, which the
+    loop keeps with its checkpoints.
     """
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:

@@ -5,11 +5,13 @@ from megatron_ibpo.credit.agreement import Agreement
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.credit.operator import NoOperator, Operator
+from megatron_ibpo.credit.resets import ResetGroups
 
 OPERATORS: dict[str, Operator] = {
     "compare-and-correct": CompareAndCorrect(),
     "agreement": Agreement(),
     "span-masking": SpanMasking(),
+    "reset-groups": ResetGroups(),
 }
 """--ibpo-operator → what judges wrong responses."""
 

@@ -3,6 +3,7 @@
 from megatron_ibpo.config import AlgorithmConfig, known_or_path, load_hook
 from megatron_ibpo.credit.divergence import divergence_cut, divergence_window
 from megatron_ibpo.credit.random_window import random_window
+from megatron_ibpo.credit.self_teacher import self_teacher
 from megatron_ibpo.credit.token_credit import TokenCredit, uniform
 from megatron_ibpo.credit.wrong_weight import wrong_weight, wrong_weight_by_length
 
@@ -13,6 +14,7 @@ TOKEN_CREDITS: dict[str, TokenCredit] = {
     "divergence-window": divergence_window,
     "divergence-cut": divergence_cut,
     "random-window": random_window,
+    "self-teacher": self_teacher,
 }
 """--token-credit → what weighs the tokens of responses."""
 

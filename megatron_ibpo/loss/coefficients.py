@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
+from megatron_ibpo.loss.off_policy import shaped_surrogate
 from megatron_ibpo.loss.rows import LossRows
 from megatron_ibpo.loss.segments import divisors, sum_over_ranks
 
@@ -104,6 +105,8 @@ class RowCoefficients:
         """The sequence's weight over its divisor."""
         self.old_R, self.ref_R = of_rows(rows.old_logprobs_N), of_rows(rows.ref_logprobs_N)
         self.token_weights_R = of_rows(rows.token_weights_N)
+        self.off_policy_S = rows.off_policy_S
+        self.off_policy_R = None if rows.off_policy_S is None else rows.off_policy_S[sequence_R]
         self.slope_S = torch.ones_like(factor_S)
         self.value_R, self.policy_R, self.penalty_R = (torch.zeros_like(self.factor_R) for _ in range(3))
         self.closed = 0
@@ -150,14 +153,15 @@ class RowCoefficients:
     def _token_values(self, part: slice, logprobs_C: Tensor) -> Tensor:
         old_C = logprobs_C.detach() if self.old_R is None else self.old_R[part]
         log_ratio_C = logprobs_C - old_C
-        term = self.objective.variant.token_term
-        if term is None:
-            return log_ratio_C
-        advantages_C = self.advantages_R[part]
-        live_C = advantages_C != 0
-        seen_C = torch.where(live_C, log_ratio_C, 0.0)
-        value_C, _ = term(seen_C, logprobs_C, advantages_C, **self.objective.params)
-        return torch.where(live_C, value_C, 0.0)
+        value_C, term, advantages_C = log_ratio_C, self.objective.variant.token_term, self.advantages_R[part]
+        if term is not None:
+            live_C = advantages_C != 0
+            seen_C = torch.where(live_C, log_ratio_C, 0.0)
+            value_C, _ = term(seen_C, logprobs_C, advantages_C, **self.objective.params)
+            value_C = torch.where(live_C, value_C, 0.0)
+        if self.off_policy_R is None:
+            return value_C
+        return torch.where(self.off_policy_R[part], shaped_surrogate(logprobs_C, advantages_C), value_C)
 
     def _penalty(self, part: slice, logprobs_C: Tensor) -> Tensor:
         assert self.ref_R is not None
@@ -182,4 +186,7 @@ class RowCoefficients:
             mean_S = torch.where(live_S, sums_S / n_S, 0.0).requires_grad_()
             loss_S, _ = term(mean_S, n_S, advantages_S, **self.objective.params)
             (slope_S,) = torch.autograd.grad(loss_S.sum(), mean_S)
-        self.slope_S[first:last] = torch.where(live_S, slope_S, 0.0)
+        slope_S = torch.where(live_S, slope_S, 0.0)
+        if self.off_policy_S is not None:
+            slope_S = torch.where(self.off_policy_S[first:last], 1.0, slope_S)
+        self.slope_S[first:last] = slope_S

@@ -49,6 +49,9 @@ class LossRows:
     `ibpo` step 10) nor the KL penalty."""
     sequence_weights_S: Tensor | None = None
     """[S], 1/S each when None."""
+    off_policy_S: Tensor | None = None
+    """[S] bool: sequences that were sampled from another prompt, which lose the shaped surrogate
+    (`off_policy.py`) in place of the variant's terms. None: there are none."""
     temperature: Tensor | float = 1.0
     """At which was sampled, a number or [S]; logits are divided by it."""
     cp_group: Any = None
@@ -117,6 +120,7 @@ class LossRows:
         for name in ("response_mask_N", "old_logprobs_N", "token_weights_N", "ref_logprobs_N"):
             _check_shape(name, getattr(self, name), num_rows)
         _check_shape("sequence_weights_S", self.sequence_weights_S, self.num_sequences)
+        _check_shape("off_policy_S", self.off_policy_S, self.num_sequences)
         if isinstance(self.temperature, Tensor) and self.temperature.ndim > 0:
             _check_shape("temperature", self.temperature, self.num_sequences)
         per_token = objective.variant.takes_token_advantages

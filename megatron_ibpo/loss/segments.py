@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
+from megatron_ibpo.loss.off_policy import shaped_surrogate
 from megatron_ibpo.loss.rows import LossRows
 
 
 def segment_loss(
     logprobs_N: Tensor, rows: LossRows, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t): L_i is the sequence's loss by the variant, n_i its response
+    """Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t): L_i is the sequence's loss by the variant, or the mean of its
+    tokens' shaped surrogates where it is off-policy, n_i its response
     tokens, w_i its weight and D_i the divisor that the aggregation says (n_i for "sequence-mean").
 
     Args:
@@ -69,8 +71,12 @@ def _segment_loss(
             torch.where(live_N, log_ratio_N, 0.0), weighted_N, advantages_N, **objective.params
         )
         columns.append(weighed(value_N))
+    off_policy_S = rows.off_policy_S
+    if off_policy_S is not None:
+        columns.append(torch.where(live_N, shaped_surrogate(weighted_N, advantages_N), 0.0))
     count_S, log_ratio_sum_S, *more = sums(*columns)
     kl_sum_S = None if kl_N is None else more.pop(0)
+    shaped_sum_S = None if off_policy_S is None else more.pop()
     value_sum_S = more.pop() if more else None
     n_S = count_S.clamp(min=1.0)
     mean_log_ratio_S = log_ratio_sum_S / n_S
@@ -93,6 +99,8 @@ def _segment_loss(
         loss_S, sequence_clipped = torch.where(live_S, loss_S, 0.0), sequence_clipped & live_S
         if value_weights_N is not None:
             loss_S = loss_S * sums(value_weights_N.to(dtype))[0] / n_S
+    if off_policy_S is not None and shaped_sum_S is not None:
+        loss_S = torch.where(off_policy_S, shaped_sum_S / n_S, loss_S)
     assert rows.sequence_weights_S is not None
     weights_S = rows.sequence_weights_S.to(dtype)
     divisor_S = divisors(objective.aggregation, count_S, weights_S)
@@ -101,6 +109,8 @@ def _segment_loss(
         loss_S = loss_S + objective.kl_coef * kl_sum_S / divisor_S
     clipped = sequence_clipped if token_clipped is None else token_clipped & live_N
     assert clipped is not None
+    if off_policy_S is not None:
+        clipped = clipped & ~(off_policy_S if token_clipped is None else off_policy_S[sequence_N])
     kl_N = None if kl_N is None else kl_N.detach()
     return (weights_S * loss_S).sum(), mean_log_ratio_S.detach(), clipped, kl_N
 

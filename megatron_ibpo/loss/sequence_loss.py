@@ -69,7 +69,7 @@ def packed_sequence_loss(
     )
     assert entropy_N is not None
     of_segments = segment_loss
-    if backend == "triton":
+    if backend == "triton" and rows.off_policy_S is None:  # the kernel has no shaped surrogate
         from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 
         of_segments = triton_segment_loss

@@ -62,7 +62,9 @@ def padded_vocab_size(shape: ModelShape, parallel: ParallelConfig) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def check_layout(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> list[str]:
+def check_layout(
+    shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1
+) -> list[str]:
     """What is wrong with training `shape` under `parallel` on `world_size` ranks; empty if nothing is."""
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -72,10 +74,12 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig, world_size: int) -
         "--make-vocab-size-divisible-by": parallel.make_vocab_size_divisible_by,
     }
     problems = [f"{flag}={size}: must be at least 1" for flag, size in sizes.items() if size < 1]
-    return problems or list(_layout_problems(shape, parallel, world_size))
+    return problems or list(_layout_problems(shape, parallel, world_size, virtual_stages))
 
 
-def _layout_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+def _layout_problems(
+    shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int
+) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.context_parallel_size != 1:
         yield (
@@ -95,7 +99,7 @@ def _layout_problems(shape: ModelShape, parallel: ParallelConfig, world_size: in
             f"has {shape.vocab_size}: {idle} of {tp} ranks would hold nothing but padding; lower one of them"
         )
     try:
-        pipeline_layers(shape.num_layers, parallel)
+        pipeline_layers(shape.num_layers, parallel, virtual_stages)
     except ValueError as error:
         yield str(error)
     yield from _expert_problems(shape, parallel, world_size)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import ModelShape
+from megatron_ibpo.policy.overrides import CHUNKS, model_chunks
 from megatron_ibpo.world import World
 
 
@@ -107,7 +108,11 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
     stages = parallel.pipeline_model_parallel_size
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     stage_size = math.lcm(parallel.tensor_model_parallel_size, experts)
-    alone = replace(config, parallel=ParallelConfig(sequence_parallel=False))
+    alone = replace(
+        config,
+        parallel=ParallelConfig(sequence_parallel=False),
+        model=replace(config.model, model_override=()),
+    )
     with _quiet():
         check_model(shape, config)
         whole = _count(shape, alone, 0, rank=0, world_size=1)
@@ -121,20 +126,23 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
     from megatron_ibpo.policy.model import build_model
 
-    # overrides change no parameter, and may need libraries that are not here
-    config = replace(config, model=replace(config.model, model_override=()))
+    # no other override changes a parameter, and they may need libraries that are not here
+    chunks = model_chunks(config)
+    kept = (f"{CHUNKS}={chunks}",) if chunks > 1 else ()
+    config = replace(config, model=replace(config.model, model_override=kept))
     with as_rank(rank, world_size, config):
-        (chunk,) = build_model(shape, config, device="meta")
-        dense = experts = largest = 0
-        for name, parameter in chunk.named_parameters():
-            if parameter.device.type != "meta":
-                raise AssertionError(f"{name} was really allocated")
-            largest = max(largest, parameter.numel())
-            if getattr(parameter, "allreduce", True):
-                dense += parameter.numel()
-            else:
-                experts += parameter.numel()
-        return StagePart(stage, dense, experts, len(chunk.decoder.layers), largest)
+        dense = experts = largest = layers = 0
+        for chunk in build_model(shape, config, device="meta"):
+            layers += len(chunk.decoder.layers)
+            for name, parameter in chunk.named_parameters():
+                if parameter.device.type != "meta":
+                    raise AssertionError(f"{name} was really allocated")
+                largest = max(largest, parameter.numel())
+                if getattr(parameter, "allreduce", True):
+                    dense += parameter.numel()
+                else:
+                    experts += parameter.numel()
+        return StagePart(stage, dense, experts, layers, largest)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from megatron_ibpo.plan.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
+from megatron_ibpo.policy.overrides import model_chunks
 
 USABLE_SHARE = 0.97
 """Of a GPU's memory: the driver keeps some, and 80 GB cards offer a little less than 80 GiB."""
@@ -62,7 +63,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
     config = on_device(config, on_gpu=True)
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
-    problems = check_layout(shape, config.parallel, world_size)
+    problems = check_layout(shape, config.parallel, world_size, model_chunks(config))
     placement = _placement(config, world_size, problems)
     problems += _engine_problems(shape, config)
     problems += _context_problems(shape, config.rollout, context)

@@ -14,6 +14,7 @@ from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.plan.census import Census, StagePart
 from megatron_ibpo.plan.memory import GIB, RankMemory, engine_memory, node_memory, rank_memory
+from megatron_ibpo.policy.overrides import model_chunks
 from megatron_ibpo.rollout.settings import CPU_KV_CACHE_BYTES
 from megatron_ibpo.words import listed
 
@@ -135,7 +136,7 @@ def census_by_names(
     parallel = config.parallel
     stage_of = {
         layer: stage
-        for stage, chunks in enumerate(pipeline_layers(shape.num_layers, parallel))
+        for stage, chunks in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config)))
         for layers in chunks
         for layer in layers
     }

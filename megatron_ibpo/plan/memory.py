@@ -14,7 +14,13 @@ from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
 from megatron_ibpo.plan.census import Census, Place, StagePart
-from megatron_ibpo.policy.overrides import model_overrides, optimizer_bytes, recomputed_modules
+from megatron_ibpo.policy.overrides import (
+    micro_batch_multiple,
+    model_chunks,
+    model_overrides,
+    optimizer_bytes,
+    recomputed_modules,
+)
 from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
@@ -362,8 +368,8 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     """What is kept for the backward pass at its fullest, and what the layer that is being worked on takes."""
     stages = config.parallel.pipeline_model_parallel_size
     element = _trainer_element(config)
-    in_flight = stages - part.pipeline  # micro-batches that 1F1B keeps alive on this stage
-    (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
+    in_flight = _in_flight(config, stages, part.pipeline)
+    layers = _layers(shape, config, part)
     recomputed = recomputed_modules(config)
 
     def layer_bytes_of(recomputed: Container[str]) -> list[float]:
@@ -388,12 +394,28 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     return int(in_flight * chunks * kept + (chunk - 1) * max(layer_bytes) + working)
 
 
+def _in_flight(config: Config, stages: int, stage: int) -> float:
+    """Micro-batches that 1F1B keeps alive on a stage, at its fullest: those of which it has seen the forward
+    pass and not the backward pass. Interleaved, each of them through one of the rank's chunks is a share of
+    one."""
+    chunks = model_chunks(config)
+    if chunks == 1:
+        return stages - stage
+    ahead = 2 * (stages - stage - 1) + (chunks - 1) * micro_batch_multiple(config)
+    return (ahead + 1) / chunks
+
+
+def _layers(shape: ModelShape, config: Config, part: StagePart) -> list[int]:
+    """Those of a pipeline stage, of all its chunks."""
+    ranges = pipeline_layers(shape.num_layers, config.parallel, model_chunks(config))[part.pipeline]
+    return [layer for layers in ranges for layer in layers]
+
+
 def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
     """One layer's tensors, and on the last stage logits with what the loss takes of them."""
     tokens = max(max_tokens, config.model.tokens_without_gradient)
     element = _trainer_element(config)
-    (layers,) = pipeline_layers(shape.num_layers, config.parallel)[part.pipeline]
-    widest = max(kept_elements(shape, config.parallel, layer) for layer in layers)
+    widest = max(kept_elements(shape, config.parallel, layer) for layer in _layers(shape, config, part))
     gathered = _gathered(shape, config.parallel, tokens)
     is_last = part.pipeline == config.parallel.pipeline_model_parallel_size - 1
     return int((widest * tokens + gathered) * element) + (

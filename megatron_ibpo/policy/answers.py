@@ -13,6 +13,8 @@ class About:
     """What computes the loss, and why."""
     layers: dict[str, tuple[str, str]]
     """Part of a layer → (the library that computes it, how)."""
+    notes: tuple[str, ...]
+    """What the user is to know of the checkpoint that was loaded."""
 
 
 @dataclass(frozen=True, slots=True)

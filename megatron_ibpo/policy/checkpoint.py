@@ -1,7 +1,8 @@
 """What a Megatron distributed checkpoint of policy and critic holds, and how any layout loads it."""
 
+import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from unittest import mock
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.safe_globals import SafeUnpickler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gathering import gathered_by_kind
 from megatron_ibpo.policy.trainer import Trainer
@@ -19,7 +22,7 @@ from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import read_layout
-from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, read_metadata
 
 CRITIC = "critic"
 """Directory in a checkpoint: tensors of both models have the same names."""
@@ -32,10 +35,14 @@ def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
         return {**models, **_progress(trained, models, is_loading=False)}
 
 
-def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> None:
-    """Restore weights, optimizer state and schedule, saved under whatever layout.
+def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> tuple[str, ...]:
+    """Restore weights, optimizer state and schedule, saved under whatever layout, and under the same layout
+    the scales of FP8.
 
     A checkpoint of weights alone, as the conversion tools write, leaves optimizer, schedule and critic new.
+
+    Returns:
+        what the user is to know: what has not been restored, and why.
 
     Raises:
         CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic where
@@ -47,7 +54,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
     if not saved.get("optimizer", True):
         load_weights(trainer.chunks, checkpoint, trainer.vocab_size)
         trainer.optimizer.reload_model_params()
-        return
+        return _without_scales(trainer, f"{checkpoint} holds none")
     sharded = trainer.config.parallel.use_distributed_optimizer
     if saved and saved["parallel"]["use_distributed_optimizer"] != sharded:
         raise CheckpointError(
@@ -56,14 +63,40 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
         )
     if critic is not None and not (checkpoint / CRITIC).is_dir():
         raise CheckpointError(f"--load {checkpoint}: holds no critic, so it is no run of --advantages critic")
-    _restore(trainer, checkpoint, trainer.vocab_size)
+    differing = _differing_sizes(saved.get("parallel", {}), trainer.config.parallel)
+    _restore(trainer, checkpoint, trainer.vocab_size, with_scales=not differing)
     if critic is not None:
-        _restore(critic, checkpoint / CRITIC, trainer.vocab_size)
+        _restore(critic, checkpoint / CRITIC, trainer.vocab_size, with_scales=not differing)
+    if differing:
+        return _without_scales(trainer, f"{checkpoint} was saved with {listed(differing)}")
+    return ()
 
 
-def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int) -> None:
+def _differing_sizes(saved: Mapping[str, Any], present: ParallelConfig) -> list[str]:
+    """In how many parts the saved model was cut where this one is cut otherwise. What FP8 scales belong to is
+    named by them."""
+    sizes = {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}
+    sizes |= {"expert_tensor_parallel_size"}
+    return [
+        f"{name} {saved.get(name)}" for name in sorted(sizes) if saved.get(name) != getattr(present, name)
+    ]
+
+
+def _without_scales(trained: Trainer, why: str) -> tuple[str, ...]:
+    if not _is_fp8(trained):
+        return ()
+    return (f"the scales of FP8 are not restored, {why}: they form anew within a few steps",)
+
+
+def _is_fp8(trained: Trainer | Critic) -> bool:
+    config = trained.chunks[0].config
+    return bool(config.fp8 or config.fp4)
+
+
+def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, with_scales: bool) -> None:
     _allocate_torch_state(trained)
-    models = _models(trained.chunks, is_loading=True)
+    scales = _stored_scales(directory) if with_scales and _is_fp8(trained) else frozenset()
+    models = _models(trained.chunks, is_loading=True, scales=scales)
     state = _load({**models, **_progress(trained, models, is_loading=True)}, directory, vocab_size)
     _fill(trained.chunks, state, directory)
     with _step_left_alone():
@@ -105,9 +138,11 @@ def _reason(error: BaseException) -> str:
 def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path) -> None:
     for index, chunk in enumerate(chunks):
         for name, value in state[f"model{index}"].items():
-            if isinstance(value, torch.Tensor):
+            if _is_extra_state(name):
+                _check_scales(value, checkpoint, name)
+            elif isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
-        # not strict: Transformer Engine's modules miss their extra state, which `_models` does not ask for
+        # not strict: Transformer Engine's modules miss extra state that `_models` does not ask for
         filled = getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"], strict=False)
         lacks = [name for name in filled.missing_keys if not _is_extra_state(name)]
         if lacks or filled.unexpected_keys:
@@ -120,6 +155,29 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path) -> Non
 def _is_extra_state(name: str) -> bool:
     """Whether this is what Transformer Engine keeps for FP8: scales. Its grouped layers number theirs."""
     return re.fullmatch(r"_extra_state\d*", name.rpartition(".")[2]) is not None
+
+
+def _stored_scales(directory: Path) -> frozenset[str]:
+    """Keys of the extra state that a checkpoint holds; a conversion has none."""
+    places = read_metadata(directory).storage_data
+    return frozenset(index.fqn for index in places if "_extra_state" in index.fqn)
+
+
+def _check_scales(value: Any, checkpoint: Path, name: str) -> None:
+    """A pickle in a tensor of bytes, empty without FP8, which Transformer Engine reads as it is: it is read
+    first by what cannot run code.
+
+    Raises:
+        CheckpointError: it is something else, or asks for more than scales need.
+    """
+    try:
+        if value.numel():
+            SafeUnpickler(io.BytesIO(value.numpy().tobytes())).load()
+    except Exception as error:
+        raise CheckpointError(
+            f"--load {checkpoint}: {name} is damaged or unsafe, and was not read: {first_line(error)}; take "
+            "another copy of the checkpoint"
+        ) from None
 
 
 def _check_optimizer(trained: Trainer | Critic, directory: Path) -> None:
@@ -145,28 +203,33 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _models(chunks: Sequence[Any], *, is_loading: bool) -> dict[str, Any]:
+def _models(
+    chunks: Sequence[Any], *, is_loading: bool, scales: Container[str] = frozenset()
+) -> dict[str, Any]:
+    """What Megatron names of each chunk.
+
+    Args:
+        scales: keys of the extra state that is to be loaded.
+    """
     models = {
         f"model{index}": getattr(chunk, "module", chunk).sharded_state_dict(metadata=_metadata())
         for index, chunk in enumerate(chunks)
     }
     if not is_loading:
         return models
-    # without Transformer Engine's FP8 scales: they are not there after a conversion, and form anew within a
-    # few steps
     return {
-        name: {key: value for key, value in model.items() if not _is_extra_state(key)}
+        name: {
+            key: value
+            for key, value in model.items()
+            if not _is_extra_state(key) or value.unique_key in scales
+        }
         for name, model in models.items()
     }
 
 
 def _progress(trained: Trainer | Critic, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """Optimizer and schedule."""
-    optimizer = trained.optimizer.sharded_state_dict(
-        {key: value for model in models.values() for key, value in model.items()},
-        is_loading=is_loading,
-        metadata=_metadata(),
-    )
+    optimizer = trained.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata())
     return {"optimizer": _without_classes(optimizer), "scheduler": trained.scheduler.state_dict()}
 
 

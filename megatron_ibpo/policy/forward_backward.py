@@ -72,14 +72,20 @@ def make_trainable(
     uncalled: list[Waits] = [[] for _ in chunks]
     if config.parallel.overlap_param_gather:
         uncalled = [find_uncalled(chunk, partial(_forward_nothing, chunk, processor)) for chunk in chunks]
-    wrapped = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
+    wrapped = [
+        # as Megatron-LM: only what the last part of a backward pass reduces has nothing to hide behind
+        DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     for chunk, waits in zip(wrapped, uncalled, strict=True):
         wait_around(chunk, waits)
         _count_padding(chunk)
     optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
-    model_config.no_sync_func = wrapped[0].no_sync
+    model_config.no_sync_func = (
+        [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    )
     return wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates)
 
 
@@ -193,9 +199,13 @@ def _run(
         batch: PackedBatch = next(iterator)
         return _forward(model, batch, processor), partial(output, batch)
 
-    return get_forward_backward_func()(
+    interleaved = len(chunks) > 1
+    schedule = get_forward_backward_func(
+        parallel_state.get_pipeline_model_parallel_world_size(), len(chunks) if interleaved else None
+    )
+    return schedule(
         forward_step_func=forward,
-        data_iterator=iter(batches),
+        data_iterator=[iter(batches) for _ in chunks] if interleaved else iter(batches),
         model=chunks,
         num_microbatches=len(batches),
         seq_length=max(batch.input_ids_1N.shape[1] for batch in batches),

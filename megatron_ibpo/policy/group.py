@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.policy.overrides import micro_batch_multiple
 from megatron_ibpo.policy.planning import (
     Cost,
     Passes,
     Plan,
     data_parallel_rank,
+    empty_micro_batches,
     merge_parts,
     plan_forward,
     plan_measure,
@@ -67,6 +69,8 @@ class Policy:
         """One rollout's optimizer steps, of the policy and then of the critic; returns the metrics."""
         plan = plan_update(sequences, self._config, self._num_shares, self._cost)
         metrics = self._run("update", plan)[0] | update_metrics(sequences)
+        if micro_batch_multiple(self._config) > 1:
+            metrics["micro_batches_empty"] = empty_micro_batches(plan.shares)
         if self._config.algorithm.advantages == "critic":
             plan = plan_value_update(sequences, self._config, self._num_shares, self._cost)
             metrics |= self._run("update_critic", plan)[0]

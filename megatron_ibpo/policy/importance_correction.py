@@ -74,6 +74,8 @@ def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[
     assert arrays.rollout_logprobs_R is not None  # `plan_update` checked
     gaps_R = arrays.old_logprobs_R.astype(np.float64) - arrays.rollout_logprobs_R
     gaps_R[~arrays.loss_mask_R] = 0.0  # context has no log-prob of the policy
+    if arrays.off_policy_R is not None:
+        gaps_R[arrays.off_policy_R] = 0.0  # what was sampled from another prompt has none of this one
     bounds = loss.sequence_rejection
     kept_S = [bounds is None or not is_rejected(own, *bounds) for own in _in_loss(arrays, gaps_R)]
     weights_R, cut_R = _token_weights(gaps_R, loss)

@@ -13,7 +13,7 @@ from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.models.backends import Backends, find_backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_overrides
+from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_chunks, model_overrides
 
 
 def build_model(
@@ -23,7 +23,8 @@ def build_model(
     device: Literal["cpu", "cuda", "meta"] = "cpu",
     libraries: Backends | None = None,
 ) -> list[Any]:
-    """Build this rank's part of the model, a list of one GPTModel (there is no virtual pipelining).
+    """Build this rank's part of the model: a GPTModel, or in an interleaved pipeline several, in the order of
+    their layers.
 
     Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf`
     fills every one of them. "meta" builds without memory, for counting. Parameters are bfloat16 under
@@ -38,16 +39,11 @@ def build_model(
         ValueError: Megatron refuses what --model-override made of its configuration.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
-    logits [1, N, padded_vocab_size/TP] on the last pipeline stage, which mean nothing beyond the vocabulary,
-    and hidden states elsewhere. N must be a multiple of TP; cu_seqlens_q is int32 [sequences + 1] from 0 to
-    N; max_seqlen_q must be set.
+    logits [1, N, padded_vocab_size/TP] in the last chunk of the last pipeline stage, which mean nothing
+    beyond the vocabulary, and hidden states elsewhere. N must be a multiple of TP; cu_seqlens_q is int32
+    [sequences + 1] from 0 to N; max_seqlen_q must be set.
     """
     cpu.activate()
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
     from megatron_ibpo.models import spec
 
     if libraries is None:
@@ -58,29 +54,43 @@ def build_model(
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    numbers = range(core.virtual_pipeline_model_parallel_size or 1)
+    rows = padded_vocab_size(shape, config.parallel)
     with torch.device(device), _current_device(device), blaming(MODEL, config.model.model_override):
-        chunk = GPTModel(
-            config=core,
-            transformer_layer_spec=spec.block_spec(
-                shape,
-                backend,
-                get_transformer_layer_offset(core, pp_rank=stage),
-                get_num_layers_to_build(core, pp_rank=stage),
-            ),
-            vocab_size=padded_vocab_size(shape, config.parallel),
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            position_embedding_type="rope",
-            rotary_percent=shape.rotary_dim / shape.head_dim,
-            rotary_base=shape.rope_theta,
-        )
-    for name, parameter in chunk.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
-    return [chunk.to(device)]
+        chunks = [_chunk(shape, core, backend, number, rows) for number in numbers]
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
+    return [chunk.to(device) for chunk in chunks]
+
+
+def _chunk(shape: ModelShape, core: Any, backend: Any, number: int, vocab_size: int) -> Any:
+    """Number `number` of this rank's pieces of the model, with the vocabulary padded to `vocab_size`."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megatron_ibpo.models import spec
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    is_last = number == (core.virtual_pipeline_model_parallel_size or 1) - 1
+    first_layer = get_transformer_layer_offset(core, vp_stage=number, pp_rank=stage)
+    layers = get_num_layers_to_build(core, vp_stage=number, pp_rank=stage)
+    return GPTModel(
+        config=core,
+        transformer_layer_spec=spec.block_spec(shape, backend, first_layer, layers),
+        vocab_size=vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=number == 0 and parallel_state.is_pipeline_first_stage(),
+        post_process=is_last and parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=shape.rotary_dim / shape.head_dim,
+        rotary_base=shape.rope_theta,
+        vp_stage=number if core.virtual_pipeline_model_parallel_size else None,
+    )
 
 
 def build_value_model(
@@ -174,6 +184,9 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,  # between pipeline stages
         "moe_token_dispatcher_type": "alltoall",  # the one that takes them
+        # as Megatron-LM's: in batches, two interleaved stages would mix up what they send each other
+        "overlap_p2p_comm": model_chunks(config) > 1,
+        "batch_p2p_comm": model_chunks(config) == 1,
         # precision
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

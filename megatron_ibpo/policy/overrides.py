@@ -12,6 +12,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.config.declared import Fields, declared_fields, declared_values
 
 MODEL, OPTIMIZER = "--model-override", "--optimizer-override"
+CHUNKS, GROUP = "virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"
 
 _OF_THE_MODEL = "it follows from config.json of --hf-checkpoint"
 _OF_THE_DEVICE = "it follows from the device"
@@ -52,8 +53,6 @@ MODEL_OURS = {
     ),
     "tensor_model_parallel_size": "use --tensor-model-parallel-size",
     "pipeline_model_parallel_size": "use --pipeline-model-parallel-size",
-    "virtual_pipeline_model_parallel_size": "a rank has one part of the model, interleaved pipelines are not "
-    "built yet",
     "pipeline_model_parallel_layout": "use --decoder-first-pipeline-num-layers and "
     "--decoder-last-pipeline-num-layers",
     "num_layers_in_first_pipeline_stage": "use --decoder-first-pipeline-num-layers",
@@ -73,6 +72,11 @@ MODEL_OURS = {
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
 """Fields of TransformerConfig that follow from the rest → what to do instead."""
+_OF_MEGATRON_LM = {
+    "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
+    "pieces the layers of a rank are cut",
+}
+"""Settings of Megatron-LM's command line that are no fields → what to do instead."""
 
 OPTIMIZER_OURS = {
     "optimizer": "AdamW is the only one",
@@ -128,7 +132,8 @@ def model_overrides(config: Config) -> dict[str, Any]:
         return {}
     fields = declared_fields("megatron.core", "model_parallel_config.py", "ModelParallelConfig")
     fields |= declared_fields("megatron.core", "transformer/transformer_config.py", "TransformerConfig")
-    return _values(MODEL, config.model.model_override, fields, MODEL_OURS, "TransformerConfig")
+    instead = MODEL_OURS | _OF_MEGATRON_LM
+    return _values(MODEL, config.model.model_override, fields, instead, "TransformerConfig")
 
 
 def optimizer_overrides(config: Config) -> dict[str, Any]:
@@ -182,14 +187,59 @@ def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{flag} {given}: Megatron refuses it: {error or 'without a reason'}") from error
 
 
+def model_chunks(config: Config) -> int:
+    """Pieces of the model that each rank holds: more than one in an interleaved pipeline.
+
+    Raises:
+        ValueError: as `model_overrides`.
+    """
+    return model_overrides(config).get(CHUNKS) or 1
+
+
+def micro_batch_multiple(config: Config) -> int:
+    """What the number of a pass's micro-batches must divide by: in an interleaved pipeline a rank takes so
+    many through one of its pieces of the model before it turns to the next.
+
+    Raises:
+        ValueError: as `model_overrides`.
+    """
+    if model_chunks(config) == 1:
+        return 1
+    return model_overrides(config).get(GROUP) or config.parallel.pipeline_model_parallel_size
+
+
+def _check_pipeline(config: Config) -> None:
+    """
+    Raises:
+        ValueError: an interleaved pipeline that Megatron's schedule cannot run.
+    """
+    overrides, stages = model_overrides(config), config.parallel.pipeline_model_parallel_size
+    chunks, group = overrides.get(CHUNKS), overrides.get(GROUP)
+    if chunks is None:
+        return
+    if chunks < 2:
+        raise ValueError(f"{MODEL} {CHUNKS}={chunks}: must be at least 2; leave it out for one piece a rank")
+    if stages < 2:
+        raise ValueError(f"{MODEL} {CHUNKS}={chunks}: needs --pipeline-model-parallel-size of at least 2")
+    if group is not None and group < stages:
+        raise ValueError(
+            f"{MODEL} {GROUP}={group}: must be at least --pipeline-model-parallel-size ({stages})"
+        )
+    if stages == 2 and not overrides.get("overlap_p2p_comm", True):
+        raise ValueError(
+            f"{MODEL} overlap_p2p_comm=false: two interleaved stages would mix up what they send each other"
+        )
+
+
 def check_overrides(config: Config) -> None:
     """Refuse what cannot be overridden.
 
     Raises:
-        ValueError: as `model_overrides`, with a line for each of both flags.
+        ValueError: as `model_overrides`, with a line for each of both flags; or an interleaved pipeline that
+            cannot run.
     """
     problems = []
-    for read in (model_overrides, optimizer_overrides):
+    for read in (_check_pipeline, optimizer_overrides):
         try:
             read(config)
         except ValueError as error:

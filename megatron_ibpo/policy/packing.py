@@ -50,6 +50,13 @@ class PackedArrays:
     importance_weights_R: Weights | None = None
     """Filled in by the rank itself where it corrects for the policy that sampled. `token_weights_R` have
     them, and so has the loss that is reported."""
+    off_policy_S: Flags | None = None
+    """Sequences that were sampled from another prompt; None where there are none."""
+
+    @property
+    def off_policy_R(self) -> Flags | None:
+        """Their response tokens."""
+        return None if self.off_policy_S is None else np.repeat(self.off_policy_S, self.response_lengths_S)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class PackedBatch:
     values_N: Tensor | None
     num_sequences: int
     """Without the padding."""
+    compared_rows_R: Tensor
+    """[R] int64, rising: rows in the loss whose rollout log-probs were sampled from this very prompt."""
     rows_R: Lengths
     """Row of each response token."""
 
@@ -109,6 +118,7 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
         returns_R=_of_all([s.returns for s in chosen]),
         values_R=_of_all([s.values for s in chosen]),
         members_S=np.array(micro_batch.members, np.int64),
+        off_policy_S=np.array([s.off_policy for s in chosen]) if any(s.off_policy for s in chosen) else None,
     )
 
 
@@ -163,9 +173,15 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
     token_advantages_N = per_row(arrays.token_advantages_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
     loss_rows = rows_R[arrays.loss_mask_R]
+    loss_rows_R = compared_rows_R = tensor(loss_rows, torch.int64)
+    off_policy_S = None
+    if arrays.off_policy_S is not None and arrays.off_policy_R is not None:
+        off_S = arrays.off_policy_S
+        off_policy_S = tensor(np.append(off_S, False) if padding else off_S, torch.bool)
+        compared_rows_R = tensor(rows_R[arrays.loss_mask_R & ~arrays.off_policy_R], torch.int64)
     index = RowIndex(
         bounds=tuple(bounds.tolist()),
-        response_rows_R=tensor(loss_rows, torch.int64),
+        response_rows_R=loss_rows_R,
         ends=tuple(np.searchsorted(loss_rows, bounds[1:]).tolist()),
     )
     return PackedBatch(
@@ -183,6 +199,7 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
             ref_logprobs_N=per_row(arrays.ref_logprobs_R),
             token_weights_N=per_row(arrays.token_weights_R),
             sequence_weights_S=sequences(arrays.weights_S, 0.0),
+            off_policy_S=off_policy_S,
             temperature=sequences(arrays.temperature_S, 1.0),
             index=index,
         ),
@@ -191,6 +208,7 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
         returns_N=per_row(arrays.returns_R) if both else None,
         values_N=per_row(arrays.values_R) if both else None,
         num_sequences=len(lengths),
+        compared_rows_R=compared_rows_R,
         rows_R=rows_R,
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megatron_ibpo.config import Config, LossConfig, ParallelConfig
+from megatron_ibpo.policy.overrides import micro_batch_multiple
 from megatron_ibpo.prefixes import repeated_prefixes
 from megatron_ibpo.records import TrainSequence
 
@@ -285,6 +286,12 @@ def weighted_mean_length(sequences: Sequence[TrainSequence]) -> float:
     return tokens / weight if weight > 0 and tokens > 0 else 1.0
 
 
+def empty_micro_batches(shares: Sequence[RankUpdate]) -> int:
+    """Micro-batches of an update, on all ranks, that have no sequence: passes over padding alone."""
+    cuts = [part.cut for share in shares for part in share]
+    return sum(not batch.members for cut in cuts for batch in cut.micro_batches)
+
+
 def plan_micro_batches(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[list[list[int]]]:
@@ -313,10 +320,11 @@ def deal(lengths: Sequence[int], num_ranks: int, cost: Cost) -> list[list[int]]:
 
 
 def cut_shares(
-    shares: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, cost: Cost
+    shares: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, cost: Cost, multiple: int = 1
 ) -> list[list[list[int]]]:
     """Each rank's sequences in micro-batches of up to `max_tokens` tokens, a longer sequence in one of its
-    own; [rank][micro-batch][index], the same number on every rank.
+    own; [rank][micro-batch][index], the same number on every rank, and a multiple of `multiple`: empty ones
+    fill up.
 
     Each sequence goes into the first micro-batch with room, longest first, which leaves few micro-batches.
     Those that cost most come first: ranks that share experts wait for each other in every micro-batch, and so
@@ -326,6 +334,7 @@ def cut_shares(
     for batches in plan:
         batches.sort(key=lambda batch: -sum(cost(lengths[i]) for i in batch))
     most = max(1, *(len(batches) for batches in plan))
+    most = -(-most // multiple) * multiple
     return [[*batches, *([] for _ in range(most - len(batches)))] for batches in plan]
 
 
@@ -362,11 +371,12 @@ def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, co
         return [Cut([], []) for _ in range(num_ranks)]
     lengths = [s.num_tokens for s in sequences]
     shares = deal(lengths, num_ranks, cost)
+    multiple = micro_batch_multiple(config)
 
     def cut(max_tokens: int) -> list[list[MicroBatch]]:
         return [
             [MicroBatch(tuple(members), tuple(sequences[i] for i in members)) for members in batches]
-            for batches in cut_shares(shares, lengths, max_tokens, cost)
+            for batches in cut_shares(shares, lengths, max_tokens, cost, multiple)
         ]
 
     pairs = zip(cut(config.model.max_tokens_per_gpu), cut(config.model.tokens_without_gradient), strict=True)

@@ -70,8 +70,9 @@ class TrainerRank:
         self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference)
         self.critic = self._build_critic(updates)
         self.saver = Saver(self.world)
+        self.notes: tuple[str, ...] = ()
         if checkpoint is not None:
-            load_checkpoint(self.trainer, checkpoint, self.critic)
+            self.notes = load_checkpoint(self.trainer, checkpoint, self.critic)
         trained: list[Trainer | Critic] = [self.trainer]
         if self.critic is not None:
             trained.append(self.critic)
@@ -84,7 +85,7 @@ class TrainerRank:
         parameters = sum(math.prod(meta.shape) for meta in self.export.metadata())
         shape = read_hf_config(self.config.model.hf_checkpoint)
         layers = served_by(shape, self.libraries, bf16=bool(self.config.model.bf16))
-        return About(parameters, str(self.trainer.loss_backend), layers)
+        return About(parameters, str(self.trainer.loss_backend), layers, self.notes)
 
     def update(self, work: RankUpdate) -> dict[str, float]:
         """The policy's optimizer steps of one rollout."""

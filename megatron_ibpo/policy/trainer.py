@@ -343,9 +343,12 @@ def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Ten
         observed["kl"] = stats.kl_N.sum()
     if batch.rollout_logprobs_N is not None:
         trainer_N = stats.logprobs_N if trainer_N is None else trainer_N
-        gap = (trainer_N - batch.rollout_logprobs_N)[rows]
+        compared = batch.compared_rows_R
+        if not len(compared):
+            return observed
+        gap = (trainer_N - batch.rollout_logprobs_N)[compared]
         observed |= {
-            "compared_tokens": len(rows),
+            "compared_tokens": len(compared),
             "logprob_diff": gap.sum(),
             "logprob_diff_abs": gap.abs().sum(),
             "logprob_diff_k3": (gap.exp() - 1 - gap).sum(),

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from megatron_ibpo.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.rollout import AsyncEngine, EngineDiedError, EngineError, EngineLostError
+from megatron_ibpo.sampling.begun import with_beginning
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.scoring import Score
 from megatron_ibpo.sampling.tasks import together
@@ -224,7 +225,7 @@ class Sampler:
         samples = [self._ask(request, engine) for request in requests]
 
         async def scored(index: int, awaited: asyncio.Future[Sample]) -> Sample:
-            sample = await awaited
+            sample = with_beginning(await awaited, requests[index].begun)
             await self._score(prompt, sample)
             if each is not None:
                 each(index, sample)

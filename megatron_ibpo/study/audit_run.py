@@ -234,7 +234,7 @@ class _Asker:
         ]
 
     def _context(self, seed: int) -> CreditContext:
-        algorithm = self.config.algorithm
+        algorithm = replace(self.config.algorithm, ibpo_gate=False)  # all of them are audited
         if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
             algorithm = replace(algorithm, ibpo_corrections=1)
         template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)

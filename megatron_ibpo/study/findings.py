@@ -75,7 +75,11 @@ def _study(raw: dict[str, Any]) -> Study:
     if (tune := content.get("tune")) is not None:
         grid = tune.get("grid") or {tune["setting"]: tune["values"]}
         values = {key: tuple(of_key) for key, of_key in grid.items()}
-        content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"])
+        own = {
+            method: {key: tuple(of_key) for key, of_key in grid.items()}
+            for method, grid in tune.get("own", {}).items()
+        }
+        content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"], own)
     if "tasks" in content:
         content["tasks"] = tuple(Task(**task) for task in content["tasks"])
     return Study(**content)

@@ -156,16 +156,15 @@ def _replacements(
 
 def _ways(group: Group, target: int, asking: Asking) -> dict[Way, list[int]]:
     """Every way to replace the response, with the responses that its references are drawn from."""
+    compares, as_in_training = asking.algorithm.ibpo_k > 1, asking.as_in_training
+    correct = [i for i, response in enumerate(group.responses) if response.correct]
+    wrong = [i for i, response in enumerate(group.responses) if is_wrong(response) and i != target]
     ways: dict[Way, list[int]] = {}
-    if asking.algorithm.ibpo_k > 1:
-        ways["correct reference"] = [i for i, response in enumerate(group.responses) if response.correct]
-        ways["wrong reference"] = [
-            i for i, response in enumerate(group.responses) if is_wrong(response) and i != target
-        ]
-        ways = {way: pool for way, pool in ways.items() if pool}
-    if asking.as_in_training:
-        ways = dict(list(ways.items())[:1])
-    if not ways or not asking.as_in_training:
+    if compares and correct:
+        ways["correct reference"] = correct
+    if compares and wrong and not (as_in_training and correct):
+        ways["wrong reference"] = wrong
+    if not (as_in_training and ways):
         ways["no reference"] = []
     return ways | {RESAMPLE: []}
 

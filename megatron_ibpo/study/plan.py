@@ -35,6 +35,8 @@ class Tuning:
     seeds: tuple[int, ...]
     """None of them is a seed of the study itself."""
     budget: float
+    own: dict[str, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
+    """Method → further settings that it alone has, and their values: its grid is wider by these."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,10 @@ class PlannedRun:
         return ", ".join([*filter(None, [self.task]), self.method, f"seed {self.seed}", *values])
 
 
-def grid_points(tuning: Tuning) -> list[Settings]:
-    """Every combination of the values."""
-    return [dict(zip(tuning.grid, values, strict=True)) for values in product(*tuning.grid.values())]
+def grid_points(tuning: Tuning, method: str) -> list[Settings]:
+    """Every combination of the values that a method is tried with."""
+    grid = tuning.grid | tuning.own.get(method, {})
+    return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
 def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
@@ -125,9 +128,9 @@ def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
         return []
     return [
         run
-        for point in grid_points(study.tune)
         for task in study.tasks
         for method in study.methods
+        for point in grid_points(study.tune, method)
         for run in plan_point(study, directory, task, method, point, study.tune.seeds)
     ]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def method_settings(given: Settings | str | None) -> Settings:
 
     Args:
         given: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
-            (--ibpo-operator) or of an estimator (--advantages, on GSPO).
+            (--ibpo-operator), or, on GSPO, of a function: of rewards it is an estimator (--advantages), of
+            groups, advantages and context a token credit (--token-credit).
 
     Raises:
         ConfigError: there is no such recipe, or the import path leads to nothing of the kind.
@@ -96,10 +98,12 @@ def method_settings(given: Settings | str | None) -> Settings:
         return dict(found)
     if hasattr(found, "judge"):
         return {"ibpo-operator": given}
-    if callable(found):
-        return {"advantage-estimator": "gspo", "advantages": given}
+    arguments = len(signature(found).parameters) if callable(found) else 0
+    if flag := {1: "advantages", 3: "token-credit"}.get(arguments):
+        return {"advantage-estimator": "gspo", flag: given}
     raise ConfigError(
-        f"method {given}: is neither settings nor an operator nor an estimator: docs/comparing-methods.md"
+        f"method {given}: neither settings, an operator, an estimator nor a token credit: "
+        "docs/comparing-methods.md"
     )
 
 
@@ -119,6 +123,8 @@ def _check(study: Study, path: Path) -> None:
         if used & set(seeds) or len(set(seeds)) < len(seeds):
             problems.append(f"{phase} must not use the study's own seeds, nor one that is used elsewhere")
         used |= set(seeds)
+    if study.tune is not None and (strangers := study.tune.own.keys() - study.methods.keys()):
+        problems.append(f"tune: own names {', '.join(sorted(strangers))}, which is none of the methods")
     if len(study.pilot_seeds) == 1:
         problems.append("a pilot of one seed has no spread: pilot-seeds must be two or more")
     if not study.tasks:
@@ -130,16 +136,26 @@ def _check(study: Study, path: Path) -> None:
 
 
 def _tuning(raw: Any, path: Path) -> Tuning:
-    known = {item.name for item in fields(Tuning)}
-    if not isinstance(raw, dict) or set(raw) != known:
-        raise ConfigError(f"{path}: tune must have exactly {', '.join(sorted(known))}")
-    grid = raw["grid"]
-    if not isinstance(grid, dict) or not grid or not all(isinstance(v, list) and v for v in grid.values()):
+    needed = {"grid", "seeds", "budget"}
+    if not isinstance(raw, dict) or not needed <= set(raw) <= needed | {"own"}:
         raise ConfigError(
-            f"{path}: tune: grid must give each setting a list of values, as in {{lr: [1.0e-4, 3.0e-4]}}"
+            f"{path}: tune must have {', '.join(sorted(needed))}, may have own, and no other key"
         )
-    axes = {str(key): tuple(map(_number, values)) for key, values in grid.items()}
-    return Tuning(axes, tuple(raw["seeds"]), float(raw["budget"]))
+    own = raw.get("own") or {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"{path}: tune: own must give each method a grid of its own settings")
+    return Tuning(
+        grid=_grid(raw["grid"], path),
+        seeds=tuple(raw["seeds"]),
+        budget=float(raw["budget"]),
+        own={str(method): _grid(grid, path) for method, grid in own.items()},
+    )
+
+
+def _grid(raw: Any, path: Path) -> dict[str, tuple[Any, ...]]:
+    if not isinstance(raw, dict) or not raw or not all(isinstance(v, list) and v for v in raw.values()):
+        raise ConfigError(f"{path}: tune: grid must give each setting a list: {{lr: [1.0e-4, 3.0e-4]}}")
+    return {str(key): tuple(map(_number, values)) for key, values in raw.items()}
 
 
 def _number(value: Any) -> Any:

@@ -1,0 +1,102 @@
+"""Gated corrections (--ibpo-gate): a correction is asked for only where it may be worth its price. Ours.
+
+A wrong response of a group with c of n correct is corrected if c = 0, where one more rollout would hardly
+help, or if q̂ > κ·p̂: if a correction is likelier to be right than as many rollouts as it costs.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_ibpo.credit.operator import CreditContext, lent
+from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.records import Group
+
+Tally = Mapping[str, Sequence[float]]
+"""Composition of a group, such as "1/8" → (successes, corrections), both fading."""
+
+FADING = 0.95
+"""What a step's corrections count for one step later. About twenty steps are remembered, so that the gate
+follows a policy that learns to correct; and what is not tried for a while is tried again."""
+
+
+def is_worth_asking(group: Group, prompt_length: int, context: CreditContext) -> bool:
+    """Whether a wrong response of the group is to be corrected.
+
+    Args:
+        prompt_length: tokens of x̃.
+
+    Raises:
+        ValueError: the context has no prices, or remembers what is no tally.
+    """
+    correct, scored = _composition(group)
+    if correct == 0:
+        return True
+    price = price_in_rollouts(group, prompt_length, context)
+    return success_rate(context.memory, correct, scored) > price * correct / scored
+
+
+def success_rate(tally: Tally, correct: int, scored: int) -> float:
+    """q̂: the share of corrections that succeed in groups with `correct` of `scored` right responses, one
+    success and one failure added. So what was never tried is at ½, and is tried where it is cheap enough.
+
+    Raises:
+        ValueError: the tally holds something else than two counts.
+    """
+    try:
+        successes, tries = (float(count) for count in tally.get(_name(correct, scored), (0.0, 0.0)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"what the run remembers of corrections in groups with {_name(correct, scored)} right is no pair "
+            "of counts; take an earlier checkpoint"
+        ) from error
+    return (successes + 1) / (tries + 2)
+
+
+def price_in_rollouts(group: Group, prompt_length: int, context: CreditContext) -> float:
+    """κ: what a correction takes, in rollouts of the same length: operations to read its prompt, once for all
+    corrections of a response, to write it, and to train on it where that is done.
+
+    Raises:
+        ValueError: the context has no prices.
+    """
+    of_sample, algorithm = lent(context.price, "prices of samples"), context.algorithm
+    length = round(sum(len(response.token_ids) for response in group.responses) / len(group.responses))
+    plain = len(group.prompt.token_ids)
+    rollout = of_sample(plain, length, sharing=len(group.responses), trained=plain + length)
+    trained = 0
+    if algorithm.ibpo_joint:
+        trained = prompt_length + length
+    elif algorithm.ibpo_plain_prompt != "none":
+        trained = plain + length
+    return of_sample(prompt_length, length, sharing=algorithm.ibpo_corrections, trained=trained) / rollout
+
+
+def remember(groups: Sequence[Group], before: Tally) -> dict[str, list[float]]:
+    """The tally after a step. Corrections that the verifier failed on say nothing."""
+    counts: dict[str, list[int]] = {}
+    for group in groups:
+        own = counts.setdefault(_name(*_composition(group)), [0, 0])
+        scored = [c.response for c in group.corrections if c.response.reward is not None]
+        own[0] += sum(response.correct for response in scored)
+        own[1] += len(scored)
+    tally: dict[str, list[float]] = {}
+    for name in sorted(counts.keys() | before.keys()):
+        old, new = before.get(name, (0.0, 0.0)), counts.get(name, (0, 0))
+        tally[name] = [FADING * old[0] + new[0], FADING * old[1] + new[1]]
+    return {name: entry for name, entry in tally.items() if entry[1] >= 0.01}
+
+
+def gate_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """gated_pairs: wrong responses that were not corrected because it would not have paid."""
+    wrong = sum(is_wrong(response) for group in groups for response in group.responses)
+    asked = sum(len({correction.target for correction in group.corrections}) for group in groups)
+    return {"gated_pairs": float(wrong - asked - sum(group.skipped_pairs for group in groups))}
+
+
+def _composition(group: Group) -> tuple[int, int]:
+    """(correct, scored) responses."""
+    scored = [response for response in group.responses if response.reward is not None]
+    return sum(response.correct for response in scored), len(scored)
+
+
+def _name(correct: int, scored: int) -> str:
+    return f"{correct}/{scored}"

@@ -1,0 +1,60 @@
+"""Corrections trained on as off-policy samples of the plain prompt (--ibpo-plain-prompt).
+
+ŷ was written by a policy that read x̃, with a wrong response and a reference in it. Under x alone it is what
+LUFFY (arXiv 2504.14945) takes from a stronger model and Critique-GRPO (arXiv 2506.03106) from refinements: a
+sample of another distribution. It joins the group of x, its advantage is relative to all rewards of that
+group, and the loss takes the shaped surrogate of its tokens (`megatron_ibpo.loss.off_policy`). x̃ is not
+trained on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_ibpo.credit.operator import CreditContext
+from megatron_ibpo.credit.sequences import train_sequences
+from megatron_ibpo.credit.shaping import counts
+from megatron_ibpo.records import Correction, Group, TrainSequence
+
+
+def joining_rewards(group: Group, context: CreditContext) -> list[float | None]:
+    """The reward of every correction that joins the responses; None for the others. Empty where none may
+    join.
+
+    "successful": those that are right and no rewrite. "one": one of each group, the first that is right, or
+    else the first of all, which is punished if others are right (Critique-GRPO).
+    """
+    which = context.algorithm.ibpo_plain_prompt
+    if which == "none":
+        return []
+    chosen = [c for c in group.corrections if counts(c)] if which == "successful" else _one(group)
+    return [c.response.reward if c in chosen else None for c in group.corrections]
+
+
+def plain_prompt_sequences(
+    group: Group,
+    number: int,
+    rewards: Sequence[float | None],
+    advantages: Sequence[float | None],
+    weight: float,
+) -> list[TrainSequence]:
+    """The corrections that have an advantage, each behind the prompt that its target was sampled from.
+
+    Args:
+        number: index of the group in the step.
+        rewards, advantages: of every correction.
+    """
+    corrections = [correction.response for correction in group.corrections]
+    columns = zip(corrections, rewards, advantages, [None] * len(corrections), strict=True)
+    return [
+        replace(
+            sequence,
+            prompt_token_ids=group.responses[group.corrections[sequence.index].target].prompt_token_ids,
+            off_policy=True,
+        )
+        for sequence in train_sequences(group, number, "correction", columns, weight)
+    ]
+
+
+def _one(group: Group) -> list[Correction]:
+    scored = [c for c in group.corrections if c.response.reward is not None]
+    return ([c for c in scored if c.response.correct] or scored)[:1]

@@ -1,0 +1,76 @@
+"""Reset groups: where a wrong response leaves a right one, the policy goes on from there several times.
+
+y_i[:f_i] is what a wrong response shares with the correct sibling that it follows longest. K suffixes are
+drawn from it, and each has the advantage r_k less the mean of the K, on its own tokens alone: what the policy
+did from that place on, and nothing before, is compared. Monte-Carlo values of prefixes as in VinePPO (arXiv
+2410.01679) and SPO (arXiv 2505.23564), taken at one place; resets in RRPO (arXiv 2605.25507) and DEEP-GRPO
+(arXiv 2602.14169).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_ibpo.credit.divergence import shared_tokens
+from megatron_ibpo.credit.estimators import group_mean
+from megatron_ibpo.credit.joint import degenerate_correction_groups
+from megatron_ibpo.credit.operator import CreditContext, FollowUp, Judgement, Operator, no_phi
+from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.records import Group, SampleRequest
+from megatron_ibpo.seeds import derive_seed
+
+
+class ResetGroups(Operator):
+    """K = --ibpo-corrections suffixes of every wrong response that has a correct sibling. φ = 0."""
+
+    def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
+        """A response that leaves no room behind what it shares is counted in `group.skipped_pairs`."""
+        correct = [response for response in group.responses if response.correct]
+        asked: list[FollowUp] = []
+        group.skipped_pairs = 0
+        for target, response in enumerate(group.responses):
+            if not correct or not is_wrong(response):
+                continue
+            begun = shared_tokens(response, correct)
+            room = context.rollout.rollout_max_response_len - begun
+            if begun == len(response.token_ids) or room < 1:
+                group.skipped_pairs += 1
+                continue
+            asked += [
+                FollowUp(target, (), _request(group, target, begun, number, context))
+                for number in range(context.algorithm.ibpo_corrections)
+            ]
+        return asked
+
+    def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
+        """Nothing of the responses; what came of the suffixes."""
+        suffixes = [correction.response for group in groups for correction in group.corrections]
+        scored = [suffix for suffix in suffixes if suffix.reward is not None]
+        metrics = {
+            "reset_suffixes": float(len(suffixes)),
+            "reset_reward_errors": float(len(suffixes) - len(scored)),
+            "tokens_reset_suffixes": float(sum(suffix.num_trained_tokens for suffix in suffixes)),
+            "skipped_pairs": float(sum(group.skipped_pairs for group in groups)),
+            "degenerate_correction_groups": float(
+                sum(degenerate_correction_groups(group, context) for group in groups)
+            ),
+        }
+        if scored:
+            metrics["reset_success"] = sum(suffix.correct for suffix in scored) / len(scored)
+        if suffixes:
+            begun = sum(suffix.num_begun_tokens for suffix in suffixes)
+            metrics["reset_shared_length"] = begun / len(suffixes)
+        return Judgement(no_phi(groups), metrics=metrics, follow_up_estimator=group_mean)
+
+
+def _request(group: Group, target: int, begun: int, number: int, context: CreditContext) -> SampleRequest:
+    response, rollout = group.responses[target], context.rollout
+    return SampleRequest(
+        np.concatenate([response.prompt_token_ids, response.token_ids[:begun]]),
+        derive_seed("reset", context.seed, context.step, group.prompt.index, target, number),
+        rollout.rollout_max_response_len - begun,
+        response.temperature,
+        rollout.rollout_top_p,
+        rollout.rollout_top_k,
+        begun,
+    )

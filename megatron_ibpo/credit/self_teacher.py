@@ -1,0 +1,80 @@
+"""Credit by a self-teacher: the policy, shown a right response, says which tokens of a wrong one it would not
+have written. After SDPO (arXiv 2601.20802), whose distillation is here a factor on the policy gradient."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ibpo.credit.operator import CreditContext, LogProbQuery, TokenWeights, lent
+from megatron_ibpo.credit.pairing import draw_references, is_wrong
+from megatron_ibpo.credit.token_credit import Advantages, TokenFactors
+from megatron_ibpo.records import Floats, Group, Sample, Weights
+from megatron_ibpo.seeds import derive_seed
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What the teacher is asked of one response."""
+
+    group: int
+    index: int
+    query: LogProbQuery
+
+
+def self_teacher(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:
+    """m_t = 1 + η clip(-a_t, -1, 1) for wrong responses with an advantage and a correct sibling y⁺:
+    a_t = log π(y_t | x, y⁺, y_<t) - log π(y_t | x, y_<t). So A_t = A_i m_t.
+
+    y⁺ is drawn among the correct siblings and shown as a correction prompt shows a lone candidate. The first
+    term takes a forward pass of about |x| + 2|y| tokens, all wrong responses at once; the second is what the
+    engine sampled by. A response whose pass would not fit the context learns as a whole, and is counted.
+
+    Raises:
+        ValueError: the context has no log-probs.
+    """
+    weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
+    wanted = [
+        (number, index)
+        for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
+        if any(response.correct for response in group.responses)
+        for index, response in enumerate(group.responses)
+        if of_group[index] and is_wrong(response)
+    ]
+    questions = [_Question(number, i, _query(groups[number], i, context)) for number, i in wanted]
+    fitting = [q for q in questions if _tokens(q.query) <= context.max_context]
+    answers = lent(context.logprobs, "the policy's log-probs")([q.query for q in fitting]) if fitting else []
+    gaps = []
+    for question, answer in zip(fitting, answers, strict=True):
+        response = groups[question.group].responses[question.index]
+        gap = _gap(response, answer)
+        weights[question.group][question.index] = 1.0 + context.algorithm.token_credit_eta * np.clip(
+            -gap, -1.0, 1.0
+        )
+        gaps += gap[response.loss_mask].tolist()
+    metrics = {
+        "teacher_tokens": float(sum(_tokens(q.query) for q in fitting)),
+        "teacher_skipped": float(len(questions) - len(fitting)),
+    }
+    if gaps:
+        metrics["teacher_gap"] = sum(gaps) / len(gaps)
+    return TokenFactors(weights, metrics)
+
+
+def _query(group: Group, index: int, context: CreditContext) -> LogProbQuery:
+    response = group.responses[index]
+    rng = random.Random(derive_seed("teacher", context.seed, context.step, group.prompt.index, index))
+    (shown,) = draw_references(index, group.responses, 1, rng)
+    prompt_ids = context.vocabulary.correction_prompt(group.prompt, group.responses[shown].content_ids, [])
+    return LogProbQuery(prompt_ids, response.token_ids, response.temperature)
+
+
+def _tokens(query: LogProbQuery) -> int:
+    return len(query.context) + len(query.continuation)
+
+
+def _gap(response: Sample, teacher: Floats) -> Weights:
+    """a_t; 0 for tokens that the policy did not write."""
+    gap = teacher.astype(np.float64) - response.logprobs
+    return np.where(response.loss_mask, gap, 0.0)
