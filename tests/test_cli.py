@@ -213,6 +213,8 @@ def test_all_problems_are_named_at_once(tmp_path):
 NUMBERS = [
     name for name, entry in ENTRIES.items() if {int, float} & {entry.type, *typing.get_args(entry.type)}
 ]
+SERIES = [name for name in NUMBERS if typing.get_origin(ENTRIES[name].type) is tuple]
+"""Fields of any count of numbers; what a command line and a recipe give them is always a tuple."""
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 10**20, -(10**20)])
@@ -224,7 +226,7 @@ def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(tmp_
             ENTRIES[name].type,
             *typing.get_args(ENTRIES[name].type),
         ):
-            ENTRIES[name].put(config, value)
+            ENTRIES[name].put(config, (value,) if name in SERIES else value)
     with pytest.raises(ConfigError) as refused:
         check_run(config)
     for name in NUMBERS:
