@@ -440,8 +440,19 @@ def check_shape(shape: ModelShape) -> None:
     Raises:
         ValueError: a model that the lean back end does not compute.
     """
-    if shape.family != "qwen3" or shape.is_moe or shape.rotary_dim != shape.head_dim:
+    names = {piece.name for entry in weight_map(shape).values() for piece in entry.pieces}
+    if names != _names(shape) or shape.rotary_dim != shape.head_dim:
         raise ValueError(
-            f"--rollout-backend lean: samples dense qwen3 models, and this one is {shape.family}"
-            f"{' with experts' if shape.is_moe else ''}; take vllm"
+            f"--rollout-backend lean: samples models built as dense qwen3 is, and this one, {shape.family}"
+            f"{' with experts' if shape.is_moe else ''}, is not; take vllm"
         )
+
+
+def _names(shape: ModelShape) -> set[str]:
+    """Names of the tensors that `_Layer` and the model around it read."""
+    attention = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    mlp = [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
+    layers = {f"model.layers.{n}.{part}.weight" for n in range(shape.num_layers) for part in layer}
+    ends = {"model.embed_tokens.weight", "model.norm.weight"}
+    return layers | ends | (set() if shape.tie_word_embeddings else {"lm_head.weight"})

@@ -175,9 +175,10 @@ def _task(name: str, raw: Any, path: Path) -> Task:
         raise ConfigError(f"{path}: task {name}: must have settings, and of {names} no other")
     if not name or "/" in name:
         raise ConfigError(f"{path}: task {name!r}: a name is a directory's, without a slash")
+    settings = given["settings"]
     return Task(
         name,
-        settings=dict(given["settings"] or {}),
+        settings=_read(path_in_recipe(settings)) if isinstance(settings, str) else dict(settings or {}),
         kind=str(given.get("kind", "")),
         warm_start=dict(given.get("warm_start") or {}),
         skill=_skill(given.get("skill"), f"{path}: task {name}"),
