@@ -213,9 +213,7 @@ def test_a_large_policy_is_refused(checkpoint):
 
 def test_another_family_is_refused(shapes):
     check_shape(shapes["dense"])
-    with pytest.raises(
-        ValueError, match="built as dense qwen3 is, and this one, qwen3_next with experts, is not"
-    ):
+    with pytest.raises(ValueError, match="built as dense qwen3 is, and this one, qwen3_next with exp"):
         check_shape(shapes["next"])
 
 

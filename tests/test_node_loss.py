@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ibpo import startup, train
+from megatron_ibpo.config import Config
 
 
 @pytest.fixture
 def opened(monkeypatch):
     """What happens at each opening, in order: an error then, or else one in the steps, or the exit status."""
-    config = SimpleNamespace(cluster=SimpleNamespace(node_wait=7.0))
+    config = Config()
+    config.cluster.node_wait = 7.0
     waits = []
 
     def trained(*happens):

@@ -73,7 +73,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def bootstrap(checkout, *groups, **changes):
     command = ["bash", str(checkout / "tools/bootstrap.sh"), *groups]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**changes))
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(**changes))
 
 
 def pip_calls(checkout):

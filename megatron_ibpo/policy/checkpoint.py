@@ -22,7 +22,7 @@ from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import read_layout
-from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, read_metadata
+from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
 
 CRITIC = "critic"
 """Directory in a checkpoint: tensors of both models have the same names."""
@@ -97,7 +97,9 @@ def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, wit
     _allocate_torch_state(trained)
     scales = _stored_scales(directory) if with_scales and _is_fp8(trained) else frozenset()
     models = _models(trained.chunks, is_loading=True, scales=scales)
-    state = _load({**models, **_progress(trained, models, is_loading=True)}, directory, vocab_size)
+    # a critic's head has a row for its value and none for the vocabulary
+    keys = ROWS_MAY_BE_PADDED[:1] if isinstance(trained, Critic) else ROWS_MAY_BE_PADDED
+    state = _load({**models, **_progress(trained, models, is_loading=True)}, directory, vocab_size, keys)
     _fill(trained.chunks, state, directory)
     with _step_left_alone():
         trained.optimizer.load_state_dict(state["optimizer"])
@@ -118,9 +120,11 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, vocab_size: int) -> No
     _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint, vocab_size), checkpoint)
 
 
-def _load(wanted: dict[str, Any], checkpoint: Path, vocab_size: int) -> dict[str, Any]:
+def _load(
+    wanted: dict[str, Any], checkpoint: Path, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED
+) -> dict[str, Any]:
     # reads all pickles safely first: Megatron unpickles them as they come
-    StoredCheckpoint(checkpoint).check_vocabulary(vocab_size)
+    StoredCheckpoint(checkpoint).check_vocabulary(vocab_size, keys)
     try:
         return dist_checkpointing.load(wanted, str(checkpoint))
     except (Exception, CheckpointException) as error:  # the latter is a BaseException

@@ -8,7 +8,7 @@ belong there: it cannot run code.
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,9 +197,13 @@ class StoredCheckpoint:
                 f"{self.directory}: tensors that this model has no place for: {listed(extra)}"
             )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises CheckpointError if embedding or head have fewer rows, which Megatron would add as 0."""
-        for key in ROWS_MAY_BE_PADDED:
+    def check_vocabulary(self, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED) -> None:
+        """Raises CheckpointError if embedding or head have fewer rows, which Megatron would add as 0.
+
+        Args:
+            keys: the tensors that have a row for each token.
+        """
+        for key in keys:
             if key in self.tensors and (rows := self.tensors[key].size[0]) < vocab_size:
                 raise CheckpointError(
                     f"{self.directory}: {key} has {rows} rows for a vocabulary of {vocab_size}: it is of "
