@@ -32,6 +32,9 @@ from megatron_ibpo.words import counted
 OVERHEAD_S = 40.0
 """Seconds that a run is assumed to take on top of its budget (start, evaluation) before one was seen."""
 
+MOST_EXTENSIONS = 4
+"""By so many values a grid is extended, one after the other, while its best lies at an end."""
+
 
 def conduct(
     study: Study, directory: Path, console: Console, *, parallel: int = 1, runs_at_most: int | None = None
@@ -109,12 +112,16 @@ class _Conductor:
         of_method: dict[tuple[str, str], list[PlannedRun]] = {}
         for run in planned:
             of_method.setdefault((run.task, run.method), []).append(run)
-        choices = [self._choice(*which, runs) for which, runs in of_method.items()]
-        further = [run for choice in choices for run in self._beyond(choice)]
-        if not self._run(further):
-            return None
-        for run in further:
-            of_method[run.task, run.method].append(run)
+        for _ in range(MOST_EXTENSIONS):
+            choices = [self._choice(*which, runs) for which, runs in of_method.items()]
+            known = {run.directory for runs in of_method.values() for run in runs}
+            further = [r for choice in choices for r in self._beyond(choice) if r.directory not in known]
+            if not further:
+                break
+            if not self._run(further):
+                return None
+            for run in further:
+                of_method[run.task, run.method].append(run)
         return [self._settled(self._choice(*which, runs)) for which, runs in of_method.items()]
 
     def _choice(self, task: str, method: str, runs: Sequence[PlannedRun]) -> Choice:

@@ -1,8 +1,9 @@
 """What tuning chooses for a method on a task, and whether the grid was wide enough to choose from.
 
 A best value at the end of its axis says that a better one may lie beyond. So the grid is extended there by
-one value, as far from the last as that is from the one before. A best that lies at the end even then is
-taken, and marked: nothing is claimed of a method, or against a baseline, that was tuned so.
+one value, as far from the last as that is from the one before, and again while the best is the last. A best
+that lies at the end after a number of values is taken, and marked: nothing is claimed of a method, or against
+a baseline, that was tuned so.
 """
 
 from collections.abc import Sequence
