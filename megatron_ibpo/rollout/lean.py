@@ -440,6 +440,11 @@ def check_shape(shape: ModelShape) -> None:
     Raises:
         ValueError: a model that the lean back end does not compute.
     """
+    if shape.rope_scaling is not None:
+        raise ValueError(
+            "--rollout-backend lean: knows no scaled rotary positions, and config.json asks for "
+            f"{shape.rope_scaling.rope_type}; take vllm"
+        )
     if shape.family != "qwen3" or shape.is_moe or shape.rotary_dim != shape.head_dim:
         raise ValueError(
             f"--rollout-backend lean: samples dense qwen3 models, and this one is {shape.family}"
