@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_weights import as_bytes, assert_same_bytes, make_qwen3_moe, shard_by_hand, with_fused_experts
-from tiny_models import make_qwen3, make_qwen3_next
+from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
@@ -103,6 +103,8 @@ def models(tmp_path_factory):
         "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
         "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
         "moe": (make_qwen3_moe(directory / "p-moe", layers=4, kv_heads=4), torch.bfloat16),
+        "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
+        "qwen2": (make_qwen2(directory / "p-qwen2", 6, layers=4, kv_heads=4), torch.bfloat16),
         "next": (
             make_qwen3_next(directory / "p-next", 3, kv_heads=4, key_heads=4, value_heads=8),
             torch.float32,
@@ -142,8 +144,8 @@ EXPERT_LAYOUTS = [
 
 
 def cases():
-    for name in ("dense", "tied", "moe", "next", "mtp"):
-        experts = [] if name in ("dense", "tied") else EXPERT_LAYOUTS
+    for name in ("dense", "tied", "llama", "qwen2", "moe", "next", "mtp"):
+        experts = [] if name in ("dense", "tied", "llama", "qwen2") else EXPERT_LAYOUTS
         for parallel, virtual_stages in LAYOUTS + experts:
             yield name, parallel, virtual_stages
 

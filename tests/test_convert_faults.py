@@ -146,7 +146,7 @@ def test_tensors_that_are_not_the_models(here, origin, tensors, changes, words):
         ({"num_hidden_layers": 1}, CheckpointError, "no place for: model.layers.1."),
         ({"hidden_size": 128}, CheckpointError, "config.json asks for (64, 128)"),
         ({"tie_word_embeddings": True}, CheckpointError, "lm_head.weight is not model.embed_tokens.weight"),
-        ({"model_type": "llama"}, ModelConfigError, "model_type 'llama' is unknown"),
+        ({"model_type": "gemma3"}, ModelConfigError, "model_type 'gemma3' is unknown"),
     ],
 )
 def test_a_config_that_contradicts_the_weights(here, changes, error, words):

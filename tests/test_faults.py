@@ -93,7 +93,7 @@ def said(tmp_path_factory, ray_address):
     commands = {
         "missing checkpoint": single(hf_checkpoint=place / "nowhere"),
         "malformed config": single(hf_checkpoint=malformed),
-        "unknown model": single(hf_checkpoint=checkpoint(place / "unknown", model_type="llama")),
+        "unknown model": single(hf_checkpoint=checkpoint(place / "unknown", model_type="gemma3")),
         "layout": [*single(), "--tensor-model-parallel-size", "3"],
         "truncated weights": single(hf_checkpoint=truncated, run_dir=place / "run1", eval_num_prompts=0),
         "missing prompts": joining(prompt_data=place / "nowhere.jsonl"),
@@ -118,7 +118,7 @@ def said(tmp_path_factory, ray_address):
     [
         ("missing checkpoint", ["--hf-checkpoint", "nowhere is not a directory"]),
         ("malformed config", ["malformed/config.json", "not valid JSON"]),
-        ("unknown model", ["model_type 'llama'", "qwen3_next"]),
+        ("unknown model", ["model_type 'gemma3'", "qwen3_next"]),
         ("layout", ["--tensor-model-parallel-size=3 does not divide the attention heads (4)"]),
         ("truncated weights", ["truncated/model.safetensors"]),
         ("missing prompts", ["nowhere.jsonl"]),

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from tiny_models import VOCAB_SIZE, make_qwen3, make_qwen3_next
+from tiny_models import LLAMA_3, VOCAB_SIZE, make_llama, make_qwen2, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models.backends import LOCAL
@@ -32,8 +32,17 @@ LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 """Below, at and across the delta rule's chunks; the last is padding of weight 0."""
 ODD_VOCABULARY = 211
 """Of the "odd" models: a prime, which tensor parallelism has to pad."""
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 16.0,
+}
 BOUND = {
     **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
+    **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
     **dict.fromkeys(("next", "wide next", "odd next"), 5e-5),
 }
 GRADIENT_BOUND = {name: 5e-4 if "next" in name else 1e-5 for name in BOUND}
@@ -52,7 +61,16 @@ def layout(tp=1, pp=1, ep=1, etp=1, first=None):
 
 
 CASES = {
-    1: [("dense", layout()), ("tied", layout()), ("next", layout())],
+    1: [
+        ("dense", layout()),
+        ("tied", layout()),
+        ("next", layout()),
+        ("llama", layout()),
+        ("llama tied", layout()),
+        ("llama linear", layout()),
+        ("llama yarn", layout()),
+        ("qwen2", layout()),
+    ],
     2: [
         ("dense", layout(tp=2)),
         ("dense", layout(pp=2)),
@@ -67,6 +85,12 @@ CASES = {
         ("next", layout(tp=2, etp=2)),
         ("odd tied", layout(tp=2)),
         ("odd next", layout(tp=2)),
+        ("llama", layout(tp=2)),
+        ("llama", layout(pp=2)),
+        ("llama tied", layout(tp=2)),
+        ("llama tied", layout(pp=2)),
+        ("qwen2", layout(tp=2)),
+        ("qwen2", layout(pp=2)),
     ],
     4: [
         ("dense", layout(tp=2)),  # and two data-parallel replicas
@@ -80,6 +104,9 @@ CASES = {
         ("odd tied", layout(tp=4)),
         ("odd tied", layout(tp=2, pp=2)),
         ("odd next", layout(tp=4, ep=4)),
+        ("llama", layout(tp=2, pp=2)),
+        ("llama tied", layout(tp=2)),
+        ("qwen2", layout(tp=2, pp=2)),
     ],
 }
 
@@ -116,6 +143,11 @@ def checkpoints(tmp_path_factory, plain_transformers):
             value_heads=8,
             vocabulary=ODD_VOCABULARY,
         ),
+        "llama": make_llama(directory / "llama", 12, std=0.08, biased=True, rope=LLAMA_3),
+        "llama tied": make_llama(directory / "llama tied", 13, std=0.08, tie=True),
+        "llama linear": make_llama(directory / "llama linear", 14, std=0.08, rope=LINEAR),
+        "llama yarn": make_llama(directory / "llama yarn", 15, std=0.08, rope=YARN),
+        "qwen2": make_qwen2(directory / "qwen2", 16, std=0.08),
     }
 
 

@@ -10,6 +10,7 @@ from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError, check_layout, read_hf_config
+from megatron_ibpo.models.rope import RopeScaling
 
 NEXT_80B = {  # as published, before transformers 5
     "model_type": "qwen3_next",
@@ -43,6 +44,33 @@ NEXT_80B = {  # as published, before transformers 5
     "tie_word_embeddings": False,
     "vocab_size": 151936,
 }
+
+LLAMA_31_8B = {  # as published
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def write(directory, config):
@@ -79,18 +107,58 @@ def test_what_transformers_writes_is_read(tmp_path):
     assert hybrid.rotary_dim == 8
 
 
+def test_the_published_llama_config_is_read(tmp_path):
+    shape = read_hf_config(write(tmp_path / "8b", LLAMA_31_8B))
+    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (128, 128, 5e5)
+    assert shape.rope_scaling == RopeScaling("llama3", 8.0, 8192)
+    has = shape.query_key_norms, shape.qkv_bias, shape.attention_output_bias, shape.mlp_bias
+    assert has == (False, False, False, False)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_scaling": YARN},
+        {"rope_scaling": {**YARN, "rope_type": "yarn"}},
+        {"rope_scaling": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 500000.0}},
+    ],
+)
+def test_scaled_positions_are_read_in_old_and_new_spelling(tmp_path, spelling):
+    shape = read_hf_config(write(tmp_path / "8b", {**LLAMA_31_8B, **spelling}))
+    assert (shape.rope_theta, shape.rope_scaling) == (5e5, RopeScaling("yarn", 4.0, 32768))
+
+
+def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(tmp_path):
+    """As Llama 2 7B is published, and as transformers writes what nobody gave."""
+    config = {**LLAMA_31_8B, "num_key_value_heads": None, "head_dim": None, "attention_bias": True}
+    shape = read_hf_config(write(tmp_path / "7b", config))
+    assert (shape.num_key_value_heads, shape.head_dim) == (32, 128)
+    assert (shape.qkv_bias, shape.attention_output_bias, shape.mlp_bias) == (True, True, False)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
-        ({**NEXT_80B, "model_type": "llama"}, "model_type 'llama' is unknown; one of qwen3, qwen3_moe"),
+        ({**NEXT_80B, "model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
         ({}, "model_type None is unknown"),
         ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
         ({key: value for key, value in NEXT_80B.items() if key != "num_experts"}, "num_experts must be"),
         ({**NEXT_80B, "attention_bias": True}, "attention_bias=True is not supported"),
         ({**NEXT_80B, "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ({**NEXT_80B, "rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
+        (
+            {**NEXT_80B, "rope_scaling": {"type": "yarn"}},
+            "yarn over 0.25 of a head is not supported",
+        ),
+        ({**LLAMA_31_8B, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({**LLAMA_31_8B, "rope_scaling": {"type": "linear"}}, "needs a factor of at least 1, has None"),
+        (
+            {**LLAMA_31_8B, "rope_scaling": LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}},
+            "high_freq_factor=8 is not supported: megatron-core has 4 written into its code",
+        ),
+        ({**LLAMA_31_8B, "rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2 is not"),
+        ({**LLAMA_31_8B, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({**NEXT_80B, "layer_types": ["full_attention"]}, "layer_types must name 48 layers"),
         ({**NEXT_80B, "tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     ],

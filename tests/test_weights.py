@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_models import make_qwen3, make_qwen3_next
+from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import read_hf_config
@@ -38,6 +38,8 @@ def checkpoints(tmp_path_factory):
         "tied": make_qwen3(directory / "tied", 6, tie=True),
         "next": make_qwen3_next(directory / "next", 7, value_heads=4),
         "moe": make_qwen3_moe(directory / "moe"),
+        "llama": make_llama(directory / "llama", 9, biased=True),
+        "qwen2": make_qwen2(directory / "qwen2", 10),
         "odd": make_qwen3(directory / "odd", 8, kv_heads=4, vocabulary=211),  # no TP divides it
     }
     return {
@@ -93,7 +95,7 @@ def assert_same_bytes(found, expected):
 # -------------------------------------------------------------------------------------------- the map
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe"])
+@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe", "llama", "qwen2"])
 def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints, name):
     path = checkpoints[name, torch.float32]
     entries = weight_map(read_hf_config(path)).values()
@@ -116,7 +118,7 @@ def parameter_shapes(world, paths):
 
 
 def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoints):
-    names = ["dense", "tied", "next", "moe"]
+    names = ["dense", "tied", "next", "moe", "llama", "qwen2"]
     paths = [checkpoints[name, torch.float32] for name in names]
     (found,) = run_ranks(parameter_shapes, 1, paths)
     for name, path, parameters in zip(names, paths, found, strict=True):
@@ -145,7 +147,7 @@ def test_global_names_count_layers_and_experts_over_the_whole_model():
 # ------------------------------------------------------------------------------------- there and back
 
 CASES = {
-    1: [("dense", layout()), ("tied", layout()), ("next", layout()), ("moe", layout())],
+    1: [("dense", layout()), ("tied", layout()), ("next", layout()), ("moe", layout()), ("llama", layout())],
     2: [
         ("dense", layout(tp=2)),
         ("tied", layout(tp=2)),
@@ -158,8 +160,12 @@ CASES = {
         ("moe", layout(tp=2, etp=2)),
         ("moe", layout(tp=2, ep=2)),
         ("odd", layout(tp=2)),
+        ("llama", layout(tp=2)),
+        ("llama", layout(pp=2)),
+        ("qwen2", layout(tp=2)),
     ],
     4: [
+        ("llama", layout(tp=2, pp=2)),
         ("dense", layout(tp=2, pp=2)),
         ("next", layout(tp=2, pp=2, ep=2)),
         ("next", layout(ep=4)),

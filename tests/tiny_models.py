@@ -1,8 +1,8 @@
 """Tiny random checkpoints in Hugging Face format, with sizes that vLLM's CPU kernels take.
 
-    make_qwen3_next(directory, seed)        make_qwen3(directory, seed, tie=False)
+    make_qwen3_next(directory, seed)    make_qwen3(directory, seed, tie=False)    make_llama(directory, seed)
 
-The two families of the project; no tokenizer, token ids 0..63 unless another vocabulary is asked for, end
+No tokenizer, token ids 0..63 unless another vocabulary is asked for, end
 of sequence is id 1.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["EOS_ID", "VOCAB_SIZE", "make_qwen3", "make_qwen3_next"]
+__all__ = ["EOS_ID", "VOCAB_SIZE", "make_llama", "make_qwen2", "make_qwen3", "make_qwen3_next"]
 
 VOCAB_SIZE = 64
 EOS_ID = 1
@@ -52,6 +52,58 @@ def make_qwen3(
         initializer_range=std,
     )
     return _save(Qwen3ForCausalLM, config, directory, seed)
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Rotary positions of Llama 3.1."""
+
+
+def make_llama(
+    directory: Path,
+    seed: int,
+    *,
+    tie: bool = False,
+    layers: int = 2,
+    std: float = 0.2,
+    kv_heads: int = 2,
+    biased: bool = False,
+    rope: dict[str, Any] | None = None,
+) -> Path:
+    """A Llama in float32, with biases in every linear layer where `biased`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{**SHARED, "num_key_value_heads": kv_heads},
+        num_hidden_layers=layers,
+        intermediate_size=192,
+        tie_word_embeddings=tie,
+        initializer_range=std,
+        attention_bias=biased,
+        mlp_bias=biased,
+        rope_parameters=rope or {"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return _save(LlamaForCausalLM, config, directory, seed)
+
+
+def make_qwen2(directory: Path, seed: int, *, layers: int = 2, std: float = 0.2, kv_heads: int = 2) -> Path:
+    """A Qwen2 in float32, whose heads are of 128 / 4 elements: config.json does not say so."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {name: value for name, value in SHARED.items() if name != "head_dim"}
+    config = Qwen2Config(
+        **{**sizes, "hidden_size": 128, "num_key_value_heads": kv_heads},
+        num_hidden_layers=layers,
+        intermediate_size=192,
+        initializer_range=std,
+    )
+    return _save(Qwen2ForCausalLM, config, directory, seed)
 
 
 def make_qwen3_next(

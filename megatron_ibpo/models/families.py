@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import Any, Literal
 
 FAMILIES = {
+    "llama": "megatron_ibpo.models.llama",
+    "qwen2": "megatron_ibpo.models.qwen2",
     "qwen3": "megatron_ibpo.models.qwen3",
     "qwen3_moe": "megatron_ibpo.models.qwen3",
     "qwen3_next": "megatron_ibpo.models.qwen3_next",

@@ -181,7 +181,8 @@ class PackedSelfAttention(SelfAttention):
         query_NHD, key_NHD, value_NHD = (x.squeeze(1) for x in projected[:3])
         cu_seqlens = packed_seq_params.cu_seqlens_q
         angles_ND = rotary_pos_emb[:, 0, 0].index_select(0, packed.positions(cu_seqlens))
-        cos, sin = angles_ND.cos().unsqueeze(1), angles_ND.sin().unsqueeze(1)
+        grown = self._yarn_concentration_factor  # 1 but for YaRN
+        cos, sin = grown * angles_ND.cos().unsqueeze(1), grown * angles_ND.sin().unsqueeze(1)
         query_NHD, key_NHD = _rotate(query_NHD, cos, sin), _rotate(key_NHD, cos, sin)
 
         attend: Callable[..., Tensor] = _attend

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.models.families import FAMILIES, family_part
+from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
 from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.words import shown
 
@@ -38,6 +39,16 @@ class ModelShape:
     full_attention: tuple[bool, ...]
     """For each layer: softmax attention, which keeps keys and values of every token (True), or a mixer with
     a recurrent state (False)."""
+    rope_scaling: RopeScaling | None = None
+    """None: plain rotation."""
+    query_key_norms: bool = True
+    """Each head's query and key go through an RMSNorm before they rotate."""
+    qkv_bias: bool = False
+    """The projections to queries, keys and values add a bias."""
+    attention_output_bias: bool = False
+    """The projection back adds one."""
+    mlp_bias: bool = False
+    """All linear layers of the dense MLP add one."""
     attention_output_gate: bool = False
     """Attention's output is multiplied by a sigmoid gate, projected alongside the queries."""
     zero_centered_norms: bool = False
@@ -110,7 +121,9 @@ class Fields:
     path: Path
 
     def count(self, name: str, default: int | None = None, *, most: int = MOST) -> int:
-        value = self.raw.get(name, default)
+        value = self.raw.get(name)
+        if value is None:  # null says as much as nothing
+            value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(f"{name} must be a positive integer, is {shown(value)}")
         if value > most:
@@ -145,19 +158,23 @@ class Fields:
         return ModelConfigError(f"{self.path}: {problem}")
 
 
-def common_fields(fields: Fields, *, head_dim: int = 128, rotary_share: float = 1.0) -> dict[str, Any]:
-    """What every decoder of this kind has: SwiGLU, no biases, full attention in all layers.
+def common_fields(
+    fields: Fields, *, head_dim: int = 128, rotary_share: float = 1.0, may_have_biases: bool = False
+) -> dict[str, Any]:
+    """What every decoder of this kind has: SwiGLU, full attention in all layers.
 
     Args:
         head_dim, rotary_share: the family's defaults.
+        may_have_biases: the family reads config.json's fields for them; else they are refused.
     """
     fields.refuse("hidden_act", "silu")
-    fields.refuse("attention_bias", False)
+    if not may_have_biases:
+        fields.refuse("attention_bias", False)
     fields.refuse("use_sliding_window", False)
     layers = fields.count("num_hidden_layers", most=MOST_REPEATED)
     heads, key_value_heads = fields.groups("num_attention_heads", "num_key_value_heads")
     head_dim = fields.count("head_dim", head_dim)
-    rope_theta, rotary_share = _rope(fields, rotary_share)
+    rope_theta, rotary_share, rope_scaling = _rope(fields, rotary_share)
     rotary_dim = int(head_dim * rotary_share)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise fields.error(f"{rotary_share} of head_dim={head_dim} is not an even number up to that")
@@ -171,6 +188,7 @@ def common_fields(fields: Fields, *, head_dim: int = 128, rotary_share: float = 
         "head_dim": head_dim,
         "rotary_dim": rotary_dim,
         "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "max_position_embeddings": fields.count("max_position_embeddings", 32768),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
@@ -197,8 +215,8 @@ def expert_fields(fields: Fields, *, normalized: bool) -> dict[str, Any]:
     }
 
 
-def _rope(fields: Fields, default_share: float) -> tuple[float, float]:
-    """(theta, rotating share of a head); since transformers 5 both live in `rope_parameters`."""
+def _rope(fields: Fields, default_share: float) -> tuple[float, float, RopeScaling | None]:
+    """(theta, rotating share of a head, scaling); since transformers 5 all live in `rope_parameters`."""
     old: dict[str, Any] = {
         name: fields.raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields.raw
     }
@@ -208,8 +226,37 @@ def _rope(fields: Fields, default_share: float) -> tuple[float, float]:
     scaling = fields.raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise fields.error(f"rope_scaling must be an object, is {shown(scaling)}")
-    kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-    if kind != "default":
-        raise fields.error(f"rope type {shown(kind)} is not supported, only plain rotation")
-    merged = Fields({**old, **new}, fields.path)
-    return merged.number("rope_theta", 10000.0), merged.number("partial_rotary_factor", default_share)
+    merged = Fields({**old, **scaling, **new}, fields.path)
+    share = merged.number("partial_rotary_factor", default_share)
+    return merged.number("rope_theta", 10000.0), share, _rope_scaling(merged, share)
+
+
+def _rope_scaling(rope: Fields, share: float) -> RopeScaling | None:
+    """What megatron-core computes exactly as transformers does; anything else is refused by name."""
+    kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise rope.error(f"rope type {shown(kind)} is not supported, only default, linear, llama3 and yarn")
+    if share != 1:
+        raise rope.error(f"rope type {kind} over {share} of a head is not supported, only over all of it")
+    factor = rope.number("factor", 0.0)
+    if factor < 1:
+        raise rope.error(
+            f"rope type {kind} needs a factor of at least 1, has {shown(rope.raw.get('factor'))}"
+        )
+    if kind == "linear":
+        return RopeScaling(kind, factor)
+    original = rope.count("original_max_position_embeddings")
+    if kind == "llama3":
+        for name, value in MEGATRON_LLAMA3.items():
+            if rope.raw.get(name) != value:
+                raise rope.error(
+                    f"rope type llama3 with {name}={shown(rope.raw.get(name))} is not supported: "
+                    f"megatron-core has {value:g} written into its code"
+                )
+        return RopeScaling(kind, factor, original)
+    for name, *usual in (("attention_factor",), ("mscale",), ("mscale_all_dim",), ("truncate", True)):
+        rope.refuse(name, *usual)
+    betas = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    return RopeScaling(kind, factor, original, *betas)

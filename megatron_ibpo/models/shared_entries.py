@@ -12,37 +12,55 @@ from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Fused, Pi
 
 def attention(shape: ModelShape) -> list[Entry]:
     hidden, dim = shape.hidden_size, shape.head_dim
-    queries, groups = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
-    gated = shape.attention_output_gate
-    qkv = _QKV(shape.num_attention_heads // shape.num_key_value_heads, dim, gated)
-    return [
-        Entry("self_attention.linear_qkv.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
-        Entry(
-            "self_attention.linear_qkv.weight",
-            (
-                Piece("self_attn.q_proj.weight", (queries * (2 if gated else 1), hidden), ROWS),
-                Piece("self_attn.k_proj.weight", (groups, hidden), ROWS),
-                Piece("self_attn.v_proj.weight", (groups, hidden), ROWS),
-            ),
-            qkv.join,
-            qkv.part,
-            ROWS,
-        ),
-        Entry("self_attention.q_layernorm.weight", (Piece("self_attn.q_norm.weight", (dim,)),)),
-        Entry("self_attention.k_layernorm.weight", (Piece("self_attn.k_norm.weight", (dim,)),)),
-        Entry(
-            "self_attention.linear_proj.weight",
-            (Piece("self_attn.o_proj.weight", (hidden, queries), COLUMNS),),
-        ),
+    queries = shape.num_attention_heads * dim
+    norm = Piece("input_layernorm.weight", (hidden,))
+    entries = [
+        Entry("self_attention.linear_qkv.layer_norm_weight", (norm,)),
+        _qkv(shape, "weight", (hidden,)),
     ]
+    if shape.qkv_bias:
+        entries.append(_qkv(shape, "bias", ()))
+    if shape.query_key_norms:
+        entries += [
+            Entry("self_attention.q_layernorm.weight", (Piece("self_attn.q_norm.weight", (dim,)),)),
+            Entry("self_attention.k_layernorm.weight", (Piece("self_attn.k_norm.weight", (dim,)),)),
+        ]
+    projection = Piece("self_attn.o_proj.weight", (hidden, queries), COLUMNS)
+    entries.append(Entry("self_attention.linear_proj.weight", (projection,)))
+    if shape.attention_output_bias:
+        bias = Piece("self_attn.o_proj.bias", (hidden,))
+        entries.append(Entry("self_attention.linear_proj.bias", (bias,)))
+    return entries
+
+
+def _qkv(shape: ModelShape, kind: str, columns: tuple[int, ...]) -> Entry:
+    """The input projection's weight, of rows of `columns`, or its bias, which has a number a row."""
+    dim, gated = shape.head_dim, shape.attention_output_gate
+    queries, groups = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
+    qkv = _QKV(shape.num_attention_heads // shape.num_key_value_heads, dim, gated)
+    return Entry(
+        f"self_attention.linear_qkv.{kind}",
+        (
+            Piece(f"self_attn.q_proj.{kind}", (queries * (2 if gated else 1), *columns), ROWS),
+            Piece(f"self_attn.k_proj.{kind}", (groups, *columns), ROWS),
+            Piece(f"self_attn.v_proj.{kind}", (groups, *columns), ROWS),
+        ),
+        qkv.join,
+        qkv.part,
+        ROWS,
+    )
 
 
 def dense_mlp(shape: ModelShape) -> list[Entry]:
-    norm = Piece("post_attention_layernorm.weight", (shape.hidden_size,))
-    return [
-        Entry("mlp.linear_fc1.layer_norm_weight", (norm,)),
-        *_gated_mlp("mlp", "mlp", shape.ffn_hidden_size, shape.hidden_size),
-    ]
+    size, hidden = shape.ffn_hidden_size, shape.hidden_size
+    norm = Piece("post_attention_layernorm.weight", (hidden,))
+    entries = [Entry("mlp.linear_fc1.layer_norm_weight", (norm,)), *_gated_mlp("mlp", "mlp", size, hidden)]
+    if shape.mlp_bias:
+        entries += [
+            _gate_and_up("mlp", "mlp", "bias", (size,)),
+            Entry("mlp.linear_fc2.bias", (Piece("mlp.down_proj.bias", (hidden,)),)),
+        ]
+    return entries
 
 
 def moe(shape: ModelShape) -> list[Entry]:
@@ -95,20 +113,22 @@ def _expert(shape: ModelShape, expert: int) -> list[Entry]:
 
 
 def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[Entry]:
-    """SwiGLU: fc1 is [gate; up] on each rank."""
+    """SwiGLU."""
     return [
-        Entry(
-            f"{megatron}.linear_fc1.weight",
-            (
-                Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS),
-                Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS),
-            ),
-            torch.cat,
-            _halves,
-            Cut(0, (size, size)),
-        ),
+        _gate_and_up(megatron, hf, "weight", (size, hidden)),
         Entry(f"{megatron}.linear_fc2.weight", (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS),)),
     ]
+
+
+def _gate_and_up(megatron: str, hf: str, kind: str, half: tuple[int, ...]) -> Entry:
+    """fc1 is [gate; up] on each rank."""
+    return Entry(
+        f"{megatron}.linear_fc1.{kind}",
+        (Piece(f"{hf}.gate_proj.{kind}", half, ROWS), Piece(f"{hf}.up_proj.{kind}", half, ROWS)),
+        torch.cat,
+        _halves,
+        Cut(0, (half[0], half[0])),
+    )
 
 
 def _halves(shard: Tensor) -> list[Tensor]:
@@ -126,16 +146,16 @@ class _QKV:
 
     def join(self, cuts: list[Tensor]) -> Tensor:
         query, key, value = cuts
-        hidden = query.shape[-1]
+        columns = query.shape[1:]  # a bias has none
         kinds = 2 if self.gated else 1
-        query = query.view(-1, self.heads_per_group, kinds, self.dim, hidden).transpose(1, 2)
-        groups = (query.flatten(1, 3), key.view(-1, self.dim, hidden), value.view(-1, self.dim, hidden))
-        return torch.cat(groups, dim=1).flatten(0, 1)
+        query = query.view(-1, self.heads_per_group, kinds, self.dim, *columns).transpose(1, 2)
+        key, value = key.view(-1, self.dim, *columns), value.view(-1, self.dim, *columns)
+        return torch.cat((query.flatten(1, 3), key, value), dim=1).flatten(0, 1)
 
     def part(self, shard: Tensor) -> list[Tensor]:
         kinds = 2 if self.gated else 1
         queries = kinds * self.heads_per_group * self.dim
-        groups = shard.view(-1, queries + 2 * self.dim, shard.shape[-1])
+        groups = shard.unflatten(0, (-1, queries + 2 * self.dim))
         query, key, value = groups.split([queries, self.dim, self.dim], dim=1)
         query = query.unflatten(1, (kinds, self.heads_per_group, self.dim)).transpose(1, 2)
         return [query.flatten(0, 3), key.flatten(0, 1), value.flatten(0, 1)]

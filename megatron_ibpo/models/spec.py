@@ -124,23 +124,38 @@ def transformer_layer(mixer: ModuleSpec, mlp: MLPAndNorm) -> ModuleSpec:
     )
 
 
-def attention(backend: Backend) -> ModuleSpec:
+def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> ModuleSpec:
+    """
+    Args:
+        norms: of queries and keys.
+    """
     return ModuleSpec(
         module=backend.attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.norm_column_linear,
             core_attention=backend.core_attention,
-            linear_proj=backend.row_linear,
-            q_layernorm=backend.norm,
-            k_layernorm=backend.norm,
+            linear_proj=_biased(backend.row_linear) if output_bias else backend.row_linear,
+            q_layernorm=backend.norm if norms else None,
+            k_layernorm=backend.norm if norms else None,
         ),
     )
 
 
-def dense_mlp(backend: Backend) -> MLPAndNorm:
+def _biased(linear: type) -> Callable[..., Any]:
+    """The layer with a bias of its own. Megatron's add_bias_linear would give one to every linear layer."""
+
+    def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
+        return linear(*args, bias=True, **kwargs)
+
+    return build
+
+
+def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
     """The norm is fused into the MLP's first linear layer."""
-    submodules = MLPSubmodules(linear_fc1=backend.norm_column_linear, linear_fc2=backend.row_linear)
+    linears = backend.norm_column_linear, backend.row_linear
+    first, second = map(_biased, linears) if bias else linears
+    submodules = MLPSubmodules(linear_fc1=first, linear_fc2=second)
     return partial(MLP.as_mlp_submodule, submodules=submodules), IdentityOp
 
 

@@ -12,6 +12,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.models.backends import Backends, find_backends
 from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.rope import config_attributes, gpt_arguments, takes_fused_rotation
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_chunks, model_overrides
 
@@ -86,10 +87,10 @@ def _chunk(shape: ModelShape, core: Any, backend: Any, number: int, vocab_size: 
         pre_process=number == 0 and parallel_state.is_pipeline_first_stage(),
         post_process=is_last and parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
         rotary_percent=shape.rotary_dim / shape.head_dim,
         rotary_base=shape.rope_theta,
         vp_stage=number if core.virtual_pipeline_model_parallel_size else None,
+        **gpt_arguments(shape.rope_scaling),
     )
 
 
@@ -135,7 +136,10 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
 
     fields = _own_fields(shape, config, use_te=use_te)
     with blaming(MODEL, config.model.model_override):
-        return TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
+        core = TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
+    for name, value in config_attributes(shape.rope_scaling).items():
+        setattr(core, name, value)
+    return core
 
 
 def check_model(shape: ModelShape, config: Config) -> None:
@@ -200,7 +204,7 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "perform_initialization": False,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": use_te,
-        "apply_rope_fusion": use_te,
+        "apply_rope_fusion": use_te and takes_fused_rotation(shape.rope_scaling),
     }
     if shape.is_moe:
         fields |= {

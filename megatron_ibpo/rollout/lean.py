@@ -440,6 +440,11 @@ def check_shape(shape: ModelShape) -> None:
     Raises:
         ValueError: a model that the lean back end does not compute.
     """
+    if shape.rope_scaling is not None:
+        raise ValueError(
+            "--rollout-backend lean: knows no scaled rotary positions, and config.json asks for "
+            f"{shape.rope_scaling.rope_type}; take vllm"
+        )
     names = {piece.name for entry in weight_map(shape).values() for piece in entry.pieces}
     if names != _names(shape) or shape.rotary_dim != shape.head_dim:
         raise ValueError(

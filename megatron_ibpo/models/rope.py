@@ -1,0 +1,64 @@
+"""Rotary positions beyond the context that a model was first trained for."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the rotation's frequencies are changed. Fields are named as in config.json."""
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int = 0
+    """Positions that the model was first trained for; 0 for linear scaling, which does not ask."""
+    beta_fast: float = 32.0
+    """YaRN: turns within those positions from which on a frequency stays as it is."""
+    beta_slow: float = 1.0
+    """YaRN: turns below which it is divided by `factor`."""
+
+
+MEGATRON_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What megatron-core 0.19.2 has written into its code (`RotaryEmbedding._apply_scaling`); the published Llama
+3.1, 3.2 and 3.3 have these values."""
+
+
+def gpt_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Arguments of Megatron's GPTModel."""
+    if scaling is None:
+        return {"position_embedding_type": "rope"}
+    if scaling.rope_type == "linear":
+        return {"position_embedding_type": "rope", "seq_len_interpolation_factor": scaling.factor}
+    if scaling.rope_type == "llama3":
+        return {
+            "position_embedding_type": "rope",
+            "rope_scaling": True,
+            "rope_scaling_factor": scaling.factor,
+        }
+    return {"position_embedding_type": "yarn"}
+
+
+def config_attributes(scaling: RopeScaling | None) -> dict[str, Any]:
+    """What Megatron reads off a TransformerConfig that has no fields for it, as its own training script sets
+    it (`megatron.training.argument_utils`)."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": scaling.factor,
+        "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "yarn_beta_fast": scaling.beta_fast,
+        "yarn_beta_slow": scaling.beta_slow,
+        # None: cosines and sines grow by 0.1 ln(factor) + 1, as in the paper and in transformers
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": True,
+    }
+
+
+def takes_fused_rotation(scaling: RopeScaling | None) -> bool:
+    """Transformer Engine's fused rotation cannot make cosines and sines grow."""
+    return scaling is None or scaling.rope_type != "yarn"
