@@ -15,8 +15,8 @@ from tiny_models import make_qwen3_next
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.models import packed
-from megatron_ibpo.models.qwen3_next import gated_delta_net
-from megatron_ibpo.models.qwen3_next.gated_delta_net import causal_conv, gated_delta_rule
+from megatron_ibpo.models.delta_net import layer as delta_net
+from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=5)
 
@@ -86,7 +86,7 @@ def test_the_rules_gradient_is_that_of_finite_differences():
     chained_rows = [4, 3, 2]  # four sequences, three of which have a second chunk, two a third
 
     def rule(*args):
-        return gated_delta_net._ChunkedDeltaRule.apply(*args, chained_rows)
+        return delta_net._ChunkedDeltaRule.apply(*args, chained_rows)
 
     assert torch.autograd.gradcheck(rule, inputs, fast_mode=True)
 

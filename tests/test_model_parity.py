@@ -1,8 +1,8 @@
 """The Megatron models compute what transformers computes: logits, loss and every gradient, in every layout.
 
 transformers takes each sequence on its own, Megatron all of them packed: equality also shows that packed
-sequences do not see each other. Bounds on logits: 1e-5 dense, 5e-5 Qwen3-Next, whose delta rule
-transformers itself computes with an error of about 4e-5 in float32.
+sequences do not see each other. Bounds on logits: 1e-5 for attention alone, 5e-5 for Qwen3-Next and Qwen3.5,
+whose delta rule transformers itself computes with an error of about 4e-5 in float32.
 
 IBPO_PARITY_DEVICE=cuda (`bash tests/gpu.sh --only parity`) runs the same on GPUs and, in bfloat16 with bounds
 for that, what Transformer Engine and flash-linear-attention compute. transformers computes on the CPU, in
@@ -21,9 +21,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from tiny_models import LLAMA_3, VOCAB_SIZE, make_llama, make_qwen2, make_qwen3, make_qwen3_next
+from tiny_models import (
+    LLAMA_3,
+    VOCAB_SIZE,
+    make_llama,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_5,
+    make_qwen3_next,
+)
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import LOCAL
 
 DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
@@ -44,8 +53,9 @@ BOUND = {
     **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
     **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
     **dict.fromkeys(("next", "wide next", "odd next"), 5e-5),
+    **dict.fromkeys(("3.5", "3.5 moe", "wrapped 3.5", "wide 3.5", "wide 3.5 moe"), 5e-5),
 }
-GRADIENT_BOUND = {name: 5e-4 if "next" in name else 1e-5 for name in BOUND}
+GRADIENT_BOUND = {name: 1e-5 if bound == 1e-5 else 5e-4 for name, bound in BOUND.items()}
 """Largest difference in a gradient tensor, relative to the largest element of that gradient tensor. Against
 float64, the decay parameters of Qwen3-Next are off by 2.5e-4 in transformers and by 9e-5 in ours."""
 
@@ -70,6 +80,9 @@ CASES = {
         ("llama linear", layout()),
         ("llama yarn", layout()),
         ("qwen2", layout()),
+        ("3.5", layout()),
+        ("3.5 moe", layout()),
+        ("wrapped 3.5", layout()),
     ],
     2: [
         ("dense", layout(tp=2)),
@@ -91,6 +104,15 @@ CASES = {
         ("llama tied", layout(pp=2)),
         ("qwen2", layout(tp=2)),
         ("qwen2", layout(pp=2)),
+        ("3.5", layout(tp=2)),
+        ("3.5", layout(pp=2)),
+        ("3.5", layout()),  # two data-parallel replicas
+        ("3.5 moe", layout(tp=2, ep=2)),
+        ("3.5 moe", layout(tp=2, etp=2)),
+        ("3.5 moe", layout(ep=2)),
+        ("3.5 moe", layout(pp=2)),
+        ("wrapped 3.5", layout(tp=2)),
+        ("wrapped 3.5", layout(pp=2, first=1)),
     ],
     4: [
         ("dense", layout(tp=2)),  # and two data-parallel replicas
@@ -107,17 +129,27 @@ CASES = {
         ("llama", layout(tp=2, pp=2)),
         ("llama tied", layout(tp=2)),
         ("qwen2", layout(tp=2, pp=2)),
+        ("3.5", layout(tp=2)),
+        ("3.5", layout(tp=2, pp=2)),
+        ("3.5", layout(pp=4)),
+        ("wide 3.5", layout(tp=4)),
+        ("3.5 moe", layout(tp=2, pp=2, ep=2)),
+        ("3.5 moe", layout(tp=2, ep=4)),
+        ("3.5 moe", layout(ep=4)),
+        ("wide 3.5 moe", layout(tp=4, ep=4)),
+        ("wide 3.5 moe", layout(tp=4, etp=4)),
     ],
 }
 
 
 @pytest.fixture(scope="module")
 def plain_transformers():
-    """Qwen3-Next imported as if flash-linear-attention were not there: its kernels take no CPU tensors."""
+    """Delta nets imported as if flash-linear-attention were not there: its kernels take no CPU tensors."""
     with pytest.MonkeyPatch.context() as patch:
         for package in ("fla", "causal_conv1d"):
             patch.setitem(sys.modules, package, None)
-        importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+        for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +180,24 @@ def checkpoints(tmp_path_factory, plain_transformers):
         "llama linear": make_llama(directory / "llama linear", 14, std=0.08, rope=LINEAR),
         "llama yarn": make_llama(directory / "llama yarn", 15, std=0.08, rope=YARN),
         "qwen2": make_qwen2(directory / "qwen2", 16, std=0.08),
+        "3.5": make_qwen3_5(directory / "3.5", 12, std=0.08, value_heads=4),
+        "3.5 moe": make_qwen3_5(directory / "3.5 moe", 13, std=0.08, value_heads=4, moe=True),
+        "wrapped 3.5": make_qwen3_5(
+            directory / "wrapped 3.5", 14, std=0.08, value_heads=4, wrapped=True, tie=True
+        ),
+        "wide 3.5": make_qwen3_5(
+            directory / "wide 3.5",
+            15,
+            std=0.08,
+            kv_heads=4,
+            key_heads=4,
+            value_heads=8,
+            head_dim=256,
+            vocabulary=ODD_VOCABULARY,
+        ),
+        "wide 3.5 moe": make_qwen3_5(
+            directory / "wide 3.5 moe", 16, std=0.08, kv_heads=4, key_heads=4, value_heads=8, moe=True
+        ),
     }
 
 
@@ -182,7 +232,8 @@ def transformers_result(path):
     logits = torch.cat([model(sequence[None]).logits[0] for sequence in ids.split(LENGTHS)])
     loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    prefix = read_hf_config(path).hf_prefix  # transformers has the text model alone, unwrapped
+    gradients = {name.replace("model.", prefix, 1): p.grad for name, p in model.named_parameters()}
     return logits.detach(), loss.item(), dict(one_tensor_per_expert(gradients))
 
 
@@ -301,7 +352,7 @@ def test_they_are_close_in_bfloat16(checkpoints, expected, size):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs GPUs")
-@pytest.mark.parametrize("family", ["dense", "next"])
+@pytest.mark.parametrize("family", ["dense", "next", "3.5"])
 @pytest.mark.parametrize("size", CASES)
 def test_so_are_those_of_the_libraries_that_are_installed(checkpoints, expected, size, family):
     """Transformer Engine, flash-linear-attention, or both."""

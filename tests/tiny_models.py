@@ -1,6 +1,7 @@
 """Tiny random checkpoints in Hugging Face format, with sizes that vLLM's CPU kernels take.
 
     make_qwen3_next(directory, seed)    make_qwen3(directory, seed, tie=False)    make_llama(directory, seed)
+    make_qwen3_5(directory, seed, moe=False, wrapped=False)
 
 No tokenizer, token ids 0..63 unless another vocabulary is asked for, end
 of sequence is id 1.
@@ -13,7 +14,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["EOS_ID", "VOCAB_SIZE", "make_llama", "make_qwen2", "make_qwen3", "make_qwen3_next"]
+__all__ = [
+    "EOS_ID",
+    "VOCAB_SIZE",
+    "make_llama",
+    "make_qwen2",
+    "make_qwen3",
+    "make_qwen3_5",
+    "make_qwen3_next",
+]
 
 VOCAB_SIZE = 64
 EOS_ID = 1
@@ -139,6 +148,70 @@ def make_qwen3_next(
         initializer_range=std,
     )
     return _save(Qwen3NextForCausalLM, config, directory, seed)
+
+
+def make_qwen3_5(
+    directory: Path,
+    seed: int,
+    *,
+    moe: bool = False,
+    wrapped: bool = False,
+    tie: bool = False,
+    layers: int = 4,
+    std: float = 0.2,
+    kv_heads: int = 2,
+    key_heads: int = 2,
+    value_heads: int = 2,
+    head_dim: int = 32,
+    vocabulary: int = VOCAB_SIZE,
+) -> Path:
+    """A Qwen3.5 in float32, dense or with experts: the text model alone, or `wrapped` in the model that has
+    a vision tower too, as Qwen's own checkpoints are."""
+    import transformers
+
+    kind = "Moe" if moe else ""
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [head_dim // 8 - 2 * (head_dim // 24), head_dim // 24, head_dim // 24],
+    }
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
+    text = getattr(transformers, f"Qwen3_5{kind}TextConfig")(
+        **{**SHARED, "num_key_value_heads": kv_heads, "vocab_size": vocabulary, "head_dim": head_dim},
+        num_hidden_layers=layers,
+        full_attention_interval=4,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        rope_parameters=rope,
+        tie_word_embeddings=tie,
+        initializer_range=std,
+        **(experts if moe else {"intermediate_size": 192}),
+    )
+    if not wrapped:
+        return _save(getattr(transformers, f"Qwen3_5{kind}ForCausalLM"), text, directory, seed)
+    vision = getattr(transformers, f"Qwen3_5{kind}VisionConfig")(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=2,
+        patch_size=4,
+        out_hidden_size=96,
+        num_position_embeddings=16,
+    )
+    config = getattr(transformers, f"Qwen3_5{kind}Config")(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), tie_word_embeddings=tie
+    )
+    return _save(getattr(transformers, f"Qwen3_5{kind}ForConditionalGeneration"), config, directory, seed)
 
 
 def _save(model_class: Any, config: Any, directory: Path, seed: int) -> Path:

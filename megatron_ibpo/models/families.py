@@ -9,6 +9,10 @@ FAMILIES = {
     "qwen3": "megatron_ibpo.models.qwen3",
     "qwen3_moe": "megatron_ibpo.models.qwen3",
     "qwen3_next": "megatron_ibpo.models.qwen3_next",
+    "qwen3_5": "megatron_ibpo.models.qwen3_5",
+    "qwen3_5_text": "megatron_ibpo.models.qwen3_5",
+    "qwen3_5_moe": "megatron_ibpo.models.qwen3_5",
+    "qwen3_5_moe_text": "megatron_ibpo.models.qwen3_5",
 }
 """By `model_type` of config.json: the package with everything that is special to the family."""
 

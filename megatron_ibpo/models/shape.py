@@ -18,7 +18,7 @@ class ModelConfigError(ValueError):
 class ModelShape:
     """Dimensions of a model. Names follow config.json; sizes are in elements.
 
-    A family with dimensions of its own derives from this (`qwen3_next.shape`).
+    A family with dimensions of its own derives from this (`delta_net.shape`).
     """
 
     family: str
@@ -56,6 +56,11 @@ class ModelShape:
     mtp_in_checkpoints: bool = False
     """Checkpoints may hold multi-token prediction layers, for speculative decoding. They are converted along
     with the model and not trained; config.json does not say whether they are there."""
+    hf_prefix: str = "model."
+    """Before the names that checkpoints give the tensors of layers, embedding and final norm."""
+    carried: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that checkpoints hold beside the policy, such as a vision tower's.
+    They are kept as they are and not trained."""
     ffn_hidden_size: int = 0
     """Dense MLP; 0 for mixtures of experts."""
     num_experts: int = 0

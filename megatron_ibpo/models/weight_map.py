@@ -218,13 +218,14 @@ def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = 
     family = family_part(shape.family, "weight_map")
     hidden, vocab = shape.hidden_size, shape.vocab_size
     rows = replace(ROWS, padded=vocab_rows)
-    embedding = Piece("model.embed_tokens.weight", (vocab, hidden), rows)
+    embedding = Piece(f"{shape.hf_prefix}embed_tokens.weight", (vocab, hidden), rows)
     head = embedding if shape.tie_word_embeddings else Piece("lm_head.weight", (vocab, hidden), rows)
     entries = [Entry("embedding.word_embeddings.weight", (embedding,))]
     for layer in range(shape.num_layers):
-        prefixes = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        prefixes = f"decoder.layers.{layer}.", f"{shape.hf_prefix}layers.{layer}."
         entries += [entry.within(*prefixes, layer) for entry in family.layer_entries(shape, layer)]
-    entries.append(Entry("decoder.final_layernorm.weight", (Piece("model.norm.weight", (hidden,)),)))
+    norm = Piece(f"{shape.hf_prefix}norm.weight", (hidden,))
+    entries.append(Entry("decoder.final_layernorm.weight", (norm,)))
     entries.append(Entry("output_layer.weight", (head,)))
     for layer in range(mtp_layers):
         entries += family.mtp_entries(shape, layer)
@@ -252,11 +253,23 @@ def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
     return _EXPERT.sub(lambda match: str(int(match[1]) + first_expert), name)
 
 
+def carried_entry(name: str, shape: tuple[int, ...]) -> Entry:
+    """A tensor that is kept as it is (`ModelShape.carried`): a Megatron checkpoint holds it under the name
+    that it has in the Hugging Face one."""
+    return Entry(name, (Piece(name, shape),))
+
+
+def is_carried(shape: ModelShape, name: str) -> bool:
+    """Tensors of a checkpoint that are kept and not trained: multi-token prediction layers, and what else
+    lies beside the policy."""
+    return (shape.mtp_in_checkpoints and name.startswith("mtp.")) or name.startswith(shape.carried)
+
+
 def is_ignored(shape: ModelShape, name: str) -> bool:
-    """Tensors of a checkpoint that the trained model has no use for: multi-token prediction heads, rotary
-    tables, the head's copy of tied embeddings."""
+    """Tensors of a checkpoint that the trained model has no use for: those that are carried, rotary tables,
+    the head's copy of tied embeddings."""
     return (
-        (shape.mtp_in_checkpoints and name.startswith("mtp."))
+        is_carried(shape, name)
         or name.endswith("rotary_emb.inv_freq")
         or (shape.tie_word_embeddings and name == "lm_head.weight")
     )

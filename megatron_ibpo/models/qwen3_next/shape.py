@@ -1,53 +1,12 @@
-"""Qwen3-Next's dimensions: those that all share, and the gated delta net's."""
+"""Qwen3-Next's dimensions."""
 
-from dataclasses import dataclass
-
-from megatron_ibpo.models.shape import Fields, ModelShape, common_fields, expert_fields
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3NextShape(ModelShape):
-    """The gated delta net (gdn): heads, and elements per head."""
-
-    gdn_key_heads: int
-    gdn_value_heads: int
-    """A multiple of the key heads, each of which serves as many value heads."""
-    gdn_key_dim: int
-    gdn_value_dim: int
-    gdn_conv_kernel: int
-    """Tokens that the short convolution sees, the present one among them."""
-
-    def divided_by_tp(self) -> dict[str, int]:
-        return super().divided_by_tp() | {
-            "the delta net's key heads": self.gdn_key_heads,
-            "the delta net's value heads": self.gdn_value_heads,
-        }
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields
+from megatron_ibpo.models.shape import Fields, expert_fields
 
 
-def read(fields: Fields) -> Qwen3NextShape:
-    common = common_fields(fields, head_dim=256, rotary_share=0.25)
-    value_heads, key_heads = fields.groups("linear_num_value_heads", "linear_num_key_heads")
-    return Qwen3NextShape(
-        **common | {"full_attention": _full_attention(fields, common["num_layers"])},
+def read(fields: Fields) -> DeltaNetShape:
+    return DeltaNetShape(
+        **delta_net_fields(fields),
         **expert_fields(fields, normalized=True),
         shared_expert_hidden_size=fields.count("shared_expert_intermediate_size"),
-        attention_output_gate=True,
-        zero_centered_norms=True,
-        mtp_in_checkpoints=True,
-        gdn_key_heads=key_heads,
-        gdn_value_heads=value_heads,
-        gdn_key_dim=fields.count("linear_key_head_dim"),
-        gdn_value_dim=fields.count("linear_value_head_dim"),
-        gdn_conv_kernel=fields.count("linear_conv_kernel_dim"),
     )
-
-
-def _full_attention(fields: Fields, layers: int) -> tuple[bool, ...]:
-    types = fields.raw.get("layer_types")
-    if types is None:
-        interval = fields.count("full_attention_interval", 4)
-        return tuple((layer + 1) % interval == 0 for layer in range(layers))
-    names = {"full_attention": True, "linear_attention": False}
-    if not isinstance(types, list) or len(types) != layers or any(kind not in list(names) for kind in types):
-        raise fields.error(f"layer_types must name {layers} layers, each one of {', '.join(names)}")
-    return tuple(names[kind] for kind in types)

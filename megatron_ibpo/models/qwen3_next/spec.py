@@ -1,68 +1,13 @@
-"""Qwen3-Next's layers: attention or a gated delta net, and experts.
+"""Qwen3-Next's layers: attention or a gated delta net, and experts."""
 
-| part                           | on GPUs                                     | local               |
-|--------------------------------|---------------------------------------------|---------------------|
-| gated delta net                | FlashGatedDeltaNet (flash-linear-attention) | PackedGatedDeltaNet |
-| norm of the delta net's output | TEGatedNorm (Transformer Engine)            | GatedNorm           |
-"""
-
-import copy
-from typing import Any
-
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ibpo.models.local_modules import RMSNorm
-from megatron_ibpo.models.qwen3_next.gated_delta_net import FlashGatedDeltaNet, PackedGatedDeltaNet
-from megatron_ibpo.models.qwen3_next.shape import Qwen3NextShape
-from megatron_ibpo.models.spec import Backend, attention, moe, transformer_layer
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape
+from megatron_ibpo.models.delta_net.spec import config_fields, mixer
+from megatron_ibpo.models.spec import Backend, moe, transformer_layer
 
-
-class GatedNorm(RMSNorm):
-    """The norm of a gated delta net's output. Never zero-centred, unlike the other norms of
-    Qwen3-Next: its checkpoint value is copied as it is (subtracting one would lose bits)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
-        super().__init__(config, hidden_size, eps)
-        self.zero_centered_gamma = False
+__all__ = ["config_fields", "layer_spec"]
 
 
-class TEGatedNorm:
-    """The same as a TENorm."""
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> Any:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        config = copy.copy(config)
-        config.layernorm_zero_centered_gamma = False
-        return TENorm(config, hidden_size, eps)
-
-
-def layer_spec(shape: Qwen3NextShape, layer: int, backend: Backend) -> ModuleSpec:
-    mixer = attention(backend) if shape.full_attention[layer] else _gated_delta_net(backend)
-    return transformer_layer(mixer, moe(shape, backend))
-
-
-def _gated_delta_net(backend: Backend) -> ModuleSpec:
-    libraries = backend.libraries
-    return ModuleSpec(
-        module=FlashGatedDeltaNet if libraries.flash_linear_attention else PackedGatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(
-            in_proj=backend.norm_column_linear,
-            out_norm=TEGatedNorm if libraries.transformer_engine else GatedNorm,
-            out_proj=backend.row_linear,
-        ),
-    )
-
-
-def config_fields(shape: Qwen3NextShape) -> dict[str, Any]:
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [0 if full else 1 for full in shape.full_attention],
-        "linear_conv_kernel_dim": shape.gdn_conv_kernel,
-        "linear_key_head_dim": shape.gdn_key_dim,
-        "linear_value_head_dim": shape.gdn_value_dim,
-        "linear_num_key_heads": shape.gdn_key_heads,
-        "linear_num_value_heads": shape.gdn_value_heads,
-    }
+def layer_spec(shape: DeltaNetShape, layer: int, backend: Backend) -> ModuleSpec:
+    return transformer_layer(mixer(shape, layer, backend), moe(shape, backend))

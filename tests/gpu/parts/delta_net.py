@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from job import Job, Skipped, check
 from torch import Tensor
 
-from megatron_ibpo.models.qwen3_next.gated_delta_net import gated_delta_rule
+from megatron_ibpo.models.delta_net.layer import gated_delta_rule
 
 SHORT = (5, 70, 130, 1, 33, 64)
 """Below, at and across the chunks of 64."""
