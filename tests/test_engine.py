@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -462,7 +462,9 @@ def test_any_weight_that_an_update_leaves_out_is_named(
     assert left_out_unnoticed(engine, source) == []
 
 
-def left_out_unnoticed(engine: Engine, source: CheckpointSource) -> list[str]:
+def left_out_unnoticed(
+    engine: Engine, source: CheckpointSource, name_in_vllm: Callable[[str], str] = str
+) -> list[str]:
     """Tensors, each left out of a rehearsal of its own, of whose layers nothing was said to be missing. vLLM
     joins several in one parameter: queries, keys and values, the experts of a layer."""
     metas = source.metadata()
@@ -470,7 +472,7 @@ def left_out_unnoticed(engine: Engine, source: CheckpointSource) -> list[str]:
     for absent in metas:
         brought = pickle.dumps([meta for meta in metas if meta is not absent])
         (answer,) = engine.call("rehearse_weight_update", brought, timeout=TIMEOUT)
-        layer = absent.name.split("mlp")[0].split("_proj")[0].rpartition(".")[0]
+        layer = name_in_vllm(absent.name).split("mlp")[0].split("_proj")[0].rpartition(".")[0]
         if not any(layer in name for name in pickle.loads(answer).forgotten):
             unnoticed.append(absent.name)
     return unnoticed

@@ -280,7 +280,7 @@ def checkpoint_bytes(rng: random.Random, place: Place) -> None:
 def _read_all(hf: Path) -> None:
     """Everything that a trainer reads of a checkpoint."""
     checkpoint, shape = Checkpoint(hf), read_hf_config(hf)
-    entries = model_entries(shape, checkpoint.file_of)
+    entries = model_entries(shape, checkpoint)
     checkpoint.check(shape, entries)
     for entry in entries:
         for piece in entry.pieces:

@@ -47,6 +47,12 @@ RECIPES = {
     REPOSITORY / "examples/models" / name: REPOSITORY / f"examples/recipes/{name}_ibpo.yaml"
     for name in WRITTEN_FOR
 }
+QWEN3_5 = {"qwen3_5_0_8b": "qwen3_0_6b", "qwen3_5_27b": "qwen3_32b", "qwen3_5_35b_a3b": "qwen3_30b_a3b"}
+"""Models for which examples/run.sh takes the recipe of another."""
+RECIPES |= {
+    REPOSITORY / "examples/models" / name: RECIPES[REPOSITORY / "examples/models" / other]
+    for name, other in QWEN3_5.items()
+}
 GIB = 1024**3
 
 
@@ -79,7 +85,8 @@ def dense_parameters(c: dict) -> int:
     return c["num_hidden_layers"] * layer + (2 * c["vocab_size"] + 1) * c["hidden_size"]
 
 
-def next_parameters(c: dict) -> int:
+def hybrid_parameters(c: dict) -> int:
+    """Delta nets and attention, a dense MLP or experts."""
     hidden, head = c["hidden_size"], c["head_dim"]
     query, key = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
     attention = hidden * (2 * query + 2 * key) + query * hidden + 2 * head  # the gate is as wide as the query
@@ -92,14 +99,35 @@ def next_parameters(c: dict) -> int:
         + c["linear_value_head_dim"]
         + gdn_value * hidden
     )
-    mlp = (
-        c["num_experts"] * (3 * c["moe_intermediate_size"] + 1) * hidden
-        + (3 * c["shared_expert_intermediate_size"] + 1) * hidden
-    )
+    mlp = 3 * hidden * c.get("intermediate_size", 0)
+    if "num_experts" in c:
+        mlp = (
+            c["num_experts"] * (3 * c["moe_intermediate_size"] + 1) * hidden
+            + (3 * c["shared_expert_intermediate_size"] + 1) * hidden
+        )
     layers = c["num_hidden_layers"]
     full = layers // c["full_attention_interval"]
     mixers = full * attention + (layers - full) * delta_net
-    return mixers + layers * (mlp + 2 * hidden) + (2 * c["vocab_size"] + 1) * hidden
+    matrices = 1 if c.get("tie_word_embeddings") else 2
+    return mixers + layers * (mlp + 2 * hidden) + (matrices * c["vocab_size"] + 1) * hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "tp", "parameters"),
+    [
+        ("qwen3_5_0_8b", 1, 1, 752_393_024),
+        ("qwen3_5_27b", 32, 4, 26_895_998_464),
+        ("qwen3_5_35b_a3b", 8, 2, 34_660_610_688),
+    ],
+)
+def test_qwen3_5_fits_by_the_recipes_for_models_of_its_size(planner, name, gpus, tp, parameters):
+    """Of the wrapped model, the text model counts."""
+    model = REPOSITORY / "examples/models" / name
+    plan = planner(plan_of, model, gpus, "--tensor-model-parallel-size", str(tp))
+    assert plan.problems == []
+    assert tightest(plan).left > 5 * GIB
+    text = json.loads((model / "config.json").read_text())["text_config"]
+    assert plan.census.total == hybrid_parameters(text) == parameters
 
 
 @pytest.mark.parametrize("name", WRITTEN_FOR)
@@ -129,7 +157,7 @@ def test_a_4b_model_trains_on_one_gpu(planner):
 def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     plan = plan_80b
     assert plan.problems == []
-    expected = next_parameters(json.loads((NEXT_80B / "config.json").read_text()))
+    expected = hybrid_parameters(json.loads((NEXT_80B / "config.json").read_text()))
     assert plan.census.total == expected == 79_674_391_296
 
     ranks = [plan.census.place(rank) for rank in range(32)]

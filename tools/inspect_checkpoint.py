@@ -67,20 +67,22 @@ def inspect_hf(directory: Path, allow_pickle: bool) -> Findings:
     found = Findings()
     checkpoint = Checkpoint(directory, allow_pickle=allow_pickle)
     found.say("format", "Hugging Face")
-    names, files = checkpoint.file_of, sorted(set(checkpoint.file_of.values()))
+    files = sorted(set(checkpoint.file_of.values()))
     found.say("files", f"{len(files)}, {gigabytes(sum((directory / f).stat().st_size for f in files))}")
 
     def compare() -> None:
         shape = read_hf_config(directory)
         say_model(found, shape)
-        if any(name.endswith(".experts.gate_up_proj") for name in names):
+        if any(name.endswith(".experts.gate_up_proj") for name in checkpoint):
             found.say("experts", "fused, one tensor a layer")
-        entries = model_entries(shape, names)
+        entries = model_entries(shape, checkpoint)
         ignored = checkpoint.check(shape, entries)
         pieces = {piece.name: piece for entry in entries for piece in entry.pieces}
         say_tensors(found, [(checkpoint.dtype(p), torch.Size(p.shape).numel()) for p in pieces.values()])
         if any(name.startswith("mtp.") for name in pieces):
             found.say("multi-token prediction", "one layer")
+        if carried := [name for name in pieces if name.startswith(shape.carried)]:
+            found.say("kept and not trained", f"{len(carried)} tensors of {', '.join(shape.carried)}*")
         if ignored:
             found.say("not part of the policy", ", ".join(ignored))
 
@@ -110,7 +112,7 @@ def inspect_megatron(directory: Path, origin: Path | None) -> Findings:
             return
         shape = read_hf_config(source)
         say_model(found, shape)
-        stored.check(model_entries(shape, stored.tensors))
+        stored.check(model_entries(shape, stored))
 
     found.attempt(compare)
     return found

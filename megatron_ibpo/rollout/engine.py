@@ -1,5 +1,6 @@
 """One vLLM engine as its owner sees it: a process to start, ask, and stop."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -27,6 +28,9 @@ LOG_LINES = 30
 CLOSE_TIMEOUT_S = 15.0
 LOOK_EVERY_S = 1.0
 """A dead process is noticed through its socket; this is for the case that something else holds it open."""
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+"""A directory with what vLLM imports and nobody builds for CPUs."""
 
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR"}
 LAUNCHER_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_PORT"}
@@ -396,6 +400,10 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
             # A weight update allocates as much as it loads, and small pages cost more than receiving does.
             "THP_MEM_ALLOC_ENABLE": "1",
         }
+        if importlib.util.find_spec("torchvision") is None:
+            environment["PYTHONPATH"] = os.pathsep.join(
+                filter(None, [str(STAND_INS), base.get("PYTHONPATH")])
+            )
     else:
         visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
         gpus = [visible[gpu] if visible != [""] else str(gpu) for gpu in settings.gpus]

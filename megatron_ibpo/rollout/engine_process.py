@@ -375,6 +375,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         seed=0,
         weight_transfer_config=WeightTransferConfig(backend=_backend(settings.transport)),
         worker_extension_cls=PLUGIN,
+        language_model_only=True,  # a vision tower would wait for weights that no update brings
         **{**arguments, **settings.extra_arguments},
     )
 

@@ -134,7 +134,9 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not (hf_dir / name).exists():
             continue
-        found = _read_json(hf_dir / name).get("eos_token_id")
+        config = _read_json(hf_dir / name)
+        # a text model that is wrapped has its own
+        found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
         if isinstance(found, int):
             return (found,)
         if found:

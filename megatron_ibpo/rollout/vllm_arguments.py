@@ -22,6 +22,7 @@ OURS = {
     "disable_log_stats": None,
     "weight_transfer_config": None,
     "worker_extension_cls": None,
+    "language_model_only": None,
 }
 """What every engine is given anyway → the flag that sets it; None: it follows from the rest."""
 

@@ -10,11 +10,12 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from megatron_ibpo.models import (
     pipeline_layers,
     read_hf_config,
 )
-from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
+from megatron_ibpo.models.weight_map import Entry, carried_entry, is_carried, mtp_layers, weight_map
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.directories import write_directory
 from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, Turn, run_jobs
@@ -82,7 +83,7 @@ def hf_to_megatron(
     shape = read_hf_config(hf_dir)
     holdings = _check_layout(shape, parallel, virtual_stages)
     checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
-    entries = model_entries(shape, checkpoint.file_of, padded_vocab_size(shape, parallel))
+    entries = model_entries(shape, checkpoint, padded_vocab_size(shape, parallel))
     if ignored := checkpoint.check(shape, entries):
         logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
     dtypes = _stored_dtypes(checkpoint, entries)
@@ -126,20 +127,23 @@ def megatron_to_hf(
 
     Args:
         origin: Hugging Face checkpoint with the configuration and tokenizer; None: the checkpoint's own.
-            Multi-token prediction layers are taken from its weights where `stored_dir` has none.
+            What a checkpoint holds beside the policy (multi-token prediction layers, a vision tower) is taken
+            from its weights where `stored_dir` has none.
 
     Raises:
-        as `hf_to_megatron`.
+        CheckpointError: neither has what config.json says that there is beside the policy.
+        others as `hf_to_megatron`.
     """
     world.on_rank_0(lambda: _check_target(target))
     origin, shape = model_of(stored_dir, origin)
     stored = StoredCheckpoint(stored_dir)
-    entries = model_entries(shape, stored.tensors)
+    entries = model_entries(shape, stored)
     stored.check(entries)
     carried, source = _carried(origin, shape, entries)
     from_origin = {entry.name for entry in carried}
     if carried:
-        logger.warning("%s: %s are taken from %s", stored_dir, "the multi-token prediction layers", origin)
+        names = listed(sorted(piece.name for entry in carried for piece in entry.pieces))
+        logger.warning("%s: not trained and taken from %s: %s", stored_dir, origin, names)
 
     def metas_of(entry: Entry) -> list[TensorMeta]:
         if source is not None and entry.name in from_origin:
@@ -200,7 +204,7 @@ def differing_tensors(
     """
     shape = read_hf_config(hf_dir)
     checkpoint, stored = Checkpoint(hf_dir, allow_pickle=allow_pickle), StoredCheckpoint(stored_dir)
-    entries = model_entries(shape, stored.tensors)
+    entries = model_entries(shape, stored)
     checkpoint.check(shape, entries)
     stored.check(entries)
     mine = entries[world.rank :: world.size]
@@ -246,8 +250,17 @@ def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: i
     return holdings_of(shape, parallel, virtual_stages)
 
 
-def model_entries(shape: ModelShape, names: Iterable[str], vocab_rows: int | None = None) -> list[Entry]:
-    """What a checkpoint with tensors of these names has to hold, every HF tensor once.
+class Tensors(Protocol):
+    """A checkpoint of either format."""
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its tensors."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+
+def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = None) -> list[Entry]:
+    """What a checkpoint with these tensors has to hold, every HF tensor once.
 
     Args:
         vocab_rows: as in `weight_map`.
@@ -255,7 +268,7 @@ def model_entries(shape: ModelShape, names: Iterable[str], vocab_rows: int | Non
     Raises:
         CheckpointError: it has more multi-token prediction layers than can be converted.
     """
-    layers = mtp_layers(names) if shape.mtp_in_checkpoints else 0
+    layers = mtp_layers(tensors) if shape.mtp_in_checkpoints else 0
     if layers > 1:
         raise CheckpointError(
             f"mtp.layers.1 to mtp.layers.{layers - 1}: only one multi-token prediction layer can be "
@@ -264,7 +277,8 @@ def model_entries(shape: ModelShape, names: Iterable[str], vocab_rows: int | Non
     entries = weight_map(shape, layers, vocab_rows)
     if shape.tie_word_embeddings:
         del entries["output_layer.weight"]
-    return list(entries.values())
+    carried = sorted(name for name in tensors if name.startswith(shape.carried))
+    return [*entries.values(), *(carried_entry(name, tensors.shape_of(name)) for name in carried)]
 
 
 def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, torch.dtype]:
@@ -299,15 +313,20 @@ def _check_tied_head(checkpoint: Checkpoint, shape: ModelShape) -> None:
 
 
 def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[list[Entry], Checkpoint | None]:
-    """Multi-token prediction layers that only the origin's weights have."""
-    if not shape.mtp_in_checkpoints or any(entry.name.startswith("mtp.") for entry in entries):
-        return [], None
+    """What lies beside the policy in the origin's weights only."""
     if not any(origin.glob("*.safetensors")):
+        if shape.carried and not any(entry.name.startswith(shape.carried) for entry in entries):
+            raise CheckpointError(
+                f"training keeps no {', '.join(shape.carried)}*, which the model's checkpoints hold: give "
+                "--origin-hf-checkpoint, the Hugging Face checkpoint that training started from"
+            )
         return [], None
     source = Checkpoint(origin)
-    everything = model_entries(shape, source.file_of)
+    everything = model_entries(shape, source)
     source.check(shape, everything)
-    return [entry for entry in everything if entry.name.startswith("mtp.")], source
+    present = {entry.name for entry in entries}
+    kept = [entry for entry in everything if entry.name not in present and is_carried(shape, entry.name)]
+    return kept, source
 
 
 def _has_nan(tensor: Tensor) -> bool:

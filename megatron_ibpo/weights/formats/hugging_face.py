@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.weight_map import Entry, Piece, is_ignored
+from megatron_ibpo.models.weight_map import Entry, Piece, is_carried, is_ignored
 from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.directories import HashedFile
@@ -63,6 +63,10 @@ class Checkpoint:
             self.file_of = self._read_index(index) if present == index else self._read_single(single)
             return
         raise CheckpointError(f"{hf_dir} holds neither {SINGLE} nor {INDEX}")
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its tensors."""
+        return iter(self.file_of)
 
     def _read_index(self, index: str) -> dict[str, str]:
         path = self.directory / index
@@ -167,7 +171,14 @@ class Checkpoint:
 
     def elements(self) -> dict[str, int]:
         """How many each tensor has, by name; reads only headers."""
-        return {name: math.prod(self._slice(name).get_shape()) for name in self.file_of}
+        return {name: math.prod(self.shape_of(name)) for name in self.file_of}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def carried(self, shape: ModelShape) -> list[Piece]:
+        """The tensors that are kept and not trained."""
+        return [Piece(name, self.shape_of(name)) for name in sorted(self.file_of) if is_carried(shape, name)]
 
     def dtype(self, piece: Piece) -> torch.dtype:
         return DTYPES[self._found(piece)[1].get_dtype()]
@@ -293,6 +304,8 @@ def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None
         if path.is_file() and not path.name.endswith(WEIGHTS):
             shutil.copyfile(path, target / path.name)
     config = read_json((target / "config.json").read_bytes())
-    config.pop("torch_dtype", None)  # its name before transformers 5
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    inner = config.get("text_config")
+    for named in (config, inner) if isinstance(inner, dict) else (config,):
+        named.pop("torch_dtype", None)  # its name before transformers 5
+        named["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,9 +1,16 @@
 """The export as a Hugging Face checkpoint on disk: all of it, or nothing."""
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
+from torch import Tensor
+
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.weight_map import Piece
 from megatron_ibpo.weights.formats.directories import write_directory
 from megatron_ibpo.weights.formats.hugging_face import (
+    Checkpoint,
     SafetensorsFile,
     copy_all_but_weights,
     file_names,
@@ -18,15 +25,21 @@ SHARD_BYTES = 5 * 1000**3
 
 
 def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) -> None:
-    """Write the weights to `out_dir` with the configuration and tokenizer of `origin_hf_dir`. Collective.
+    """Write the weights to `out_dir` with the configuration and tokenizer of `origin_hf_dir`, and with those
+    of its tensors that are carried and not trained. Collective.
 
     Written beside `out_dir` and moved there when complete; an `out_dir` that exists is replaced then.
-    Weights keep the trainer's dtype, which config.json then names. `integrity.json` holds checksums.
+    Weights keep the trainer's dtype, which config.json then names, carried tensors their own.
+    `integrity.json` holds checksums.
 
     Raises:
         DiskSpaceError: before anything is written, if the disk cannot hold it.
     """
-    metadata = export.metadata()
+    origin = Checkpoint(origin_hf_dir)
+    carried = origin.carried(read_hf_config(origin_hf_dir))
+    metadata = export.metadata() + [
+        TensorMeta(piece.name, origin.dtype(piece), piece.shape) for piece in carried
+    ]
     groups = plan_buckets(metadata, SHARD_BYTES)
     names = file_names(len(groups))
     files = {name: metadata[group.start : group.stop] for name, group in zip(names, groups, strict=True)}
@@ -37,11 +50,23 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
         return digests[0]
 
     needed = sum(meta.num_bytes for meta in metadata)
-    write_directory(out_dir, world, needed, lambda directory: _write(export, files, directory, world), finish)
+
+    def write(directory: Path) -> dict[str, str]:
+        return _write(chain(export, _read(origin, carried)), files, directory, world)
+
+    write_directory(out_dir, world, needed, write, finish)
+
+
+def _read(origin: Checkpoint, carried: list[Piece]) -> Iterator[tuple[str, Tensor]]:
+    for piece in carried:
+        yield piece.name, origin.read(piece)
 
 
 def _write(
-    export: HFExport, files: dict[str, list[TensorMeta]], directory: Path, world: World
+    tensors: Iterable[tuple[str, Tensor | None]],
+    files: dict[str, list[TensorMeta]],
+    directory: Path,
+    world: World,
 ) -> dict[str, str]:
     """Gather and write tensor by tensor, on rank 0. Returns digests by file.
 
@@ -51,7 +76,7 @@ def _write(
     digests: dict[str, str] = {}
     remaining = [(file, meta.name) for file, metas in files.items() for meta in metas]
     writer: SafetensorsFile | None = None
-    for (file, name), (gathered, tensor) in zip(remaining, export, strict=True):
+    for (file, name), (gathered, tensor) in zip(remaining, tensors, strict=True):
         if not world.is_rank_0 or error is not None:
             continue
         assert gathered == name

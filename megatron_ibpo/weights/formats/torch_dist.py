@@ -8,7 +8,7 @@ belong there: it cannot run code.
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,13 @@ class StoredCheckpoint:
         if missing:
             raise CheckpointError(f"{directory}: {listed(missing)} named in {METADATA} but not there")
         check_byte_entries(directory, self._metadata)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its tensors."""
+        return iter(self.tensors)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].size)
 
     @property
     def places(self) -> dict[MetadataIndex, _StorageInfo]:

@@ -1,5 +1,5 @@
 """Loaded into vLLM's workers (`worker_extension_cls`): receives weights over gloo, keeps receipts of what
-arrives, and mends the update of experts on CPUs."""
+arrives, and mends on CPUs the update of experts and tied heads, and prompts of one token."""
 
 import logging
 import pickle
@@ -14,6 +14,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -88,6 +90,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         self._receiver = None
@@ -149,6 +152,30 @@ def _repack_experts_on_update() -> None:
     method._setup_kernel = setup_and_pack
 
 
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """A head that has the embedding's weight gets none of its own, so on CPUs vLLM 0.32 goes on with what it
+    packed at the first load."""
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    for layer in layers:
+        if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _close_up_single_rows() -> None:
+    """Let vLLM 0.32 read a prompt of one token with Qwen3.5, whose queries, keys and values are a slice of a
+    wider row: torch counts a single row as contiguous whatever its stride, and the convolution for CPUs
+    refuses the stride."""
+    convolve = gdn_attention._causal_conv1d_fwd_cpu
+
+    def convolve_closed(*, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        if x.shape[1] == 1:
+            x = x.T.clone(memory_format=torch.contiguous_format).T
+        return convolve(x=x, **others)
+
+    gdn_attention._causal_conv1d_fwd_cpu = convolve_closed
+
+
 def _say_less() -> None:
     """Warnings of every update are expected: float32 weights are cast as they load,
     and vLLM takes layers without weights for layers that were forgotten (what is forgotten is an error
@@ -162,3 +189,4 @@ WeightTransferEngineFactory.register_engine(NCCL_BACKEND, NcclWorker)
 _say_less()
 if current_platform.is_cpu():
     _repack_experts_on_update()
+    _close_up_single_rows()
