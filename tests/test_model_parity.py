@@ -43,7 +43,7 @@ YARN = {
 BOUND = {
     **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
     **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
-    **dict.fromkeys(("next", "wide next", "odd next"), 5e-5),
+    **dict.fromkeys(("next", "wide next", "few next", "odd next"), 5e-5),
 }
 GRADIENT_BOUND = {name: 5e-4 if "next" in name else 1e-5 for name in BOUND}
 """Largest difference in a gradient tensor, relative to the largest element of that gradient tensor. Against
@@ -107,6 +107,10 @@ CASES = {
         ("llama", layout(tp=2, pp=2)),
         ("llama tied", layout(tp=2)),
         ("qwen2", layout(tp=2, pp=2)),
+        # more ranks than key/value heads
+        ("dense", layout(tp=4)),
+        ("llama", layout(tp=4)),
+        ("few next", layout(tp=4, ep=4)),
     ],
 }
 
@@ -131,6 +135,7 @@ def checkpoints(tmp_path_factory, plain_transformers):
         "wide next": make_qwen3_next(
             directory / "wide next", 9, std=0.08, kv_heads=4, key_heads=4, value_heads=8
         ),
+        "few next": make_qwen3_next(directory / "few next", 20, std=0.08, key_heads=4, value_heads=8),
         "odd tied": make_qwen3(
             directory / "odd tied", 10, std=0.08, tie=True, kv_heads=4, vocabulary=ODD_VOCABULARY
         ),
