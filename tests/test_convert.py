@@ -95,8 +95,8 @@ def mtp_tensors(dtype):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Every architecture, all of whose dimensions four ranks can divide but one vocabulary, in one dtype or
-    another."""
+    """Every architecture, all of whose dimensions four ranks can divide but one vocabulary and the two
+    key/value heads of "few", in one dtype or another."""
     directory = tmp_path_factory.mktemp("models")
     plain = {
         "dense": (make_qwen3(directory / "p-dense", 1, layers=4, kv_heads=4), torch.bfloat16),
@@ -104,6 +104,7 @@ def models(tmp_path_factory):
         "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
         "moe": (make_qwen3_moe(directory / "p-moe", layers=4, kv_heads=4), torch.bfloat16),
         "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
+        "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),
         "qwen2": (make_qwen2(directory / "p-qwen2", 6, layers=4, kv_heads=4), torch.bfloat16),
         "next": (
             make_qwen3_next(directory / "p-next", 3, kv_heads=4, key_heads=4, value_heads=8),
@@ -148,6 +149,8 @@ def cases():
         experts = [] if name in ("dense", "tied", "llama", "qwen2") else EXPERT_LAYOUTS
         for parallel, virtual_stages in LAYOUTS + experts:
             yield name, parallel, virtual_stages
+    yield "few", layout(tp=4), 1
+    yield "few", layout(tp=4, pp=2), 1
 
 
 def short(value):
@@ -583,7 +586,7 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
             assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "next", "mtp"])
+@pytest.mark.parametrize("name", ["dense", "moe", "next", "mtp", "few"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_cover_every_stored_tensor_once(models, name, ranks):
     """And joined from cuts, a shard is what its blocks are of the parameter joined whole."""
@@ -594,7 +597,10 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
         whole = entry.join([checkpoint.read(piece) for piece in entry.pieces])
         assert whole.shape == entry.shape
         for rank in range(ranks if entry.cut else 1):
-            shard = entry.join([checkpoint.read(piece, rank, ranks) for piece in entry.pieces])
+            shard = entry.assemble(checkpoint.read_shard(entry, rank, ranks), rank, ranks)
+            parts = entry.take_apart(shard, rank, ranks)
+            for part, held in zip(parts, checkpoint.read_shard(entry, rank, ranks), strict=True):
+                assert torch.equal(part, held)
             blocks = entry.blocks(rank, ranks)
             assert shard.numel() == sum(math.prod(block.sizes) for block in blocks)
             for block in blocks:

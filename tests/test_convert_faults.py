@@ -181,7 +181,7 @@ def test_nan_is_converted_and_named(here, origin, tensors, caplog, tmp_path, nan
 @pytest.mark.parametrize(
     ("layout", "virtual_stages", "words"),
     [
-        ({"tensor_model_parallel_size": 4}, 1, "does not divide the key/value heads (2)"),
+        ({"tensor_model_parallel_size": 3}, 1, "does not divide the attention heads (4)"),
         ({"pipeline_model_parallel_size": 3}, 1, "does not divide the layers (2)"),
         ({"expert_model_parallel_size": 2}, 1, "has no experts"),
         ({"decoder_first_pipeline_num_layers": 1}, 1, "need --pipeline-model-parallel-size > 1"),

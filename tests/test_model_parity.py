@@ -52,7 +52,7 @@ YARN = {
 BOUND = {
     **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
     **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
-    **dict.fromkeys(("next", "wide next", "odd next"), 5e-5),
+    **dict.fromkeys(("next", "wide next", "few next", "odd next"), 5e-5),
     **dict.fromkeys(("3.5", "3.5 moe", "wrapped 3.5", "wide 3.5", "wide 3.5 moe"), 5e-5),
 }
 GRADIENT_BOUND = {name: 1e-5 if bound == 1e-5 else 5e-4 for name, bound in BOUND.items()}
@@ -138,6 +138,10 @@ CASES = {
         ("3.5 moe", layout(ep=4)),
         ("wide 3.5 moe", layout(tp=4, ep=4)),
         ("wide 3.5 moe", layout(tp=4, etp=4)),
+        # more ranks than key/value heads
+        ("dense", layout(tp=4)),
+        ("llama", layout(tp=4)),
+        ("few next", layout(tp=4, ep=4)),
     ],
 }
 
@@ -163,6 +167,7 @@ def checkpoints(tmp_path_factory, plain_transformers):
         "wide next": make_qwen3_next(
             directory / "wide next", 9, std=0.08, kv_heads=4, key_heads=4, value_heads=8
         ),
+        "few next": make_qwen3_next(directory / "few next", 20, std=0.08, key_heads=4, value_heads=8),
         "odd tied": make_qwen3(
             directory / "odd tied", 10, std=0.08, tie=True, kv_heads=4, vocabulary=ODD_VOCABULARY
         ),

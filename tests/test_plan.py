@@ -347,7 +347,7 @@ def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
     ("model", "world_size", "flags", "reason"),
     [
         (NEXT_80B, 16, [], "EP x ETP x PP = 32 does not divide the world size"),
-        (NEXT_80B, 32, ["--tensor-model-parallel-size", "4"], "does not divide the key/value heads"),
+        (NEXT_80B, 32, ["--tensor-model-parallel-size", "32"], "does not divide the attention heads"),
         (NEXT_80B, 32, ["--no-sequence-parallel"], "needs --sequence-parallel"),
         (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "a colocated engine lies within one node"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", str(60 * GIB)], "sampling takes .* GiB on rank"),

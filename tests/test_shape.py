@@ -188,7 +188,6 @@ def test_layouts_that_divide_have_no_problems(next_80b):
 @pytest.mark.parametrize(
     ("changes", "world_size", "words"),
     [
-        ({"tensor_model_parallel_size": 4}, 32, "does not divide the key/value heads (2)"),
         ({"tensor_model_parallel_size": 3}, 12, "does not divide the attention heads (16)"),
         ({"pipeline_model_parallel_size": 5}, 40, "does not divide the layers (48)"),
         ({"expert_model_parallel_size": 3}, 24, "does not divide the experts (512)"),
@@ -203,6 +202,14 @@ def test_layouts_that_divide_have_no_problems(next_80b):
 def test_layouts_that_do_not_divide_are_refused(next_80b, changes, world_size, words):
     problems = check_layout(next_80b, replace(GOOD, **changes), world_size)
     assert any(words in problem for problem in problems), problems
+
+
+def test_ranks_divide_the_key_value_heads_or_share_them_evenly(next_80b):
+    four = ParallelConfig(tensor_model_parallel_size=4)
+    assert check_layout(next_80b, four, 4) == [], "two heads, each shared by two ranks"
+    six = replace(next_80b, num_attention_heads=12, num_key_value_heads=6)
+    (problem,) = check_layout(six, four, 4)
+    assert problem.endswith("=4 is neither a divisor nor a multiple of the key/value heads (6)")
 
 
 def test_the_delta_nets_heads_must_divide(next_80b):

@@ -144,6 +144,22 @@ def test_global_names_count_layers_and_experts_over_the_whole_model():
     assert global_name("output_layer.weight", 2, 4) == "output_layer.weight"
 
 
+def test_ranks_share_a_key_value_head_by_rows_of_its_group(checkpoints):
+    """Four ranks, two groups of [two queries | key | value], heads of 32: two ranks hold nothing but
+    queries, the others keys and values."""
+    entry = weight_map(read_hf_config(checkpoints["llama", torch.float32]))[
+        "decoder.layers.1.self_attention.linear_qkv.bias"
+    ]
+    held = [[entry.ranges(number, rank, 4) for number in range(3)] for rank in range(4)]
+    assert held == [
+        [[(0, 64)], [], []],
+        [[], [(0, 32)], [(0, 32)]],
+        [[(64, 64)], [], []],
+        [[], [(32, 32)], [(32, 32)]],
+    ]
+    assert [entry.ranges(0, rank, 2) for rank in range(2)] == [[(0, 64)], [(64, 64)]]
+
+
 # ------------------------------------------------------------------------------------- there and back
 
 CASES = {
@@ -165,7 +181,9 @@ CASES = {
         ("qwen2", layout(tp=2)),
     ],
     4: [
-        ("llama", layout(tp=2, pp=2)),
+        ("llama", layout(tp=4)),  # of two key/value heads, as that of the others
+        ("dense", layout(tp=4)),
+        ("moe", layout(tp=4, ep=2)),
         ("dense", layout(tp=2, pp=2)),
         ("next", layout(tp=2, pp=2, ep=2)),
         ("next", layout(ep=4)),

@@ -86,11 +86,13 @@ def _layout_problems(
             f"--context-parallel-size={parallel.context_parallel_size}: context parallelism is not "
             "supported yet; use 1"
         )
-    divided = {
-        **shape.divided_by_tp(),
-        "the key/value heads": shape.num_key_value_heads,
-    }
-    yield from _undivided("--tensor-model-parallel-size", tp, divided)
+    yield from _undivided("--tensor-model-parallel-size", tp, shape.divided_by_tp())
+    heads = shape.num_key_value_heads
+    if heads % tp and tp % heads:  # more ranks than heads share them, as Megatron lets them
+        yield (
+            f"--tensor-model-parallel-size={tp} is neither a divisor nor a multiple of the key/value heads "
+            f"({heads})"
+        )
     rows = padded_vocab_size(shape, parallel) // tp
     if idle := tp - -(-shape.vocab_size // rows):
         yield (

@@ -48,6 +48,7 @@ def _qkv(shape: ModelShape, kind: str, columns: tuple[int, ...]) -> Entry:
         qkv.join,
         qkv.part,
         ROWS,
+        even_up_to=shape.num_key_value_heads,
     )
 
 

@@ -3,8 +3,9 @@
 Loading, export and conversion all follow from this map. A Megatron parameter is an `Entry` under its global
 name (layer and expert numbers count over the whole model). It is joined from one or more `Piece`s, HF
 tensors. Every piece is cut over the tensor-parallel ranks so that joining a rank's cuts gives exactly that
-rank's shard of the parameter: joins never see the layout. A Megatron checkpoint holds the parameter in
-`Block`s, which do not depend on the layout either.
+rank's shard of the parameter: joins never see the layout. Only where more ranks divide attention than there
+are key/value heads is a shard made of rows of the joined parameter (`Entry.even_up_to`). A Megatron
+checkpoint holds the parameter in `Block`s, which do not depend on the layout either.
 
 A family gives the entries of its layers, with names relative to the layer; `shared_entries` has those that
 families share.
@@ -110,6 +111,9 @@ class Entry:
     expert: int | None = None
     num_experts: int = 0
     """An expert's parameter is a slice of a stored tensor of all experts of the layer."""
+    even_up_to: int | None = None
+    """Ranks up to which an equal share of every piece makes up a shard; None: any number. More ranks divide
+    the rows of the joined parameter, wherever in the pieces these come from."""
 
     @property
     def cut(self) -> Cut | None:
@@ -132,9 +136,55 @@ class Entry:
             return 0
         return self.cut.padded // ranks - self.shard_shape(rank, ranks)[0]
 
+    def ranges(self, number: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """(start, length) along its cut of what the shard of `rank` of `ranks` holds of piece `number`; of
+        rows if uncut. None where it holds nothing of it."""
+        if self._is_even(ranks):
+            return self.pieces[number].ranges(rank, ranks)
+        spans = sorted(self._rows_of_whole(rank, ranks))
+        return [(span.piece_row, span.rows) for span in spans if span.piece == number]
+
+    def assemble(self, cuts: list[Tensor], rank: int, ranks: int) -> Tensor:
+        """The shard of `rank` of `ranks` from what it holds of each piece, ranges one after the other."""
+        if self._is_even(ranks):
+            return self.join(cuts)
+        spans = self.spans(rank, ranks)
+        return torch.cat([cuts[span.piece][span.piece_row :][: span.rows] for span in spans])
+
+    def take_apart(self, shard: Tensor, rank: int, ranks: int) -> list[Tensor]:
+        """The inverse."""
+        if self._is_even(ranks):
+            return self.part(shard)
+        spans = sorted(self.spans(rank, ranks))
+        rows = [
+            [shard[s.shard_row :][: s.rows] for s in spans if s.piece == n] for n in range(len(self.pieces))
+        ]
+        return [torch.cat(parts) if parts else shard[:0] for parts in rows]
+
     def spans(self, rank: int = 0, ranks: int = 1) -> tuple[Span, ...]:
-        """What `join` does, as moves of rows, by rows of the shard."""
-        return _spans(self.join, tuple(piece.shard_shape(rank, ranks)[0] for piece in self.pieces))
+        """How `assemble` moves rows, by rows of the shard."""
+        if self._is_even(ranks):
+            return _spans(self.join, tuple(piece.shard_shape(rank, ranks)[0] for piece in self.pieces))
+        held: dict[int, int] = {}
+        moved = []
+        for span in sorted(self._rows_of_whole(rank, ranks)):
+            moved.append(span._replace(piece_row=held.get(span.piece, 0)))
+            held[span.piece] = moved[-1].piece_row + span.rows
+        return tuple(sorted(moved, key=lambda span: span.shard_row))
+
+    def _is_even(self, ranks: int) -> bool:
+        return self.even_up_to is None or ranks <= self.even_up_to
+
+    def _rows_of_whole(self, rank: int, ranks: int) -> list[Span]:
+        """The shard's rows, which follow each other in the whole parameter, in the whole pieces."""
+        first, length = _ranges(self.shape, ROWS, rank, ranks)[0]
+        found = []
+        for span in self.spans():
+            start, stop = max(first, span.shard_row), min(first + length, span.shard_row + span.rows)
+            if start < stop:
+                piece_row = span.piece_row + start - span.shard_row
+                found.append(Span(span.piece, piece_row, start - first, stop - start))
+        return found
 
     def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
         """The entry with its names prefixed, in a layer of the model."""

@@ -393,10 +393,10 @@ def _write_safetensors(
 @contextmanager
 def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
     """A shard, contiguous: where it lies in a file if nothing has to be moved for it."""
-    cuts = [checkpoint.read(piece, share.rank, share.ranks) for piece in share.entry.pieces]
+    cuts = checkpoint.read_shard(share.entry, share.rank, share.ranks)
     spans = share.entry.spans(share.rank, share.ranks)
-    in_place = len(spans) == 1 and cuts[0].is_contiguous()
-    with nullcontext(cuts[0]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
+    in_place = len(spans) == 1 and cuts[spans[0].piece].is_contiguous()
+    with nullcontext(cuts[spans[0].piece]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
         turn.check()
         if not in_place:
             for span in spans:

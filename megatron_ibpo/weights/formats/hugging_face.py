@@ -183,13 +183,21 @@ class Checkpoint:
     def dtype(self, piece: Piece) -> torch.dtype:
         return DTYPES[self._found(piece)[1].get_dtype()]
 
-    def read(self, piece: Piece, rank: int = 0, ranks: int = 1) -> Tensor:
-        """The cut of `piece` that `rank` of `ranks` holds, in the checkpoint's dtype. May share memory with
-        the file."""
+    def read(self, piece: Piece) -> Tensor:
+        """A tensor in the checkpoint's dtype. May share memory with the file."""
+        return self._read(piece, piece.ranges(0, 1))
+
+    def read_shard(self, entry: Entry, rank: int, ranks: int) -> list[Tensor]:
+        """What the shard of `rank` of `ranks` holds of each of the entry's pieces, as `read` gives it."""
+        return [
+            self._read(piece, entry.ranges(number, rank, ranks)) for number, piece in enumerate(entry.pieces)
+        ]
+
+    def _read(self, piece: Piece, ranges: list[tuple[int, int]]) -> Tensor:
         name, tensor = self._found(piece)
         fused = piece.fused if name != piece.name else None
         dim = piece.cut.dim if piece.cut else 0
-        cuts = [self._cut(tensor, piece, fused, dim, *span) for span in piece.ranges(rank, ranks)]
+        cuts = [self._cut(tensor, piece, fused, dim, *span) for span in ranges or [(0, 0)]]
         self._files.count(sum(cut.nbytes for cut in cuts))
         return torch.cat(cuts, dim=dim) if len(cuts) > 1 else cuts[0]
 

@@ -43,10 +43,10 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
             if name.startswith("output_layer.") and not head:
                 continue
             entry = entries[name]
-            cuts = [checkpoint.read(piece, *holding.shard(entry)) for piece in entry.pieces]
+            cuts = checkpoint.read_shard(entry, *holding.shard(entry))
             for piece, cut in zip(entry.pieces, cuts, strict=True):
                 check_finite(cut, hf_dir, piece.name)
-            shard = entry.join(cuts)
+            shard = entry.assemble(cuts, *holding.shard(entry))
             rows = len(parameter) - entry.padding(*holding.shard(entry))
             assert shard.shape == parameter[:rows].shape, f"{name}: {shard.shape} read for {parameter.shape}"
             parameter[:rows].copy_(shard)

@@ -34,20 +34,26 @@ class _Task:
     holders: tuple[tuple[int, ...], ...]
     """Of each shard, in order: the ranks that hold it."""
 
-    def boxes(self, piece: Piece, shard: int) -> list[Box]:
-        """What shard number `shard` of the entry holds of `piece`, in the order of its rows or columns."""
+    def boxes(self, number: int, shard: int) -> list[Box]:
+        """What shard number `shard` of the entry holds of piece `number`, in the order of its rows or
+        columns."""
+        piece = self.entry.pieces[number]
         before, dim = whole(piece.shape), piece.cut.dim if piece.cut else 0
         return [
             (*before[:dim], (start, start + length), *before[dim + 1 :])
-            for start, length in piece.ranges(shard, len(self.holders))
+            for start, length in self.entry.ranges(number, shard, len(self.holders))
         ]
 
-    def regions(self, piece: Piece) -> tuple[Region, ...]:
+    def regions(self, number: int) -> tuple[Region, ...]:
+        """Of piece `number`: who holds what."""
+        piece = self.entry.pieces[number]
         if piece.cut is None:
             everyone = tuple(sorted(rank for ranks in self.holders for rank in ranks))
             return (Region(whole(piece.shape), everyone),)
         return tuple(
-            Region(box, ranks) for shard, ranks in enumerate(self.holders) for box in self.boxes(piece, shard)
+            Region(box, ranks)
+            for shard, ranks in enumerate(self.holders)
+            for box in self.boxes(number, shard)
         )
 
     def shard_of(self, rank: int) -> int | None:
@@ -80,7 +86,7 @@ class HFExport:
         dist.all_gather_object(holdings, holding)
         self._tasks = _plan(shape, holdings)
         self._metadata = metadata_of(shape, self.dtype)
-        self._regions = [task.regions(piece) for task in self._tasks for piece in task.entry.pieces]
+        self._regions = _regions(self._tasks)
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
 
     def metadata(self) -> list[TensorMeta]:
@@ -97,9 +103,9 @@ class HFExport:
                 continue
             parameter = self._parameters[task.entry.name].detach()
             padding = task.entry.padding(shard, len(task.holders))
-            parts = task.entry.part(parameter[: len(parameter) - padding])
-            for piece, part in zip(task.entry.pieces, parts, strict=True):
-                yield _by_box(piece, part, task.boxes(piece, shard))
+            parts = task.entry.take_apart(parameter[: len(parameter) - padding], shard, len(task.holders))
+            for number, part in enumerate(parts):
+                yield _by_box(task.entry.pieces[number], part, task.boxes(number, shard))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         return iter(self._gather)
@@ -112,12 +118,18 @@ def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
 
 def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
     """Who holds which part of each tensor when rank r holds `holdings[r]`, in checkpoint order."""
-    return [task.regions(piece) for task in _plan(shape, holdings) for piece in task.entry.pieces]
+    return _regions(_plan(shape, holdings))
+
+
+def _regions(tasks: list[_Task]) -> list[tuple[Region, ...]]:
+    return [task.regions(number) for task in tasks for number in range(len(task.entry.pieces))]
 
 
 def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     """A shard of a piece, cut where its boxes join."""
     dim = piece.cut.dim if piece.cut else 0
+    if not boxes:
+        return {}
     sizes = [box[dim][1] - box[dim][0] for box in boxes]
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 
