@@ -217,6 +217,15 @@ def test_another_family_is_refused(shapes):
         check_shape(shapes["next"])
 
 
+def test_whoever_takes_before_anything_was_asked_lets_others_ask(checkpoint):
+    async def taken():
+        ran = []
+        asyncio.get_running_loop().call_soon(ran.append, "submit")
+        return await opened(checkpoint).take(1.0), ran
+
+    assert asyncio.run(taken()) == ([], ["submit"])
+
+
 def test_a_prompt_that_is_asked_often_is_read_once(checkpoint, monkeypatch):
     read = []
     forward = LeanModel._forward

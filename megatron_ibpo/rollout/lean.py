@@ -102,7 +102,7 @@ class LeanEngine:
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """See `AsyncEngine`. Samples all that is waiting, however long that takes: nothing else can be done
         here meanwhile."""
-        asked = 0
+        asked = -1  # waits once in any case, or who asks in vain would never let anybody submit
         while len(self._waiting) > asked:
             asked = len(self._waiting)
             await asyncio.sleep(LINGER_S)
