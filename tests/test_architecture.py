@@ -23,7 +23,7 @@ megatron_ibpo.ROOM`) stands above what it runs, apart from its room."""
 LIBRARIES = {
     "megatron": {"policy", "models", "weights", "plan"},
     "vllm": {"rollout", "weights"},
-    "transformers": {"data"},
+    "transformers": {"data", "weights"},  # tokenizers; what knows the names in GGUF files
     "triton": {"kernels"},
     "scipy": {"study"},
     "pyarrow": {"data", "evaluate"},
