@@ -105,7 +105,11 @@ def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
         ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is False, and True in text_config"),
         ({}, {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({}, {"linear_num_key_heads": 3}, "is no multiple of linear_num_key_heads=3"),
-        ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        (
+            {},
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope type yarn over 0.25 of a head is not",
+        ),
     ],
 )
 def test_a_wrapped_config_that_cannot_be_built_is_refused(wrapped, tmp_path, outer, inner, words):

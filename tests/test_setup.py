@@ -415,6 +415,8 @@ def test_what_the_package_imports_is_declared():
     }
     imported = set()
     for file in (ROOT / "megatron_ibpo").rglob("*.py"):
+        if "stand_ins" in file.parts:  # a package of another name, which imports its own parts
+            continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
