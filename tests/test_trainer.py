@@ -39,8 +39,9 @@ def checkpoints(tmp_path_factory):
     }
 
 
-def layout(tp=1, ep=1, pp=1, distributed_optimizer=False):
+def layout(tp=1, ep=1, pp=1, cp=1, distributed_optimizer=False):
     return ParallelConfig(
+        context_parallel_size=cp,
         tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep,
         pipeline_model_parallel_size=pp,
