@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from test_gated_delta_net import HostReads, kernels_stood_in
 from tiny_models import make_qwen3, make_qwen3_next
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import zigzag
+from megatron_ibpo.models.backends import LOCAL, Backends
 from megatron_ibpo.records import TrainSequence
 
 # ------------------------------------------------------------------------------------------------- the order
@@ -147,8 +149,9 @@ def test_what_a_delta_net_sends_does_not_grow_with_the_sequence():
 # -------------------------------------------------------------------------------------------- whole models
 
 
-def layout(cp=1, tp=1, pp=1, ep=1):
+def layout(cp=1, tp=1, pp=1, ep=1, delta_net_cp="state"):
     return ParallelConfig(
+        delta_net_cp=delta_net_cp,
         context_parallel_size=cp,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -193,7 +196,7 @@ def losses_and_gradients(world, cases):
     return [loss_and_gradients(world, Path(path), parallel) for path, parallel in cases]
 
 
-def loss_and_gradients(world, path, parallel_config):
+def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -215,7 +218,8 @@ def loss_and_gradients(world, path, parallel_config):
     parallel.initialize(parallel_config, world, seed=0)
     shape = read_hf_config(path)
     override = ("moe_router_dtype=fp64",) if shape.is_moe else ()
-    chunks = build_model(shape, Config(model=ModelConfig(model_override=override), parallel=parallel_config))
+    config = Config(model=ModelConfig(model_override=override), parallel=parallel_config)
+    chunks = build_model(shape, config, libraries=libraries)
     load_hf(chunks, shape, path)
     core = chunks[0].config
     core.pipeline_dtype = core.params_dtype = torch.float64
@@ -282,7 +286,7 @@ def loss_and_gradients(world, path, parallel_config):
     return seen, gradients if world.is_rank_0 else None
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
     """Through packing, models and loss; with fewer rows than ranks, and where the padding is all there is."""
     paths = {
@@ -304,3 +308,33 @@ def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
             scale = gradient.abs().max()
             assert scale > 1e-6, (name, tensor, "would not be tested")
             assert (own[tensor] - gradient).abs().max() < 1e-12 * scale, (name, chosen, tensor)
+
+
+# ------------------------------------------------------------------------------ flash-linear-attention's way
+
+
+def by_other_kernels(world, path, ways):
+    flash = Backends(transformer_engine=False, flash_linear_attention=True)
+    with kernels_stood_in(HostReads()):
+        return [loss_and_gradients(world, Path(path), layout(2, delta_net_cp=way), flash) for way in ways]
+
+
+@pytest.mark.slow
+def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other_kernels(tmp_path):
+    """The kernels themselves are for GPUs, and stood in for; Megatron's decays are of float32."""
+    path = make_qwen3_next(tmp_path / "next", 4, std=0.1, key_heads=4, value_heads=8)
+    ((losses, gradients),) = run_ranks(losses_and_gradients, 1, [(path, layout())])[0]
+    found = run_ranks(by_other_kernels, 2, path, ["state", "heads"], timeout=280)
+    for own_losses, own in found[0]:
+        assert own_losses == pytest.approx(losses, abs=1e-6)
+        for tensor, gradient in gradients.items():
+            assert (own[tensor] - gradient).abs().max() < 1e-4 * gradient.abs().max(), tensor
+
+
+def refused(world, path):
+    with pytest.raises(ValueError, match="only flash-linear-attention has it"):
+        loss_and_gradients(world, Path(path), layout(2, delta_net_cp="heads"))
+
+
+def test_plain_torch_does_not_exchange_heads(tmp_path):
+    run_ranks(refused, 2, make_qwen3_next(tmp_path / "next", 4))

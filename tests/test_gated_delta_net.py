@@ -177,8 +177,13 @@ def kernels_stood_in(reads):
         return F.silu(causal_conv(x[0], weight, packed.positions(cu_seqlens)))[None], None
 
     def rule(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
-        assert (initial_state, output_final_state, use_qk_l2norm_in_kernel) == (None, False, False)
-        return gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], cu_seqlens)[None], None
+        assert not use_qk_l2norm_in_kernel
+        assert output_final_state == (initial_state is not None)
+        inputs = q[0], k[0], v[0], g[0], beta[0], cu_seqlens
+        if initial_state is None:
+            return gated_delta_rule(*inputs)[None], None
+        output, last = gated_delta_rule(*inputs, initial_state)
+        return output[None], last
 
     def uncounted(kernel):
         def call(*args, **kwargs):

@@ -290,7 +290,7 @@ def gated_delta_rule(
     )
     output_RLHE = output.unflatten(0, (-1, heads)).transpose(1, 2)
     output_NHE = packed.drop(output_RLHE.flatten(0, 1), rectangles).to(value_NHE.dtype)
-    if first_SHDE is None:
+    if first_SHDE is None or order is None:
         return output_NHE
     return output_NHE, wide(first_SHDE).index_copy(0, order, last.unflatten(0, (-1, heads)))
 
