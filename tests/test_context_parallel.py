@@ -7,6 +7,8 @@ In float64, where a difference is not a matter of rounding. The trainer's own la
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_gated_delta_net import HostReads, kernels_stood_in
+from test_loop import ROOT, rows_of
 from tiny_models import make_qwen3, make_qwen3_next
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -338,3 +341,24 @@ def refused(world, path):
 
 def test_plain_torch_does_not_exchange_heads(tmp_path):
     run_ranks(refused, 2, make_qwen3_next(tmp_path / "next", 4))
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+@pytest.mark.slow
+def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
+    """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""
+    command = [
+        *(sys.executable, "-m", "megatron_ibpo.train", "--run-dir", str(tmp_path / "run")),
+        *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
+        *("--tensor-model-parallel-size", "1", "--context-parallel-size", "2"),
+        *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+        *("--eval-num-prompts", "8", "--check-weight-update-equal"),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["grad_norm"] > 0
+        assert row["logprob_diff_abs_mean"] < 0.01  # the engine computes in bfloat16
