@@ -127,9 +127,9 @@ LAYOUTS = {
 }
 """Model → ranks → layouts that together take apart what can be taken apart."""
 MORE_LAYOUTS = {
-    "dense": {1: [layout()], 2: [layout(tp=2), layout()], 4: []},
+    "dense": {1: [layout()], 2: [layout(tp=2), layout(cp=2), layout()], 4: [layout(tp=2, cp=2)]},
     "tied": {1: [layout()], 2: [], 4: [layout(tp=2, pp=2)]},
-    "next": {1: [layout()], 2: [layout(pp=2)], 4: []},
+    "next": {1: [layout()], 2: [layout(pp=2), layout(cp=2)], 4: []},
 }
 
 

@@ -81,7 +81,8 @@ def test_the_rules_gradient_is_that_of_finite_differences():
         return torch.randn(9, 5, *shape, generator=generator, dtype=torch.float64)
 
     query, key = F.normalize(draw(3), dim=-1), F.normalize(draw(3), dim=-1)
-    inputs = (query, key, draw(4), -F.softplus(draw()), draw().sigmoid())
+    first_states = torch.randn(4, 3, 4, generator=generator, dtype=torch.float64)
+    inputs = (query, key, draw(4), -F.softplus(draw()), draw().sigmoid(), first_states)
     inputs = tuple(x.requires_grad_() for x in inputs)
     chained_rows = [4, 3, 2]  # four sequences, three of which have a second chunk, two a third
 
@@ -89,6 +90,28 @@ def test_the_rules_gradient_is_that_of_finite_differences():
         return delta_net._ChunkedDeltaRule.apply(*args, chained_rows)
 
     assert torch.autograd.gradcheck(rule, inputs, fast_mode=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(lengths=LENGTHS, cut=st.integers(0, 100), seed=st.integers(0, 99))
+def test_a_sequence_goes_on_from_the_state_that_its_first_part_ended_with(lengths, cut, seed):
+    """Cut anywhere, also before its first token and behind its last."""
+    inputs = [x.double() for x in rule_inputs(lengths, seed)]
+    whole = gated_delta_rule(*inputs, boundaries(lengths))
+    firsts = [min(cut, length) for length in lengths]
+    seconds = [length - first for length, first in zip(lengths, firsts, strict=True)]
+    sizes = [size for pair in zip(firsts, seconds, strict=True) for size in pair]
+    states, found = torch.zeros(len(lengths), 4, 5, 3, dtype=torch.float64), []
+    for place, own in ((0, firsts), (1, seconds)):
+        parts = [torch.cat(x.split(sizes)[place::2]) for x in inputs]
+        if not sum(own):
+            found.append(parts[2])
+            continue
+        output, states = gated_delta_rule(*parts, boundaries(own), states)
+        found.append(output)
+    halves = [part.split(own) for part, own in zip(found, (firsts, seconds), strict=True)]
+    together = torch.cat([piece for pair in zip(*halves, strict=True) for piece in pair])
+    assert (together - whole).abs().max() < 1e-12
 
 
 @settings(max_examples=25, deadline=None)
@@ -154,8 +177,13 @@ def kernels_stood_in(reads):
         return F.silu(causal_conv(x[0], weight, packed.positions(cu_seqlens)))[None], None
 
     def rule(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
-        assert (initial_state, output_final_state, use_qk_l2norm_in_kernel) == (None, False, False)
-        return gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], cu_seqlens)[None], None
+        assert not use_qk_l2norm_in_kernel
+        assert output_final_state == (initial_state is not None)
+        inputs = q[0], k[0], v[0], g[0], beta[0], cu_seqlens
+        if initial_state is None:
+            return gated_delta_rule(*inputs)[None], None
+        output, last = gated_delta_rule(*inputs, initial_state)
+        return output[None], last
 
     def uncounted(kernel):
         def call(*args, **kwargs):

@@ -276,9 +276,14 @@ def dealt(bounds, rank, size):
     return pieces
 
 
-@pytest.mark.parametrize("variant", ["gspo", "dapo", "gmpo"])
-def test_context_shards_equal_one_process(variant):
+@pytest.mark.parametrize(
+    ("variant", "padded"),
+    [("gspo", []), ("gspo", [64 - 10, 64 - 9, 64 - 2, 64 - 1]), ("dapo", []), ("gmpo", [])],
+)
+def test_context_shards_equal_one_process(variant, padded):
+    """Also where either rank's last chunk has no row in the loss."""
     batch = batch_of((6, 18, 2, 30))
+    batch["response_mask_N"][padded] = 0
     options = options_for(variant) | {"chunk": 5, "kl_coef": 0.1}
     loss, hidden, weight, stats = fused(batch, **options)
     for found_loss, rows, found_hidden, found_weight, means in run_ranks(context_parallel, 2, batch, options):

@@ -173,6 +173,21 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     assert plan.placement.partners == [tuple(range(first, first + 8)) for first in (0, 8, 16, 24)]
 
 
+def test_the_80b_recipe_trains_at_131072_tokens_where_four_ranks_share_them(planner, plan_80b):
+    """As many tokens on each rank as the recipe has at 32,768, and optimizer state shared out as there."""
+    context = ["--rollout-max-context-len", "131072"]
+    alone = planner(plan_of, NEXT_80B, 32, *context)
+    assert any(problem.startswith("training takes") for problem in alone.problems)
+    plan = planner(plan_of, NEXT_80B, 32, *context, "--context-parallel-size", "4")
+    assert plan.problems == []
+    assert tightest(plan).left > 5 * GIB
+    assert plan.census.data_parallel == 4, "one copy of the data, on four ranks"
+    for shared, whole in zip(plan.stages, plan_80b.stages, strict=True):
+        assert (shared.state, shared.host_optimizer) == (whole.state, whole.host_optimizer)
+        assert shared.logits == whole.logits
+        assert 1 < shared.activations / whole.activations < 1.2, "keys, values and states on their way"
+
+
 def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80b):
     plan = plan_80b
     part, memory = plan.census.stages[0], plan.stages[0]

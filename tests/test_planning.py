@@ -18,7 +18,7 @@ from planned import cost
 from test_trainer import config_for, layout, sequence, sequences
 
 from megatron_ibpo.models import forward_flops, read_hf_config
-from megatron_ibpo.policy.packing import lay_out, pack
+from megatron_ibpo.policy.packing import Context, lay_out, pack
 from megatron_ibpo.policy.planning import (
     MicroBatch,
     data_parallel_rank,
@@ -166,6 +166,41 @@ def test_two_sequences_packed_by_hand():
     assert batch.rows.advantages.tolist() == [-2, 1, 0]
     assert batch.rows.sequence_weights_S.tolist() == [0.5, 0.5, 0]
     assert batch.rows.token_weights_N is None
+
+
+def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
+    """Rows 5 4 | 7 8 9 1 as above, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
+    first = made(rollout_logprobs=[-1.5, -2.5])
+    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
+    arrays = packed([second, first])
+    early, late = (
+        lay_out(arrays, multiple=1, device=CPU, context=Context(rank, 2, "both")) for rank in range(2)
+    )
+    assert [b.input_ids_1N.tolist() for b in (early, late)] == [[[5, 0, 7, 1]], [[4, 0, 8, 9]]]
+    assert [b.position_ids_1N.tolist() for b in (early, late)] == [[[0, 3, 0, 3]], [[1, 2, 1, 2]]]
+    assert [b.rows.targets_N.tolist() for b in (early, late)] == [[4, 0, 8, 2], [3, 0, 9, 1]]
+    assert [b.rows.response_mask_N.tolist() for b in (early, late)] == [[1, 0, 0, 1], [1, 0, 0, 1]]
+    assert [b.rollout_logprobs_N.tolist() for b in (early, late)] == [[-3.5, 0, 0, -2.5], [-4.5, 0, 0, -1.5]]
+    for batch in (early, late):
+        assert batch.rows.cu_seqlens.tolist() == [0, 4, 8], "of whole sequences"
+        assert batch.rows.index.bounds == (0, 4, 8)
+        assert batch.rows.index.response_rows_R.tolist() == [0, 3]
+        assert batch.rows.index.ends == (1, 2)
+        assert batch.rows.advantages.tolist() == [-2, 1]
+        assert batch.places_R.tolist() == [0, 4, 7, 3], "on the first rank, on the second, there and back"
+        assert batch.rows.cp_group == "both"
+        assert batch.max_seqlen == 4
+    narrow = lay_out(arrays, multiple=3, device=CPU, context=Context(1, 2, "both"))
+    assert narrow.input_ids_1N.shape == (1, 6), "12 rows: a sequence of four pads both ranks to threes"
+
+
+def test_ranks_that_share_sequences_share_the_budget_of_a_micro_batch():
+    """Two sequences of 5 tokens, 8 when padded: together on two ranks of 8 each, one by one on ranks of 7."""
+    rows = [made([5], [4, 3, 2, 2], advantage=1.0) for _ in range(2)]
+    for budget, batches in ((8, 1), (7, 2)):
+        config = config_for(layout(cp=2), max_tokens=budget)
+        (share,) = plan_forward(rows, config, 1, cost).shares
+        assert [len(batch.members) for batch in share] == [2 // batches] * batches
 
 
 def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
@@ -380,11 +415,13 @@ def test_what_ranks_found_comes_back_in_order():
         merge_parts([[(1, "b")]], 2)
 
 
-@pytest.mark.parametrize(("tp", "pp", "world"), [(1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 2, 8)])
-def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last(tp, pp, world):
-    ranks = [data_parallel_rank(rank, layout(tp=tp, pp=pp), world) for rank in range(world)]
-    size = world // (tp * pp)
-    assert ranks == [d for _ in range(pp) for d in range(size) for _ in range(tp)]
+@pytest.mark.parametrize(
+    ("tp", "cp", "pp", "world"), [(1, 1, 1, 4), (2, 1, 1, 4), (1, 1, 2, 4), (2, 1, 2, 8), (2, 2, 2, 16)]
+)
+def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last(tp, cp, pp, world):
+    ranks = [data_parallel_rank(rank, layout(tp=tp, cp=cp, pp=pp), world) for rank in range(world)]
+    size = world // (tp * cp * pp)
+    assert ranks == [d for _ in range(pp) for d in range(size) for _ in range(tp * cp)]
 
 
 def test_arrays_leave_a_process_without_being_copied_into_the_pickle():

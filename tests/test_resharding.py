@@ -14,10 +14,11 @@ from tiny_models import make_qwen3, make_qwen3_next
 from megatron_ibpo.config import ParallelConfig
 
 
-def layout(tp=1, pp=1, ep=1, *, first=None, distributed=False):
+def layout(tp=1, pp=1, ep=1, cp=1, *, first=None, distributed=False):
     return ParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
         decoder_first_pipeline_num_layers=first,
         expert_model_parallel_size=ep,
         use_distributed_optimizer=distributed,
@@ -26,6 +27,8 @@ def layout(tp=1, pp=1, ep=1, *, first=None, distributed=False):
 
 SHARDED = {"distributed": True}
 PAIRS = {
+    "dense CP2 DP2 to TP2 DP2, sharded": (4, layout(cp=2, **SHARDED), 4, layout(tp=2, **SHARDED)),
+    "next CP2 to one rank, sharded": (2, layout(cp=2, **SHARDED), 1, layout(**SHARDED)),
     "dense TP2 to one rank": (2, layout(tp=2), 1, layout()),
     "dense TP2 to PP2": (2, layout(tp=2), 2, layout(pp=2)),
     "dense DP2 to one rank, sharded": (2, layout(**SHARDED), 1, layout(**SHARDED)),

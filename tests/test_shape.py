@@ -192,7 +192,12 @@ def test_layouts_that_divide_have_no_problems(next_80b):
         ({"pipeline_model_parallel_size": 5}, 40, "does not divide the layers (48)"),
         ({"expert_model_parallel_size": 3}, 24, "does not divide the experts (512)"),
         ({"expert_tensor_parallel_size": 3}, 96, "does not divide an expert's hidden size (512)"),
-        ({"context_parallel_size": 2}, 32, "context parallelism is not supported yet"),
+        ({"context_parallel_size": 3}, 32, "TP x PP x CP = 24 does not divide the world size (32)"),
+        (
+            {"context_parallel_size": 16, "delta_net_cp": "heads"},
+            128,
+            "--delta-net-cp heads: TP x CP=32 does not divide the delta net's key heads (16)",
+        ),
         ({"sequence_parallel": False}, 32, "needs --sequence-parallel"),
         ({"expert_model_parallel_size": 64}, 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
         ({}, 12, "TP x PP = 8 does not divide the world size (12)"),

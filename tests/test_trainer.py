@@ -39,8 +39,9 @@ def checkpoints(tmp_path_factory):
     }
 
 
-def layout(tp=1, ep=1, pp=1, distributed_optimizer=False):
+def layout(tp=1, ep=1, pp=1, cp=1, distributed_optimizer=False):
     return ParallelConfig(
+        context_parallel_size=cp,
         tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep,
         pipeline_model_parallel_size=pp,
@@ -152,19 +153,27 @@ def gradients(world, cases, rows, **loss):
 LAYOUTS = {
     "dense": {
         1: [layout()],
-        2: [layout(tp=2), layout(pp=2), layout(distributed_optimizer=True)],
+        2: [layout(tp=2), layout(pp=2), layout(cp=2), layout(distributed_optimizer=True)],
         4: [layout(tp=2, pp=2)],
     },
     "next": {
         1: [layout()],
-        2: [layout(tp=2, ep=2), layout(pp=2)],
+        2: [layout(tp=2, ep=2), layout(pp=2), layout(cp=2, ep=2)],
         4: [layout(tp=2, ep=4), layout(pp=2, ep=2)],
     },
 }
 """Model → ranks → layouts that together take apart what can be taken apart."""
 MORE_LAYOUTS = {
-    "dense": {1: [layout()], 2: [layout()], 4: [layout(tp=2)]},
-    "next": {1: [layout()], 2: [layout(tp=2), layout(ep=2), layout()], 4: [layout(tp=2, ep=2)]},
+    "dense": {
+        1: [layout()],
+        2: [layout(), layout(cp=2, distributed_optimizer=True)],
+        4: [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
+    },
+    "next": {
+        1: [layout()],
+        2: [layout(tp=2), layout(ep=2), layout()],
+        4: [layout(tp=2, ep=2), layout(cp=4), layout(tp=2, cp=2, ep=4), layout(pp=2, cp=2)],
+    },
 }
 
 
@@ -173,7 +182,11 @@ CORRECTED = (
     {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "max_tokens": 60},
 )
 """What is compared under the layouts that cut a batch, or a model, into most pieces."""
-CORRECTED_LAYOUTS = {1: [layout()], 2: [layout(distributed_optimizer=True)], 4: [layout(tp=2, pp=2)]}
+CORRECTED_LAYOUTS = {
+    1: [layout()],
+    2: [layout(distributed_optimizer=True), layout(cp=2)],
+    4: [layout(tp=2, pp=2)],
+}
 COMPARED = (
     *("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"),
     *(f"importance_{name}" for name in ("weight_mean", "token_cut_fraction", "sequence_cut_fraction")),
@@ -185,8 +198,8 @@ COMPARED = (
     [pytest.param(LAYOUTS, id="each kind"), pytest.param(MORE_LAYOUTS, id="more", marks=pytest.mark.slow)],
 )
 def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts):
-    """One process against TP2, EP2, PP2, DP2 and their products, with shares that are uneven at DP2; and the
-    off-policy losses."""
+    """One process against TP2, EP2, PP2, CP2, DP2 and their products, with shares that are uneven at DP2;
+    and the off-policy losses."""
     rows = sequences()
     found = {}
     for size in (1, 2, 4):

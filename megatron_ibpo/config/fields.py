@@ -30,7 +30,6 @@ from megatron_ibpo.config.ranges import (
     above,
     at_least,
     each,
-    only,
     or_word,
     within,
 )
@@ -58,7 +57,8 @@ class ModelConfig:
     plain torch takes tens of times as long there, and a run that is so slow is most often a mistake."""
     max_tokens_per_gpu: Annotated[int, at_least(1)] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
-    micro-batch of its own. Bounds activation memory."""
+    micro-batch of its own. Bounds activation memory. Ranks that share sequences (--context-parallel-size)
+    have so many each."""
     log_probs_max_tokens_per_gpu: Annotated[int | None, at_least(1)] = None
     """The same for passes without a gradient, which keep no activations: old and reference log-probs, the
     critic's values. More tokens make fewer micro-batches; without --fuse-lm-head all their logits are held.
@@ -103,8 +103,15 @@ class ParallelConfig:
     padded to the next multiple of this times TP. Padding has no part in what is computed, sent or exported.
     1, where Megatron-LM has 128: rows are added only where TP does not divide the vocabulary, and the
     published models that need more for speed have it in their vocabulary already."""
-    context_parallel_size: Annotated[int, only(1, "context parallel is not built yet")] = 1
-    """CP: ranks that share one sequence. Only 1 is supported."""
+    context_parallel_size: Annotated[int, RANKS] = 1
+    """CP: ranks that share every sequence, each with two of its 2 x CP pieces, for contexts that one rank (or
+    tensor-parallel group) has no memory for. 1: it costs an exchange in every layer."""
+    delta_net_cp: Literal["state", "heads"] = "state"
+    """What delta nets exchange where ranks share sequences. "state": the recurrent state and the last tokens
+    between slices of a sequence, as many bytes whatever its length, and any number of heads. "heads":
+    Megatron's exchange of all tokens of some heads for some tokens of all heads, which needs
+    flash-linear-attention and key heads that TP x CP divides, and sends less for sequences below about a
+    thousand tokens."""
     sequence_parallel: bool = True
     """Shard activations of norms over TP. On: MoE with TP needs it, and the gated delta net's norm
     gradient is wrong across TP ranks without it. Has no effect at TP=1."""

@@ -34,11 +34,6 @@ def above(bound: float, why: str = "") -> Range:
     return Range(lambda value: value > bound, f"above {bound}" + (f" ({why})" if why else ""))
 
 
-def only(single: float, why: str) -> Range:
-    """One value, for what is not built yet."""
-    return Range(lambda value: value == single, f"{single} ({why})")
-
-
 def each(one: Range) -> Range:
     """For a sequence: the rule of every item."""
     return Range(lambda values: all(map(one.holds, values)), f"all {one.rule}")

@@ -187,7 +187,8 @@ class _LinearLoss(torch.autograd.Function):
             rows_C = rows_R[step.start : step.stop]
             logprobs_N[rows_C], entropy_N[rows_C], overwrite = head(rows_C)
             known.see(step, logprobs_N[rows_C])
-            if any(wanted) and len(rows_C):
+            # a sequence may end without a row of this rank's: where others share it
+            if any(wanted) and (len(rows_C) or known.open is not None):
                 gradients.add(rows_C, overwrite(), known.of_chunk(step))
         gradients.finish(rows_R, known.of_all_rows())
         loss, *seen = segment_loss(logprobs_N, rows, objective)

@@ -31,6 +31,8 @@ class MixerCost:
     """The same for each pair of a token and one that it sees, itself among them."""
     kept: int
     """Elements per token that the backward pass needs."""
+    kept_with_states: int = 0
+    """The same, more of them, where states are passed between ranks that share a sequence."""
     recurrent_state: int = 0
     """Elements of one sequence that an engine holds in place of keys and values."""
     convolution_state: int = 0
@@ -101,8 +103,11 @@ def kept_elements(
     tensor = parallel.tensor_model_parallel_size
     sequence = tensor if parallel.sequence_parallel else 1
     hidden = shape.hidden_size
+    mixer = mixer_cost(shape, layer)
+    passes_states = parallel.context_parallel_size > 1 and parallel.delta_net_cp == "state"
     # around both norms: their input, output, residual
-    elements = 6 * hidden / sequence + mixer_cost(shape, layer).kept / tensor
+    elements = 6 * hidden / sequence + mixer.kept / tensor
+    elements += passes_states * mixer.kept_with_states / tensor
     if not shape.is_moe:
         return elements + (0 if "mlp" in recomputed else 4 * shape.ffn_hidden_size / tensor)
     if "moe" in recomputed:

@@ -62,6 +62,17 @@ def padded_vocab_size(shape: ModelShape, parallel: ParallelConfig) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
+def context_chunks(ranks: int) -> int:
+    """Into how many chunks as many context-parallel ranks cut every sequence (`zigzag`), whose length is
+    padded to a multiple of it."""
+    return 2 * ranks if ranks > 1 else 1
+
+
+def exchanges_heads(shape: ModelShape, parallel: ParallelConfig) -> bool:
+    """Whether delta nets exchange heads between context-parallel ranks."""
+    return shape.is_recurrent and parallel.context_parallel_size > 1 and parallel.delta_net_cp == "heads"
+
+
 def check_layout(
     shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1
 ) -> list[str]:
@@ -69,6 +80,7 @@ def check_layout(
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "--context-parallel-size": parallel.context_parallel_size,
         "--expert-model-parallel-size": parallel.expert_model_parallel_size,
         "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size,
         "--make-vocab-size-divisible-by": parallel.make_vocab_size_divisible_by,
@@ -81,12 +93,11 @@ def _layout_problems(
     shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int
 ) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if parallel.context_parallel_size != 1:
-        yield (
-            f"--context-parallel-size={parallel.context_parallel_size}: context parallelism is not "
-            "supported yet; use 1"
-        )
+    cp = parallel.context_parallel_size
     yield from _undivided("--tensor-model-parallel-size", tp, shape.divided_by_tp())
+    if exchanges_heads(shape, parallel):
+        counts = {what: count for what, count in shape.divided_by_tp().items() if "delta net" in what}
+        yield from _undivided("--delta-net-cp heads: TP x CP", tp * cp, counts)
     heads = shape.num_key_value_heads
     if heads % tp and tp % heads:  # more ranks than heads share them, as Megatron lets them
         yield (
@@ -105,8 +116,9 @@ def _layout_problems(
     except ValueError as error:
         yield str(error)
     yield from _expert_problems(shape, parallel, world_size)
-    if world_size % (tp * pp):
-        yield f"TP x PP = {tp * pp} does not divide the world size ({world_size})"
+    if world_size % (tp * pp * cp):
+        sizes = f"TP x PP = {tp * pp}" if cp == 1 else f"TP x PP x CP = {tp * pp * cp}"
+        yield f"{sizes} does not divide the world size ({world_size})"
 
 
 def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 their parameters and checkpoint entries carry the names that Transformer Engine's layers give them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import checkpoint, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     set_tensor_model_parallel_attributes,
@@ -24,16 +25,21 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
-from megatron_ibpo.models import packed
+from megatron_ibpo.models import packed, zigzag
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x_BH: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """RMSNorm with float32 statistics, in the order of operations that transformers uses."""
-    wide = x_BH.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide(x_BH)
+    normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
     if zero_centered:
-        return (wide * (1.0 + weight_H.float())).to(x_BH.dtype)
-    return weight_H * wide.to(x_BH.dtype)
+        return (normed * (1.0 + wide(weight_H))).to(x_BH.dtype)
+    return weight_H * normed.to(x_BH.dtype)
 
 
 class RMSNorm(torch.nn.Module):
@@ -180,12 +186,16 @@ class PackedSelfAttention(SelfAttention):
         )
         query_NHD, key_NHD, value_NHD = (x.squeeze(1) for x in projected[:3])
         cu_seqlens = packed_seq_params.cu_seqlens_q
-        angles_ND = rotary_pos_emb[:, 0, 0].index_select(0, packed.positions(cu_seqlens))
+        group = self.pg_collection.cp
+        positions_N = zigzag.positions(cu_seqlens, group.rank(), group.size())
+        angles_ND = rotary_pos_emb[:, 0, 0].index_select(0, positions_N)
         grown = self._yarn_concentration_factor  # 1 but for YaRN
         cos, sin = grown * angles_ND.cos().unsqueeze(1), grown * angles_ND.sin().unsqueeze(1)
         query_NHD, key_NHD = _rotate(query_NHD, cos, sin), _rotate(key_NHD, cos, sin)
 
         attend: Callable[..., Tensor] = _attend
+        if group.size() > 1:
+            attend = partial(_attend_to_all_ranks, group, positions_N)
         if self.checkpoint_core_attention and self.training:
             output = checkpoint(attend, False, query_NHD, key_NHD, value_NHD, cu_seqlens)
         else:
@@ -193,7 +203,7 @@ class PackedSelfAttention(SelfAttention):
         output = output.flatten(1).unsqueeze(1)
         if self.config.attention_output_gate:
             gate = projected[3].reshape(output.shape)
-            output = output * torch.sigmoid(gate.float()).to(output.dtype)
+            output = output * torch.sigmoid(wide(gate)).to(output.dtype)
         return self.linear_proj(output)
 
 
@@ -216,3 +226,33 @@ def _attend(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, cu_seqlens: T
         attended_BHLD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
     return packed.drop(torch.cat(outputs), rectangles)
+
+
+def _attend_to_all_ranks(
+    group: Any, positions_N: Tensor, query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """The same under context parallelism: of the queries that this rank holds, to keys and values that are
+    gathered from all ranks. [N, H, D].
+
+    Args:
+        positions_N: of the queries in their sequences.
+        cu_seqlens: of whole sequences.
+    """
+    ranks = group.size()
+    together = torch.cat((key_NGD, value_NGD), dim=1)
+    by_rank = gather_from_sequence_parallel_region(together, tensor_parallel_output_grad=True, group=group)
+    whole = by_rank.index_select(0, zigzag.places(cu_seqlens, ranks))
+    wanting, wanted = packed.by_length(cu_seqlens, ranks), packed.by_length(cu_seqlens)
+    queries = wanting.split(packed.take(query_NHD, wanting))
+    positions = wanting.split(packed.take(positions_N, wanting))
+    outputs = []
+    for query_BLHD, position_BL, part_BKGD in zip(
+        queries, positions, wanted.split(packed.take(whole, wanted)), strict=True
+    ):
+        key, value = part_BKGD.transpose(1, 2).chunk(2, dim=1)
+        # what pads a sequence comes after all positions
+        seen = torch.arange(key.shape[2], device=key.device) <= position_BL[:, None, :, None]
+        query = query_BLHD.transpose(1, 2)
+        attended_BHLD = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+        outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
+    return packed.drop(torch.cat(outputs), wanting)

@@ -73,6 +73,12 @@ def drop(x_MX: Tensor, rectangles: Rectangles) -> Tensor:
     return _Drop.apply(x_MX, rectangles.places_N)
 
 
+def is_real(rectangles: Rectangles) -> Tensor:
+    """[M] bool: the places that are not padding."""
+    index = rectangles.places_N
+    return torch.zeros_like(rectangles.tokens_M, dtype=torch.bool).index_fill_(0, index, True)
+
+
 def positions(cu_seqlens: Tensor) -> Tensor:
     """Position of each token in its sequence, int64 [N]."""
     lengths = cu_seqlens.diff()
@@ -81,27 +87,36 @@ def positions(cu_seqlens: Tensor) -> Tensor:
     )
 
 
-def by_length(cu_seqlens: Tensor) -> Rectangles:
+def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
     """One row a sequence. Sequences whose lengths share a power of two share a rectangle, so that
-    padding at most doubles the tokens however uneven the lengths are."""
+    padding at most doubles the tokens however uneven the lengths are.
+
+    Args:
+        share: there is 1 / share of the tokens of each sequence; rows stand as those of whole ones do.
+    """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     classes = (lengths - 1).clamp(min=1).log2().floor().long()
     order = classes.argsort(stable=True)
-    starts, lengths, classes = starts[order], lengths[order], classes[order]
+    starts, lengths, classes = starts[order] // share, lengths[order] // share, classes[order]
     kinds, rows = classes.unique_consecutive(return_counts=True)
     widths = [int(lengths[classes == kind].max()) for kind in kinds]
-    return _rectangles(starts, lengths, rows.tolist(), widths, int(cu_seqlens[-1]))
+    return _rectangles(starts, lengths, rows.tolist(), widths, int(cu_seqlens[-1]) // share)
+
+
+def longest_first(cu_seqlens: Tensor, chunk: int) -> Tensor:
+    """int64: the sequences that have tokens, those of most chunks first."""
+    chunks = (cu_seqlens.diff().long() + chunk - 1) // chunk
+    sequences = chunks.nonzero().squeeze(1)
+    return sequences[chunks[sequences].argsort(descending=True, stable=True)]
 
 
 def by_chunks(cu_seqlens: Tensor, chunk: int) -> Rectangles:
-    """Rows of `chunk` tokens. Rectangle i holds the i-th chunk of every sequence that has one; longer
-    sequences come first, so a sequence keeps its row number in every rectangle."""
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    """Rows of `chunk` tokens. Rectangle i holds the i-th chunk of every sequence that has one, in the order
+    of `longest_first`, so a sequence keeps its row number in every rectangle."""
+    order = longest_first(cu_seqlens, chunk)
+    starts, lengths = cu_seqlens[:-1].long()[order], cu_seqlens.diff().long()[order]
     chunks = (lengths + chunk - 1) // chunk
-    order = chunks.argsort(descending=True, stable=True)
-    starts, lengths, chunks = starts[order], lengths[order], chunks[order]
     rows = [int((chunks > i).sum()) for i in range(int(chunks[0]))]
     row_starts = torch.cat([starts[:n] + i * chunk for i, n in enumerate(rows)])
     row_lengths = torch.cat([(lengths[:n] - i * chunk).clamp(max=chunk) for i, n in enumerate(rows)])

@@ -39,7 +39,7 @@ class StagePart:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in the layout: its index in each of its groups."""
+    """One rank's place in the layout: its index in each of its groups, data and context parallel in one."""
 
     rank: int
     tensor: int
@@ -63,6 +63,7 @@ class Census:
 
     @property
     def data_parallel(self) -> int:
+        """Ranks that have the same dense parameters: data parallel times context parallel."""
         return self._stage_size // self.parallel.tensor_model_parallel_size
 
     @property
@@ -115,6 +116,8 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
     )
     with _quiet():
         check_model(shape, config)
+        # parameters do not depend on who shares a sequence
+        config = replace(config, parallel=replace(parallel, context_parallel_size=1))
         whole = _count(shape, alone, 0, rank=0, world_size=1)
         parts = [
             _count(shape, config, stage, rank=stage * stage_size, world_size=stages * stage_size)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.plan.census import Census, take_census
 from megatron_ibpo.plan.memory import (
     GIB,
@@ -70,7 +71,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     if problems:
         return Plan(config, shape, world_size, problems)
     census = take_census(shape, config, world_size)
-    max_tokens = max(config.model.max_tokens_per_gpu, context)
+    max_tokens = max(config.model.max_tokens_per_gpu, _share(context, config.parallel.context_parallel_size))
     stages = [rank_memory(shape, config, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
     engine = engine_memory(shape, config, census, gpu_bytes)
@@ -78,6 +79,12 @@ def make_plan(config: Config, world_size: int) -> Plan:
     plan = Plan(config, shape, world_size, problems, census, stages, engine, host, placement)
     problems += _memory_problems(plan)
     return plan
+
+
+def _share(tokens: int, ranks: int) -> int:
+    """Tokens of a sequence that each of the ranks has that share it."""
+    chunks = context_chunks(ranks)
+    return -(-tokens // chunks) * chunks // ranks
 
 
 def ranks_per_node(config: Config, world_size: int) -> int:
@@ -141,9 +148,9 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     limit = usable_bytes(plan.config)
     by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
     advice = {
-        "training": "raise --tensor- or --pipeline-model-parallel-size, turn on --use-distributed-optimizer, "
-        "--optimizer-cpu-offload (with --use-precision-aware-optimizer) or --recompute-granularity full, or "
-        "lower --rollout-max-context-len and --max-tokens-per-gpu",
+        "training": "raise --tensor-model-, --pipeline-model- or --context-parallel-size, turn on "
+        "--use-distributed-optimizer, --optimizer-cpu-offload (with --use-precision-aware-optimizer) or "
+        "--recompute-granularity full, or lower --rollout-max-context-len and --max-tokens-per-gpu",
         "log-probs": "lower --log-probs-max-tokens-per-gpu",
         "saving": "raise --tensor- or --pipeline-model-parallel-size, or turn on --use-distributed-optimizer "
         "or --optimizer-cpu-offload",

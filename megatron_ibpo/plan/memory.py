@@ -208,6 +208,7 @@ def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str
     groups = {
         "tensor": tensor,
         "pipeline": pipeline,
+        "context": parallel.context_parallel_size,
         "data": census.data_parallel,
         "gradient norm": world if sharded else tensor * pipeline,
         "all": world,
@@ -380,6 +381,7 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     layer_bytes = layer_bytes_of(recomputed)
     working = 2.0 * max(layer_bytes_of(()))  # a layer's tensors and their gradients
     working += _gathered(shape, config.parallel, tokens) * element
+    working += _passed_keys(shape, config.parallel, tokens) * element
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
     # largest weight, or of a layer's experts at once, whose first matrices are two thirds of them.
     working += max(part.largest, part.experts // part.layers * 2 // 3) * element
@@ -429,3 +431,12 @@ def _gathered(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:
     if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
         return 0
     return 2 * tokens * shape.hidden_size
+
+
+def _passed_keys(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:
+    """Elements of keys, values and their gradients on their way around the ranks that share sequences: those
+    that attention works on, and those that arrive meanwhile."""
+    if parallel.context_parallel_size == 1:
+        return 0
+    heads = max(1, shape.num_key_value_heads // parallel.tensor_model_parallel_size)
+    return 2 * 4 * heads * shape.head_dim * tokens

@@ -246,6 +246,8 @@ def _gib(value: int) -> str:
 def _remarks(plan: Plan, census: Census) -> list[str]:
     config, rollout = plan.config, plan.config.rollout
     sent, _ = sync_bytes(census, config)
+    context = config.parallel.context_parallel_size
+    shared = f" x CP {context}" if context > 1 else ""
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
     where = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
@@ -253,7 +255,8 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
         where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     lines = [
-        f"parameters: {census.total:,}; DP {census.data_parallel}{expert_dp}; optimizer state {sharding}",
+        f"parameters: {census.total:,}; DP {census.data_parallel // context}{shared}{expert_dp}; optimizer "
+        f"state {sharding}",
         *_padding(plan),
         f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
         _kv_cache(plan),

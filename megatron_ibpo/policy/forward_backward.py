@@ -22,6 +22,8 @@ from torch import Tensor
 from megatron_ibpo.config import Config, OptimizerConfig
 from megatron_ibpo.policy.overrides import OPTIMIZER, as_megatron, blaming, optimizer_overrides
 from megatron_ibpo.policy.packing import (
+    ALONE,
+    Context,
     PackedArrays,
     PackedBatch,
     lay_out,
@@ -149,16 +151,17 @@ def accumulate_gradients(
 
     Returns:
         what was observed of every rank's micro-batches, in the order of ranks and micro-batches, the same on
-        every rank.
+        every rank. Ranks that share sequences have each observed their own rows.
     """
     batches = _lay_out_all(packs, world.device)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
+    # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum. Ranks
+    # that share sequences have a gradient of their own rows each, and Megatron adds those up.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
     observed = _run(chunks, batches, partial(loss, scale), processor, forward_only=False)
-    parts = world.all_gather(_on_host(observed) if is_reporting_rank() else [])
+    parts = world.all_gather(_on_host(observed) if _has_own_rows() else [])
     return [piece for part in parts for piece in part]
 
 
@@ -174,8 +177,16 @@ def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
 
 def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[PackedBatch]:
     """This rank's micro-batches as tensors."""
-    multiple = parallel_state.get_tensor_model_parallel_world_size()
-    return [lay_out(arrays, multiple=multiple, device=device) for arrays in packs]
+    multiple, context = parallel_state.get_tensor_model_parallel_world_size(), _context()
+    return [lay_out(arrays, multiple=multiple, device=device, context=context) for arrays in packs]
+
+
+def _context() -> Context:
+    size = parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return ALONE
+    rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
+    return Context(rank, size, group)
 
 
 def _run(
@@ -243,6 +254,11 @@ def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> Non
 
 def is_reporting_rank() -> bool:
     """One rank for each data-parallel share of the last stage holds the results."""
+    return _has_own_rows() and parallel_state.get_context_parallel_rank() == 0
+
+
+def _has_own_rows() -> bool:
+    """One rank for each share of the rows of the last stage."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
-from megatron_ibpo.models.backends import Backends, find_backends
+from megatron_ibpo.models.backends import BackendError, Backends, find_backends
 from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.layout import exchanges_heads
 from megatron_ibpo.models.rope import config_attributes, gpt_arguments, takes_fused_rotation
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_chunks, model_overrides
@@ -36,7 +37,7 @@ def build_model(
             shapes of parameters do not depend on them.
 
     Raises:
-        BackendError: a library is missing on a GPU.
+        BackendError: a library is missing on a GPU, or for --delta-net-cp heads.
         ValueError: Megatron refuses what --model-override made of its configuration.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
@@ -50,6 +51,12 @@ def build_model(
     if libraries is None:
         allow_local = config.model.allow_local_modules
         libraries = find_backends(shape, on_gpu=device == "cuda", allow_local=allow_local)
+    computes = device != "meta"
+    if computes and not libraries.flash_linear_attention and exchanges_heads(shape, config.parallel):
+        raise BackendError(
+            "--delta-net-cp heads: only flash-linear-attention has it, and plain torch computes the delta "
+            "nets here; take --delta-net-cp state"
+        )
     backend = spec.make_backend(libraries)
     core = transformer_config(shape, config, use_te=libraries.transformer_engine)
     core.use_cpu_initialization = device == "cpu"
@@ -139,6 +146,8 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
         core = TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
     for name, value in config_attributes(shape.rope_scaling).items():
         setattr(core, name, value)
+    core.context_parallel_size = config.parallel.context_parallel_size
+    core.delta_net_cp = config.parallel.delta_net_cp
     return core
 
 
@@ -183,6 +192,8 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
+        # it asks the heads of delta nets to divide, which states that are passed do not need
+        "context_parallel_size": parallel.context_parallel_size if parallel.delta_net_cp == "heads" else 1,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,

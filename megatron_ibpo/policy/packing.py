@@ -4,6 +4,7 @@ Arrays and tensors are named by what they run over: S sequences, T tokens (promp
 tokens, N rows of the model's output.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.loss import LossRows, RowIndex
+from megatron_ibpo.models import zigzag
+from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
 
@@ -60,11 +64,26 @@ class PackedArrays:
 
 
 @dataclass(frozen=True)
+class Context:
+    """This rank among those that share every sequence: context parallelism."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+
+ALONE = Context()
+"""Every sequence is whole on one rank."""
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """Sequences laid end to end, as the model and the loss take them.
 
     A last token is never an input, since nothing is predicted from it. The rows are padded by one more
-    sequence of weight 0, so that they divide among tensor-parallel ranks.
+    sequence of weight 0, so that they divide among tensor-parallel ranks. Under context parallelism each
+    sequence is padded too, by rows that are not in the loss, and this rank has its chunks of all of them
+    (`models.zigzag`): everything [N] is of those, boundaries and everything [S] of the whole sequences.
     """
 
     input_ids_1N: Tensor
@@ -81,8 +100,9 @@ class PackedBatch:
     """Without the padding."""
     compared_rows_R: Tensor
     """[R] int64, rising: rows in the loss whose rollout log-probs were sampled from this very prompt."""
-    rows_R: Lengths
-    """Row of each response token."""
+    places_R: Lengths
+    """Row of each response token; under context parallelism among the rows of all ranks, laid end to end."""
+    context: Context = ALONE
 
     def loss_rows(self) -> Tensor:
         """[T] int64, rising: the rows that are in the loss. Taking them by number asks nothing of the device;
@@ -141,28 +161,41 @@ def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> We
     return np.full(len(sequence.response_token_ids), value) if values is None else values
 
 
-def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> PackedBatch:
-    """The tensors of a micro-batch; the number of rows becomes a multiple of `multiple`."""
+def lay_out(
+    arrays: PackedArrays, *, multiple: int, device: torch.device, context: Context = ALONE
+) -> PackedBatch:
+    """The tensors of a micro-batch on this rank; its number of rows becomes a multiple of `multiple`."""
+    chunks = context_chunks(context.size)
     lengths = arrays.prompt_lengths_S + arrays.response_lengths_S - 1
-    padding = -int(lengths.sum()) % multiple or (0 if len(lengths) else multiple)
-    all_lengths = np.append(lengths, padding) if padding else lengths
+    padded = -(-lengths // chunks) * chunks
+    whole = math.lcm(chunks, multiple * context.size)
+    padding = -int(padded.sum()) % whole or (0 if len(lengths) else whole)
+    all_lengths = np.append(padded, padding) if padding else padded
     bounds = np.append(0, all_lengths.cumsum())
     positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], all_lengths)
     prompts = np.append(arrays.prompt_lengths_S, padding + 1) if padding else arrays.prompt_lengths_S
-    rows_R = np.flatnonzero(positions >= np.repeat(prompts - 1, all_lengths))
+    real = positions < np.repeat(np.append(lengths, 0) if padding else lengths, all_lengths)
+    rows_R = np.flatnonzero(real & (positions >= np.repeat(prompts - 1, all_lengths)))
     ends = (arrays.prompt_lengths_S + arrays.response_lengths_S).cumsum()
+    places = zigzag.places(torch.from_numpy(bounds), context.size).numpy()
+    own = np.argsort(places).reshape(context.size, -1)[context.rank]
+    places_R = places[rows_R]
+    is_own_R = places_R // len(own) == context.rank
+    own_rows_R = places_R % len(own)
 
     def tensor(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device=device, dtype=dtype)
 
     def token_rows(tokens: npt.NDArray[Any]) -> Tensor:
-        return tensor(np.append(tokens, np.zeros(padding, tokens.dtype)), torch.int64)
+        all_rows = np.zeros(bounds[-1], tokens.dtype)
+        all_rows[real] = tokens
+        return tensor(all_rows[own], torch.int64)
 
     def per_row(values_R: npt.NDArray[Any] | None) -> Tensor | None:
         if values_R is None:
             return None
-        values_N = np.zeros(bounds[-1], np.float32)
-        values_N[rows_R] = values_R
+        values_N = np.zeros(len(own), np.float32)
+        values_N[own_rows_R[is_own_R]] = values_R[is_own_R]
         return tensor(values_N, torch.float32)
 
     def sequences(values_S: npt.NDArray[Any], fill: float) -> Tensor:
@@ -172,21 +205,22 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
     assert mask_N is not None
     token_advantages_N = per_row(arrays.token_advantages_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
-    loss_rows = rows_R[arrays.loss_mask_R]
+    is_trained_R = is_own_R & arrays.loss_mask_R
+    loss_rows = own_rows_R[is_trained_R]
     loss_rows_R = compared_rows_R = tensor(loss_rows, torch.int64)
     off_policy_S = None
     if arrays.off_policy_S is not None and arrays.off_policy_R is not None:
         off_S = arrays.off_policy_S
         off_policy_S = tensor(np.append(off_S, False) if padding else off_S, torch.bool)
-        compared_rows_R = tensor(rows_R[arrays.loss_mask_R & ~arrays.off_policy_R], torch.int64)
+        compared_rows_R = tensor(own_rows_R[is_trained_R & ~arrays.off_policy_R], torch.int64)
     index = RowIndex(
         bounds=tuple(bounds.tolist()),
         response_rows_R=loss_rows_R,
-        ends=tuple(np.searchsorted(loss_rows, bounds[1:]).tolist()),
+        ends=tuple(np.searchsorted(loss_rows, bounds[1:] // context.size).tolist()),
     )
     return PackedBatch(
         input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
-        position_ids_1N=tensor(positions, torch.int64)[None],
+        position_ids_1N=tensor(positions[own], torch.int64)[None],
         max_seqlen=int(all_lengths.max()),
         rows=LossRows(
             targets_N=token_rows(np.delete(arrays.tokens_T, np.append(0, ends[:-1])[: len(ends)])),
@@ -201,6 +235,7 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
             sequence_weights_S=sequences(arrays.weights_S, 0.0),
             off_policy_S=off_policy_S,
             temperature=sequences(arrays.temperature_S, 1.0),
+            cp_group=context.group,
             index=index,
         ),
         rollout_logprobs_N=per_row(arrays.rollout_logprobs_R),
@@ -209,13 +244,14 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
         values_N=per_row(arrays.values_R) if both else None,
         num_sequences=len(lengths),
         compared_rows_R=compared_rows_R,
-        rows_R=rows_R,
+        places_R=places_R,
+        context=context,
     )
 
 
 def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> list[Floats]:
     """[R] float32 of each micro-batch: the value of each response token, 0 where a token is not in the loss.
-    All come from the device in one copy.
+    All come from the device in one copy; under context parallelism from all ranks, in one all-gather.
 
     Args:
         values: [N] of each micro-batch.
@@ -227,8 +263,13 @@ def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) ->
         for batch, values_N in zip(batches, values, strict=True)
     ]
     bounds = np.cumsum([len(kept_N) for kept_N in kept])[:-1]
-    whole = np.split(torch.cat(kept).cpu().numpy(), bounds)
-    return [values_N[batch.rows_R] for batch, values_N in zip(batches, whole, strict=True)]
+    context, own = batches[0].context, torch.cat(kept)
+    by_rank = own[None]
+    if context.size > 1:
+        by_rank = own.new_empty(context.size, len(own))
+        dist.all_gather(list(by_rank), own, group=context.group)
+    whole = np.split(by_rank.cpu().numpy(), bounds, axis=1)
+    return [values.reshape(-1)[batch.places_R] for batch, values in zip(batches, whole, strict=True)]
 
 
 def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, Floats]]:

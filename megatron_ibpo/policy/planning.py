@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megatron_ibpo.config import Config, LossConfig, ParallelConfig
+from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.overrides import micro_batch_multiple
 from megatron_ibpo.prefixes import repeated_prefixes
 from megatron_ibpo.records import TrainSequence
@@ -369,14 +370,16 @@ def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, co
     """Of each rank; no micro-batches where there are no sequences."""
     if not sequences:
         return [Cut([], []) for _ in range(num_ranks)]
-    lengths = [s.num_tokens for s in sequences]
+    ranks = config.parallel.context_parallel_size
+    chunks = context_chunks(ranks)
+    lengths = [-(-s.num_tokens // chunks) * chunks for s in sequences]
     shares = deal(lengths, num_ranks, cost)
     multiple = micro_batch_multiple(config)
 
     def cut(max_tokens: int) -> list[list[MicroBatch]]:
         return [
             [MicroBatch(tuple(members), tuple(sequences[i] for i in members)) for members in batches]
-            for batches in cut_shares(shares, lengths, max_tokens, cost, multiple)
+            for batches in cut_shares(shares, lengths, max_tokens * ranks, cost, multiple)
         ]
 
     pairs = zip(cut(config.model.max_tokens_per_gpu), cut(config.model.tokens_without_gradient), strict=True)

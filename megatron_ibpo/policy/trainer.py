@@ -318,27 +318,25 @@ class _Totals:
 
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:
-    """Sums and `_MAXIMA` of one micro-batch; the padding sequence is left out.
+    """Sums and `_MAXIMA` of one micro-batch; the padding sequence is left out. What is of whole sequences
+    comes from the first of the ranks that share them.
 
     Args:
         trainer_N: log-probs to compare the engine's with; None: those of the present weights.
     """
-    count, rows = batch.num_sequences, batch.loss_rows()
-    loss = loss.detach()
+    count, is_first = batch.num_sequences, batch.context.rank == 0
+    observed: dict[str, Tensor | float] = {"loss": loss.detach()} if is_first else {}
     if count == 0:
-        return {"loss": loss}
-    ratio_S = stats.mean_log_ratio_S[:count].exp()
+        return observed
+    if is_first:
+        ratio_S = stats.mean_log_ratio_S[:count].exp()
+        observed |= {"sequences": count, "ratio": ratio_S.sum(), "ratio_max": ratio_S.max()}
+    rows = batch.loss_rows()
     by_token = len(stats.clipped) == len(batch.rows.targets_N)
-    observed: dict[str, Tensor | float] = {
-        "loss": loss,
-        "sequences": count,
-        "tokens": len(rows),
-        "clip_terms": len(rows) if by_token else count,
-        "clipped": stats.clipped.sum(),
-        "ratio": ratio_S.sum(),
-        "ratio_max": ratio_S.max(),
-        "entropy": stats.entropy_N.sum(),
-    }
+    if by_token or is_first:
+        clip_terms = len(rows) if by_token else count
+        observed |= {"clip_terms": clip_terms, "clipped": stats.clipped.sum()}
+    observed |= {"tokens": len(rows), "entropy": stats.entropy_N.sum()}
     if stats.kl_N is not None:
         observed["kl"] = stats.kl_N.sum()
     if batch.rollout_logprobs_N is not None:

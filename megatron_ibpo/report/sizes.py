@@ -28,6 +28,8 @@ def run_sizes(
         algorithm.ibpo_corrections,
     )
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    shared, packed = (f" CP{cp}", f" x CP {cp}, packed") if cp > 1 else ("", ", packed")
     sizes = [
         Size("prompts per step (P)", prompts, "--rollout-batch-size"),
         Size("responses per prompt (G)", samples, "--n-samples-per-prompt"),
@@ -44,17 +46,17 @@ def run_sizes(
         ),
         Size("response tokens", f"≤ {rollout.rollout_max_response_len:,}", "--rollout-max-response-len"),
         Size("context tokens", f"≤ {rollout.rollout_max_context_len or 0:,}", "prompt and response together"),
-        Size("tokens per micro-batch", config.model.max_tokens_per_gpu, "--max-tokens-per-gpu, packed"),
+        Size("tokens per micro-batch", cp * config.model.max_tokens_per_gpu, f"--max-tokens-per-gpu{packed}"),
         Size(
             "without a gradient",
-            config.model.tokens_without_gradient,
-            "--log-probs-max-tokens-per-gpu, packed",
+            cp * config.model.tokens_without_gradient,
+            f"--log-probs-max-tokens-per-gpu{packed}",
         ),
         Size("steps", config.run.num_rollout, "--num-rollout"),
         Size("budget", f"{config.run.budget or 0:g}", f"{config.run.budget_unit}; the run stops when spent"),
         Size(
             "layout",
-            f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp} DP{world_size // (tp * pp)}",
+            f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp}{shared} DP{world_size // (tp * pp * cp)}",
             f"of {counted(world_size, 'rank')}",
         ),
         Size("precision", "bfloat16" if config.model.bf16 else "float32", "of the trainer, --bf16"),

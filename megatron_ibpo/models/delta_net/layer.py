@@ -5,16 +5,20 @@ torch keeps its parameters and checkpoint and computes the same. Gated DeltaNet:
 "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, overload
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from torch import Tensor
 
 from megatron_ibpo.models import packed
+from megatron_ibpo.models.delta_net import state_passing
+from megatron_ibpo.models.local_modules import wide
 
 CHUNK = 32
 """Tokens per chunk of the delta rule."""
@@ -23,8 +27,23 @@ CHUNK = 32
 class FlashGatedDeltaNet(GatedDeltaNet):
     """Megatron's GatedDeltaNet, which waits for the GPU in every layer to compare the boundaries of sequences
     with the number of tokens. Here the first layer to see the boundaries of a micro-batch does, and the
-    others take its word. Not run on a GPU.
+    others take its word. Under context parallelism states are passed (`state_passing`), unless --delta-net-cp
+    asks for Megatron's exchange of heads. Not run on a GPU.
     """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.cp_size > 1 and self.config.delta_net_cp == "state":
+            return _mix(self, hidden_states, packed_seq_params, _flash_conv, _flash_rule)
+        return super().forward(
+            hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
 
     def _resolve_cu_seqlens(
         self,
@@ -61,27 +80,105 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        assert packed_seq_params is not None, "sequences must be packed"
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        projected, _bias = self.in_proj(hidden_states)
-        qkv, gate, beta, alpha = projected.squeeze(1).split(self.feat_dim_split, dim=-1)
+        return _mix(self, hidden_states, packed_seq_params, _torch_conv, gated_delta_rule)
 
-        qkv = F.silu(causal_conv(qkv, self.conv1d.weight.squeeze(1), packed.positions(cu_seqlens)))
-        query, key, value = qkv.split(
-            [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1
-        )
-        decay_NH = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        output_NHD = self.gated_delta_rule(
-            query.unflatten(-1, (-1, self.key_head_dim)),
-            key.unflatten(-1, (-1, self.key_head_dim)),
-            value.unflatten(-1, (-1, self.value_head_dim)),
-            decay_NH,
-            beta.sigmoid(),
-            cu_seqlens,
-        )
-        normed = self.out_norm(output_NHD)
-        gated = normed * F.silu(gate.unflatten(-1, (-1, self.value_head_dim)).float())
-        return self.out_proj(gated.to(output_NHD.dtype).flatten(1).unsqueeze(1))
+
+def _mix(
+    layer: Any,
+    hidden_states: Tensor,
+    packed_seq_params: PackedSeqParams | None,
+    conv: Callable[[Tensor, Tensor, Tensor], Tensor],
+    rule: Callable[..., Any],
+) -> tuple[Tensor, Tensor | None]:
+    """A forward pass of a GatedDeltaNet.
+
+    Args:
+        conv: ([N, F], [F, K], boundaries) → [N, F], convolution and activation.
+        rule: as `gated_delta_rule`.
+    """
+    assert packed_seq_params is not None, "sequences must be packed"
+    cu_seqlens = packed_seq_params.cu_seqlens_q
+    projected, _bias = layer.in_proj(hidden_states)
+    query_size, key_size, value_size, *others = layer.in_proj_split_sections
+    sizes = [query_size + key_size + value_size, *others]
+    qkv, gate, beta, alpha = projected.squeeze(1).split(sizes, dim=-1)
+
+    own_conv = partial(_convolved, conv, layer.conv1d.weight.squeeze(1))
+    if layer.cp_size > 1:
+        slices = _slices(cu_seqlens, layer.pg_collection.cp, layer.conv_kernel_dim - 1)
+        qkv = state_passing.convolve(own_conv, qkv, slices)
+        rule = partial(state_passing.delta_rule, rule, slices=slices)
+    else:
+        qkv = own_conv(qkv, cu_seqlens)
+        rule = partial(rule, cu_seqlens=cu_seqlens)
+    query, key, value = qkv.split([query_size, key_size, value_size], dim=-1)
+    decay_NH = -wide(layer.A_log).exp() * F.softplus(wide(alpha) + layer.dt_bias)
+    output_NHD = rule(
+        query.unflatten(-1, (-1, layer.key_head_dim)),
+        key.unflatten(-1, (-1, layer.key_head_dim)),
+        value.unflatten(-1, (-1, layer.value_head_dim)),
+        decay_NH,
+        beta.sigmoid(),
+    )
+    normed = layer.out_norm(output_NHD)
+    gated = normed * F.silu(wide(gate.unflatten(-1, (-1, layer.value_head_dim))))
+    return layer.out_proj(gated.to(output_NHD.dtype).flatten(1).unsqueeze(1))
+
+
+def _slices(cu_seqlens: Any, group: Any, width: int) -> state_passing.Slices:
+    """Of the micro-batch; kept with its boundaries, since to find them the host waits for the device."""
+    if getattr(cu_seqlens, "slices", None) is None:
+        cu_seqlens.slices = state_passing.make_slices(cu_seqlens, group, width)
+    slices: state_passing.Slices = cu_seqlens.slices
+    return slices
+
+
+def _convolved(conv: Callable[..., Tensor], weight_FK: Tensor, x_NF: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return conv(x_NF, weight_FK, cu_seqlens)
+
+
+def _torch_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return F.silu(causal_conv(x_NF, weight_FK, packed.positions(cu_seqlens)))
+
+
+def _flash_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The same by flash-linear-attention. Not run on a GPU."""
+    output, _ = gdn.causal_conv1d(
+        x=x_NF[None],
+        weight=weight_FK,
+        bias=None,
+        activation="silu",
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=cu_seqlens,
+    )
+    return output[0]
+
+
+def _flash_rule(
+    query_NGD: Tensor,
+    key_NGD: Tensor,
+    value_NHE: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+    first_SHDE: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` by flash-linear-attention. Not run on a GPU."""
+    repeats = value_NHE.shape[1] // key_NGD.shape[1]
+    query, key = (common.l2norm(x.contiguous()).repeat_interleave(repeats, 1) for x in (query_NGD, key_NGD))
+    output, last_SHDE = gdn.chunk_gated_delta_rule(
+        query[None],
+        key[None],
+        value_NHE[None],
+        g=decay_NH[None],
+        beta=beta_NH[None],
+        initial_state=first_SHDE,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=False,
+        cu_seqlens=cu_seqlens,
+    )
+    return output[0], last_SHDE
 
 
 class _CausalConv(torch.autograd.Function):
@@ -119,6 +216,7 @@ def causal_conv(x_NF: Tensor, weight_FK: Tensor, positions_N: Tensor) -> Tensor:
     return _CausalConv.apply(x_NF, weight_FK, positions_N)
 
 
+@overload
 def gated_delta_rule(
     query_NGD: Tensor,
     key_NGD: Tensor,
@@ -126,37 +224,75 @@ def gated_delta_rule(
     decay_NH: Tensor,
     beta_NH: Tensor,
     cu_seqlens: Tensor,
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def gated_delta_rule(
+    query_NGD: Tensor,
+    key_NGD: Tensor,
+    value_NHE: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+    first_SHDE: Tensor,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def gated_delta_rule(
+    query_NGD: Tensor,
+    key_NGD: Tensor,
+    value_NHE: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+    first_SHDE: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The gated delta rule over packed sequences. [N, H, E] in the dtype of `value`.
 
     Each of the H value heads has a state S [D, E], zero at a sequence's start, and at every token:
     S ← exp(decay)·S;  S ← S + k ⊗ β(v − Sᵀk);  output = Sᵀq/√D, where q and k are of unit length and
-    every G-th head shares them. float32 inside.
+    every G-th head shares them. float32 inside, or float64.
+
+    Args:
+        first_SHDE: the states that sequences start with instead. Those they end with then come with the
+            output, [S, H, D, E]; of a sequence without tokens it is the first.
     """
     rectangles = packed.by_chunks(cu_seqlens, CHUNK)
     (groups, dim), heads = query_NGD.shape[1:], value_NHE.shape[1]
 
     def in_chunks(x_NHX: Tensor) -> Tensor:
         """[rows x heads, chunk, …]"""
-        x_RLHX = packed.take(x_NHX.float(), rectangles).unflatten(0, (-1, CHUNK))
+        x_RLHX = packed.take(wide(x_NHX), rectangles).unflatten(0, (-1, CHUNK))
         x_RHLX = x_RLHX.transpose(1, 2)
         if len(x_NHX[0]) < heads:
             x_RHLX = x_RHLX.repeat_interleave(heads // groups, dim=1)
         return x_RHLX.flatten(0, 1)
 
-    query_key = torch.cat((query_NGD, key_NGD), dim=-1).float().unflatten(-1, (2, dim))
+    query_key = wide(torch.cat((query_NGD, key_NGD), dim=-1)).unflatten(-1, (2, dim))
     query_key = query_key * torch.rsqrt(query_key.square().sum(-1, keepdim=True) + 1e-6)
     query, key = in_chunks(query_key.flatten(-2)).split(dim, dim=-1)
-    output = _ChunkedDeltaRule.apply(
+    decay, beta, first, order = in_chunks(decay_NH), in_chunks(beta_NH), None, None
+    if first_SHDE is not None:
+        real_M = packed.is_real(rectangles).unflatten(0, (-1, 1, CHUNK))
+        real = real_M.expand(-1, heads, -1).flatten(0, 1).to(beta.dtype)
+        decay, beta = decay * real, beta * real  # so that padding leaves states as they are
+        order = packed.longest_first(cu_seqlens, CHUNK)
+        first = wide(first_SHDE).index_select(0, order).flatten(0, 1)
+    output, last = _ChunkedDeltaRule.apply(
         query * dim**-0.5,
         key,
         in_chunks(value_NHE),
-        in_chunks(decay_NH),
-        in_chunks(beta_NH),
+        decay,
+        beta,
+        first,
         [rows * heads for rows in rectangles.rows],
     )
     output_RLHE = output.unflatten(0, (-1, heads)).transpose(1, 2)
-    return packed.drop(output_RLHE.flatten(0, 1), rectangles).to(value_NHE.dtype)
+    output_NHE = packed.drop(output_RLHE.flatten(0, 1), rectangles).to(value_NHE.dtype)
+    if first_SHDE is None or order is None:
+        return output_NHE
+    return output_NHE, wide(first_SHDE).index_copy(0, order, last.unflatten(0, (-1, heads)))
 
 
 class _ChunkedDeltaRule(torch.autograd.Function):
@@ -164,8 +300,10 @@ class _ChunkedDeltaRule(torch.autograd.Function):
     3.3), and its gradient. Written out because autograd's takes twice the time and memory.
 
     Inputs are [B, L, …] (B rows, each a chunk of one head): query (scaled), key [B, L, D], value
-    [B, L, E], decay and beta [B, L], and `sizes`: how many rows are first chunks, second chunks, …;
-    row i of a group continues row i of the group before. In a chunk, with c the running sum of decay:
+    [B, L, E], decay and beta [B, L], the states before first chunks [sizes[0], D, E] (None: zero), and
+    `sizes`: how many rows are first chunks, second chunks, …; row i of a group continues row i of the group
+    before. Outputs are [B, L, E], and the states after last chunks. In a chunk, with c the running sum of
+    decay:
 
         A = tril(β kkᵀ ∘ exp(cᵢ − cⱼ), −1)        T = (I + A)⁻¹
         U = T(βv)    W = T(β exp(c) k)            V = U − W S
@@ -174,7 +312,8 @@ class _ChunkedDeltaRule(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, decay, beta, sizes):
+    def forward(ctx, query, key, value, decay, beta, first_state, sizes):
+        ctx.set_materialize_grads(False)
         rows, length, dim = key.shape
         total = decay.cumsum(1)
         between = (total.unsqueeze(2) - total.unsqueeze(1)).exp_().tril_()
@@ -191,27 +330,31 @@ class _ChunkedDeltaRule(torch.autograd.Function):
         query_decayed, key_decayed = query * from_start, key * to_end
 
         new_value, output = torch.empty_like(u), torch.empty_like(u)
-        state = key.new_zeros(sizes[0], dim, value.shape[2])
-        states, first = [], 0
+        state = key.new_zeros(sizes[0], dim, value.shape[2]) if first_state is None else first_state
+        states, ended, first = [], [], 0
         for size in sizes:
             at = slice(first, first + size)
             first += size
-            state = state[:size]  # shorter sequences have ended
+            ended.append(state[size:])  # shorter sequences
+            state = state[:size]
             states.append(state)
             torch.baddbmm(u[at], w[at], state, alpha=-1, out=new_value[at])
             torch.bmm(query_decayed[at], state, out=output[at])
             output[at].baddbmm_(within[at], new_value[at])
             state = torch.baddbmm(state * from_start[at, -1:], key_decayed[at].mT, new_value[at])
+        last_state = torch.cat((state, *reversed(ended)))
         ctx.sizes = sizes
         kept = query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value
         ctx.save_for_backward(*kept, *states)
-        return output
+        return output, last_state
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx, grad_output, grad_last_state):
         kept, states = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
         query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value = kept
         query_decayed, key_decayed, beta_key = query * from_start, key * to_end, key * beta
+        if grad_output is None:
+            grad_output = torch.zeros_like(u)
         grad_new = torch.bmm(within.mT, grad_output)
         grad_query_decayed, grad_w = torch.empty_like(query), torch.empty_like(key)
         grad_key_decayed = torch.zeros_like(key)
@@ -221,6 +364,9 @@ class _ChunkedDeltaRule(torch.autograd.Function):
             at = slice(last - size, last)
             last -= size
             earlier = torch.bmm(query_decayed[at].mT, grad_output[at])
+            if grad_last_state is not None:  # of the rows that end here
+                ending = grad_last_state[0 if grad_state is None else len(grad_state) : size]
+                grad_state = ending if grad_state is None else torch.cat((grad_state, ending))
             if grad_state is not None:  # of the rows that go on
                 going = slice(last, last + len(grad_state))
                 grad_new[going].baddbmm_(key_decayed[going], grad_state)
@@ -253,4 +399,5 @@ class _ChunkedDeltaRule(torch.autograd.Function):
         grad_key.addcmul_(grad_beta_key, beta)
         grad_beta = (grad_beta_value * value).sum(2) + (grad_beta_key * key).sum(2)
         grad_decay = grad_total.flip(1).cumsum(1).flip(1)
-        return grad_query, grad_key, grad_beta_value * beta, grad_decay, grad_beta, None
+        grad_first = grad_state if ctx.needs_input_grad[5] else None
+        return grad_query, grad_key, grad_beta_value * beta, grad_decay, grad_beta, grad_first, None
