@@ -6,7 +6,7 @@ tokens, N rows of the model's output.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from megatron_ibpo.loss import LossRows, RowIndex
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.planning import MicroBatch
-from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
+from megatron_ibpo.records import ExpertIds, Flags, Floats, TokenIds, TrainSequence, Weights, no_expert
 
 Lengths = npt.NDArray[np.int64]
 
@@ -56,6 +56,9 @@ class PackedArrays:
     them, and so has the loss that is reported."""
     off_policy_S: Flags | None = None
     """Sequences that were sampled from another prompt; None where there are none."""
+    routed_experts: ExpertIds | None = None
+    """[tokens but the last of each sequence, layers, experts per token]: what the routers are to choose; None
+    where no sequence has any, and `no_expert` throughout a sequence that has none."""
 
     @property
     def off_policy_R(self) -> Flags | None:
@@ -102,7 +105,19 @@ class PackedBatch:
     """[R] int64, rising: rows in the loss whose rollout log-probs were sampled from this very prompt."""
     places_R: Lengths
     """Row of each response token; under context parallelism among the rows of all ranks, laid end to end."""
+    places_T: Lengths
+    """So too of each token that is an input: all but the last of each sequence."""
     context: Context = ALONE
+    routed_experts_NLK: ExpertIds | None = None
+    """[N, layers, experts per token] on the host: what the routers are to choose. `no_expert` in the
+    padding."""
+
+    @property
+    def is_real_N(self) -> Flags:
+        """[N] on the host: whether the row is no padding."""
+        is_real = np.zeros(self.context.size * self.input_ids_1N.shape[1], bool)
+        is_real[self.places_T] = True
+        return is_real.reshape(self.context.size, -1)[self.context.rank]
 
     def loss_rows(self) -> Tensor:
         """[T] int64, rising: the rows that are in the loss. Taking them by number asks nothing of the device;
@@ -139,6 +154,7 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
         values_R=_of_all([s.values for s in chosen]),
         members_S=np.array(micro_batch.members, np.int64),
         off_policy_S=np.array([s.off_policy for s in chosen]) if any(s.off_policy for s in chosen) else None,
+        routed_experts=_joined_choices(chosen),
     )
 
 
@@ -155,6 +171,19 @@ def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.N
 def _of_all(parts: Sequence[npt.NDArray[Any] | None]) -> Floats | None:
     found = [part for part in parts if part is not None]
     return _joined(found, np.float32) if parts and len(found) == len(parts) else None
+
+
+def _joined_choices(sequences: Sequence[TrainSequence]) -> ExpertIds | None:
+    known = next((s.routed_experts for s in sequences if s.routed_experts is not None), None)
+    if known is None:
+        return None
+
+    def of(sequence: TrainSequence) -> ExpertIds:
+        if sequence.routed_experts is not None:
+            return sequence.routed_experts
+        return np.full((sequence.num_tokens - 1, *known.shape[1:]), no_expert(known), known.dtype)
+
+    return np.concatenate([of(sequence) for sequence in sequences])
 
 
 def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> Weights:
@@ -197,6 +226,13 @@ def lay_out(
         values_N = np.zeros(len(own), np.float32)
         values_N[own_rows_R[is_own_R]] = values_R[is_own_R]
         return tensor(values_N, torch.float32)
+
+    def choices(ids: ExpertIds | None) -> ExpertIds | None:
+        if ids is None:
+            return None
+        all_rows = np.full((bounds[-1], *ids.shape[1:]), no_expert(ids), ids.dtype)
+        all_rows[real] = ids
+        return all_rows[own]
 
     def sequences(values_S: npt.NDArray[Any], fill: float) -> Tensor:
         return tensor(np.append(values_S, fill) if padding else values_S.copy(), torch.float32)
@@ -245,7 +281,9 @@ def lay_out(
         num_sequences=len(lengths),
         compared_rows_R=compared_rows_R,
         places_R=places_R,
+        places_T=places[real],
         context=context,
+        routed_experts_NLK=choices(arrays.routed_experts),
     )
 
 
@@ -278,6 +316,25 @@ def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, F
     starts = ends - arrays.response_lengths_S
     spans = zip(arrays.members_S.tolist(), starts.tolist(), ends.tolist(), strict=True)
     return [(member, values_R[start:end]) for member, start, end in spans]
+
+
+def split_choices(arrays: PackedArrays, ids: ExpertIds) -> list[tuple[int, ExpertIds]]:
+    """(index in the list that was planned, what routers chose for its tokens but the last) of each
+    sequence."""
+    ends = (arrays.prompt_lengths_S + arrays.response_lengths_S - 1).cumsum()
+    return list(zip(arrays.members_S.tolist(), np.split(ids, ends[:-1]), strict=True)) if len(ends) else []
+
+
+def with_choices(packs: Sequence[PackedArrays], found: Sequence[tuple[int, ExpertIds]]) -> list[PackedArrays]:
+    """Each micro-batch with what routers are to choose, from choices by sequence as `split_choices` gives
+    them."""
+    by_member = dict(found)
+    return [
+        replace(arrays, routed_experts=np.concatenate([by_member[m] for m in arrays.members_S.tolist()]))
+        if len(arrays.members_S)
+        else arrays
+        for arrays in packs
+    ]
 
 
 def packed_values(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Floats]]) -> list[Floats | None]:
