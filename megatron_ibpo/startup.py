@@ -420,7 +420,8 @@ def sampling_settings(config: Config) -> str:
 
 
 def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
-    if problems := check_layout(shape, config.parallel, world_size, model_chunks(config)):
+    mtp = config.model.mtp_num_layers
+    if problems := check_layout(shape, config.parallel, world_size, model_chunks(config), mtp):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
 
 

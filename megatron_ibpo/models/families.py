@@ -28,7 +28,8 @@ def family_part(family: str, part: Part) -> Any:
     | `cost`       | –        | `mixer_cost(shape, layer) -> MixerCost`                                   |
     | `weight_map` | torch    | `layer_entries(shape, layer) -> list[Entry]`, and `mtp_entries` alike     |
     |              |          | where checkpoints hold multi-token prediction layers                      |
-    | `spec`       | Megatron | `layer_spec(shape, layer, backend) -> ModuleSpec`, and                    |
-    |              |          | `config_fields(shape)` for Megatron's TransformerConfig                   |
+    | `spec`       | Megatron | `layer_spec(shape, layer, backend) -> ModuleSpec`,                        |
+    |              |          | `config_fields(shape)` for Megatron's TransformerConfig, and              |
+    |              |          | `mtp_layer_spec(shape, backend)` beside `mtp_entries`                     |
     """
     return import_module(f"{FAMILIES[family]}.{part}")

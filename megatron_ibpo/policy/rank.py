@@ -20,6 +20,7 @@ from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model, build_value_model
+from megatron_ibpo.policy.mtp_model import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
 from megatron_ibpo.policy.residence import Held, Residence
@@ -28,7 +29,7 @@ from megatron_ibpo.policy.saving import Saver
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
-from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.load import load_hf, load_mtp
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
@@ -62,20 +63,22 @@ class TrainerRank:
         parallel.initialize(config.parallel, self.world, config.run.seed)
         chunks = build_model(shape, config, device=self.world.device_type, libraries=self.libraries)
         load_hf(chunks, shape, config.model.hf_checkpoint)
-        self.export = HFExport(chunks, shape)
+        mtp = None
+        if config.model.mtp_num_layers:
+            mtp = build_mtp(shape, config, device=self.world.device_type, libraries=self.libraries)
+            load_mtp(mtp, chunks, shape, config.model.hf_checkpoint)
+        self.export = HFExport(chunks, shape, mtp=mtp)
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
         reference = None
         if config.loss.kl_coef > 0:
             reference = load_reference(chunks, shape, config.model.ref_load)
-        self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference)
+        self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference, mtp)
         self.critic = self._build_critic(updates)
         self.saver = Saver(self.world)
         self.notes: tuple[str, ...] = ()
         if checkpoint is not None:
             self.notes = load_checkpoint(self.trainer, checkpoint, self.critic)
-        trained: list[Trainer | Critic] = [self.trainer]
-        if self.critic is not None:
-            trained.append(self.critic)
+        trained = [own for own in (self.trainer, self.trainer.mtp, self.critic) if own is not None]
         offload = config.rollout.colocate and config.rollout.offload_train
         self.residence = Residence(trained, self.world, offload=offload)
         self.transport: Transport | None = None
