@@ -100,7 +100,7 @@ def rows_with_tools():
     single = {"response_token_ids": rows[2].response_token_ids[:1], "loss_mask": np.ones(1, bool)}
     rows[2] = replace(rows[2], **single, rollout_logprobs=rows[2].rollout_logprobs[:1], token_weights=None)
     rows[3] = replace(rows[3], prompt_token_ids=rows[3].prompt_token_ids[:1])
-    return rows
+    return [replace(row, advantage=row.advantage or 0.5) for row in rows]  # without one none is trained on
 
 
 # -------------------------------------------------------------------------------- the plain formula
