@@ -25,6 +25,7 @@ from tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
+from megatron_ibpo.weights.transfer.order import drafts_with_own_layer
 
 MIXED = 3
 """The layer of the tiny models that is attention, as the one inside a multi-token prediction layer is."""
@@ -302,6 +303,14 @@ def test_a_checkpoint_without_the_layer_is_refused(checkpoints, tmp_path):
     run_through(checkpoints["next"], tmp_path, "without")
     said = run_through(checkpoints["next"], tmp_path, "resumed")
     assert all("holds no multi-token prediction layer" in message for message in said)
+
+
+def test_engines_get_the_layer_where_they_draft_with_it():
+    config = '{"method": "%s", "num_speculative_tokens": 1}'
+    assert drafts_with_own_layer(["speculative-config=" + config % "mtp"])
+    assert drafts_with_own_layer(["speculative_config=" + config % "qwen3_next_mtp"])
+    assert not drafts_with_own_layer(["speculative_config=" + config % "ngram", "max_logprobs=3"])
+    assert not drafts_with_own_layer([])
 
 
 def load_error(world, hf_dir):

@@ -25,7 +25,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.spec import Backend, make_backend
-from megatron_ibpo.policy.model import transformer_config
+from megatron_ibpo.policy.model import current_device, transformer_config
 
 Embedding = Callable[..., Tensor]
 """GPTModel's: input_ids [1, N], position_ids [1, N] → [N, 1, H], with sequence parallelism [N / TP, 1, H]."""
@@ -83,7 +83,7 @@ def build_mtp(
     core.moe_permute_fusion &= device == "cuda"
     core.moe_router_load_balancing_type, core.moe_aux_loss_coeff = "none", 0.0
     core.mtp_num_layers = config.model.mtp_num_layers
-    with torch.device(device):
+    with torch.device(device), current_device(device):
         model = MtpModel(core, _spec(shape, make_backend(libraries)))
     for name, parameter in model.named_parameters():
         if ".experts." in name:

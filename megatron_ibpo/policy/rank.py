@@ -34,7 +34,7 @@ from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
-from megatron_ibpo.weights.transfer.order import Order, TransportName
+from megatron_ibpo.weights.transfer.order import Order, TransportName, drafts_with_own_layer
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
 from megatron_ibpo.world import World, start_world
 
@@ -67,7 +67,11 @@ class TrainerRank:
         if config.model.mtp_num_layers:
             mtp = build_mtp(shape, config, device=self.world.device_type, libraries=self.libraries)
             load_mtp(mtp, chunks, shape, config.model.hf_checkpoint)
-        self.export = HFExport(chunks, shape, mtp=mtp)
+        # an engine that does not draft has no place for the layer
+        drafts = mtp is not None and drafts_with_own_layer(config.rollout.vllm_arg)
+        self.export = HFExport(chunks, shape, mtp=mtp if drafts else None)
+        self.whole_export = HFExport(chunks, shape, mtp=mtp)
+        """What files hold."""
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
         reference = None
         if config.loss.kl_coef > 0:
@@ -138,7 +142,7 @@ class TrainerRank:
         """The policy in Hugging Face format."""
         assert self.config.model.hf_checkpoint is not None
         with self.residence.visited():
-            save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
+            save_hf(self.whole_export, self.world, directory, self.config.model.hf_checkpoint)
 
     def make_room(self) -> None:
         """Leave the device to engines that share it; what is done next brings back what it needs."""
