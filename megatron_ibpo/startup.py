@@ -425,7 +425,8 @@ def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> No
             f"--use-rollout-routing-replay and --use-routing-replay: {shape.family} is dense and routes "
             "nothing; drop them"
         )
-    if problems := check_layout(shape, config.parallel, world_size, model_chunks(config)):
+    mtp = config.model.mtp_num_layers
+    if problems := check_layout(shape, config.parallel, world_size, model_chunks(config), mtp):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
 
 

@@ -18,8 +18,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_weights import as_bytes, assert_same_bytes, make_qwen3_moe, shard_by_hand, with_fused_experts
-from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_next
+from test_weights import as_bytes, assert_same_bytes, shard_by_hand, with_fused_experts
+from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_moe, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
@@ -102,7 +102,7 @@ def models(tmp_path_factory):
         "dense": (make_qwen3(directory / "p-dense", 1, layers=4, kv_heads=4), torch.bfloat16),
         "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
         "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
-        "moe": (make_qwen3_moe(directory / "p-moe", layers=4, kv_heads=4), torch.bfloat16),
+        "moe": (make_qwen3_moe(directory / "p-moe", 12, layers=4, kv_heads=4), torch.bfloat16),
         "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
         "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),
         "qwen2": (make_qwen2(directory / "p-qwen2", 6, layers=4, kv_heads=4), torch.bfloat16),

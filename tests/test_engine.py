@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_mtp import with_mtp
 from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config
@@ -42,6 +43,7 @@ from megatron_ibpo.weights.transfer.update import Transport, open_transport, upd
 from megatron_ibpo.world import World
 
 CONTEXT = 256
+SPECULATION = 'speculative_config={"method": "mtp", "num_speculative_tokens": 1}'
 
 
 class CheckpointSource:
@@ -171,6 +173,7 @@ def test_a_checkpoint_without_end_of_sequence_is_refused(tmp_path: Path) -> None
         ("quantization=none", None),
         ("tokenizer=4", "4"),
         ("compilation_config={level: 2}", {"level": 2}),
+        (SPECULATION, {"method": "mtp", "num_speculative_tokens": 1}),
     ],
 )
 def test_vllm_arguments_get_the_type_that_vllm_declares(pair: str, value: object) -> None:
@@ -557,6 +560,53 @@ def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(
         reference = reference_logprobs(checkpoints[checkpoint], requests, samples)
         # bfloat16 flips the choice of experts now and then; a sample of another request is off by nats
         assert difference([s.logprobs for s in samples], reference).mean() < 0.2
+
+
+# --- speculation -----------------------------------------------------------------------------------
+
+
+def drawn_to_be_guessed(hf_dir: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, but that layers add nothing and the multi-token prediction layer passes the
+    embedding on: the policy's next token depends on the last one alone, and the layer guesses just that."""
+    tensors = load_file(hf_dir / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "_norm_embedding.weight")):
+            tensor.zero_()
+    tensors["mtp.norm.weight"].copy_(tensors["model.norm.weight"])
+    hidden = len(tensors["mtp.norm.weight"])
+    tensors["mtp.fc.weight"].copy_(torch.eye(hidden, 2 * hidden))
+    return tensors
+
+
+@pytest.mark.slow
+def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path: Path) -> None:
+    hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
+    requests, greedy = make_requests(31), make_requests(31, temperature=0.0)
+    source = CheckpointSource(hf_dir)
+    source.tensors = drawn_to_be_guessed(hf_dir)
+    policy_alone = CheckpointSource(hf_dir)
+    policy_alone.tensors = {n: t for n, t in source.tensors.items() if not n.startswith("mtp.")}
+
+    def guessed(version: int) -> float:
+        engine.generate(greedy, version=version, timeout=TIMEOUT)
+        drafted, accepted = engine.call("drafts", timeout=TIMEOUT)
+        assert drafted > 100
+        return accepted / drafted
+
+    engine = start_engine(hf_dir, tmp_path / "engine.log", "bfloat16", (SPECULATION,))
+    try:
+        engine.wait_ready(TIMEOUT)
+        samples = engine.generate(requests, version=0, timeout=TIMEOUT)
+        assert guessed(0) < 0.2, "at random"
+        update(connect(engine, source), engine, source, 7)
+        assert guessed(7) > 0.9
+        update(connect(engine, policy_alone), engine, policy_alone, 8)
+        assert guessed(8) > 0.9, "a layer that is not trained stays what it is"
+    finally:
+        engine.close()
+    # tokens that were drafted and refused left no trace in the states of the delta nets
+    reference = reference_logprobs(hf_dir, requests, samples)
+    assert difference([s.logprobs for s in samples], reference).mean() < 0.2
 
 
 # --- fp8 -------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_loop import ROOT, rows_of
-from test_weights import make_qwen3_moe
-from tiny_models import LLAMA_3, make_llama, make_qwen2
+from tiny_models import LLAMA_3, make_llama, make_qwen2, make_qwen3_moe
 
 RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
 
@@ -34,7 +33,7 @@ MODELS = {
     "llama": lambda directory: make_llama(directory, 1, biased=True, rope=LLAMA_3),
     "llama tied": lambda directory: make_llama(directory, 2, tie=True),
     "qwen2": lambda directory: make_qwen2(directory, 3),
-    "qwen3_moe": make_qwen3_moe,
+    "qwen3_moe": lambda directory: make_qwen3_moe(directory, 4, std=0.02),
 }
 
 

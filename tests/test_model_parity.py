@@ -28,6 +28,7 @@ from tiny_models import (
     make_qwen2,
     make_qwen3,
     make_qwen3_5,
+    make_qwen3_moe,
     make_qwen3_next,
 )
 
@@ -52,6 +53,7 @@ YARN = {
 BOUND = {
     **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
     **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
+    **dict.fromkeys(("moe", "moe as it comes"), 1e-5),
     **dict.fromkeys(("next", "wide next", "few next", "odd next"), 5e-5),
     **dict.fromkeys(("3.5", "3.5 moe", "wrapped 3.5", "wide 3.5", "wide 3.5 moe"), 5e-5),
 }
@@ -80,6 +82,8 @@ CASES = {
         ("llama linear", layout()),
         ("llama yarn", layout()),
         ("qwen2", layout()),
+        ("moe", layout()),
+        ("moe as it comes", layout()),
         ("3.5", layout()),
         ("3.5 moe", layout()),
         ("wrapped 3.5", layout()),
@@ -102,6 +106,9 @@ CASES = {
         ("llama", layout(pp=2)),
         ("llama tied", layout(tp=2)),
         ("qwen2", layout(tp=2)),
+        ("moe", layout(tp=2)),
+        ("moe", layout(pp=2)),
+        ("moe", layout(ep=2)),
         ("3.5", layout(tp=2)),
         ("3.5", layout(pp=2)),
         ("3.5", layout()),  # two data-parallel replicas
@@ -131,6 +138,8 @@ MORE_CASES = {
         ("llama tied", layout(pp=2)),
         ("qwen2", layout(pp=2)),
         ("3.5 moe", layout(tp=2, etp=2)),
+        ("moe", layout(tp=2, ep=2)),
+        ("moe as it comes", layout(tp=2, ep=2)),
         ("3.5 moe", layout(ep=2)),
         ("wrapped 3.5", layout(pp=2, first=1)),
     ],
@@ -149,6 +158,7 @@ MORE_CASES = {
         ("wide 3.5 moe", layout(tp=4, ep=4)),
         ("wide 3.5 moe", layout(tp=4, etp=4)),
         ("llama", layout(tp=4)),
+        ("moe", layout(tp=2, pp=2, ep=2)),
     ],
 }
 """What other layouts of the same families leave little doubt of."""
@@ -193,6 +203,8 @@ def checkpoints(tmp_path_factory, plain_transformers):
         "llama linear": make_llama(directory / "llama linear", 14, std=0.08, rope=LINEAR),
         "llama yarn": make_llama(directory / "llama yarn", 15, std=0.08, rope=YARN),
         "qwen2": make_qwen2(directory / "qwen2", 16, std=0.08),
+        "moe": make_qwen3_moe(directory / "moe", 17, std=0.08),
+        "moe as it comes": make_qwen3_moe(directory / "moe as it comes", 18, std=0.08, normalized=False),
         "3.5": make_qwen3_5(directory / "3.5", 12, std=0.08, value_heads=4),
         "3.5 moe": make_qwen3_5(directory / "3.5 moe", 13, std=0.08, value_heads=4, moe=True),
         "wrapped 3.5": make_qwen3_5(

@@ -11,8 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
-from test_weights import make_qwen3_moe
-from tiny_models import make_qwen3, make_qwen3_next
+from tiny_models import make_qwen3, make_qwen3_moe, make_qwen3_next
 
 from megatron_ibpo.config import ConfigError, ParallelConfig, parse_config
 
@@ -177,7 +176,7 @@ def never_called(world, cases):
 
 def test_the_modules_that_are_read_and_never_called(tmp_path):
     """Of all layers of the families: the convolution of delta nets; and a head that the loss takes."""
-    dense, moe = make_qwen3(tmp_path / "dense", 3), make_qwen3_moe(tmp_path / "moe")
+    dense, moe = make_qwen3(tmp_path / "dense", 3), make_qwen3_moe(tmp_path / "moe", 4)
     tiny = make_qwen3_next(tmp_path / "next", 4)
     fused = {"fuse_lm_head": True, "loss_variant": "gspo"}
     found = run_ranks(never_called, 1, [(dense, {}), (moe, {}), (tiny, {}), (tiny, fused)])[0]

@@ -141,6 +141,8 @@ def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(t
     [
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
+        ({**NEXT_80B, "model_type": "glm4_moe"}, "glm4_moe cannot be trained yet: .*e_score_correction_bias"),
+        ({**NEXT_80B, "model_type": "gpt_oss"}, "gpt_oss cannot be trained yet: attention has sinks"),
         ({**NEXT_80B, "model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
         ({}, "model_type None is unknown"),
         ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),

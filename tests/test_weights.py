@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_next
+from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_moe, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import read_hf_config
@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory):
         "dense": make_qwen3(directory / "dense", 5),
         "tied": make_qwen3(directory / "tied", 6, tie=True),
         "next": make_qwen3_next(directory / "next", 7, value_heads=4),
-        "moe": make_qwen3_moe(directory / "moe"),
+        "moe": make_qwen3_moe(directory / "moe", 11),
         "llama": make_llama(directory / "llama", 9, biased=True),
         "qwen2": make_qwen2(directory / "qwen2", 10),
         "odd": make_qwen3(directory / "odd", 8, kv_heads=4, vocabulary=211),  # no TP divides it
@@ -47,24 +47,6 @@ def checkpoints(tmp_path_factory):
         for name, path in plain.items()
         for dtype in (torch.float32, torch.bfloat16)
     }
-
-
-def make_qwen3_moe(directory, layers=2, kv_heads=2):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def with_random_bits(source, target, dtype):

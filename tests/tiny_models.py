@@ -1,7 +1,7 @@
 """Tiny random checkpoints in Hugging Face format, with sizes that vLLM's CPU kernels take.
 
     make_qwen3_next(directory, seed)    make_qwen3(directory, seed, tie=False)    make_llama(directory, seed)
-    make_qwen3_5(directory, seed, moe=False, wrapped=False)
+    make_qwen3_5(directory, seed, moe=False, wrapped=False)    make_qwen3_moe(directory, seed)
 
 No tokenizer, token ids 0..63 unless another vocabulary is asked for, end
 of sequence is id 1.
@@ -21,6 +21,7 @@ __all__ = [
     "make_qwen2",
     "make_qwen3",
     "make_qwen3_5",
+    "make_qwen3_moe",
     "make_qwen3_next",
 ]
 
@@ -61,6 +62,31 @@ def make_qwen3(
         initializer_range=std,
     )
     return _save(Qwen3ForCausalLM, config, directory, seed)
+
+
+def make_qwen3_moe(
+    directory: Path,
+    seed: int,
+    *,
+    layers: int = 2,
+    std: float = 0.2,
+    kv_heads: int = 2,
+    normalized: bool = True,
+) -> Path:
+    """A Qwen3 with experts in every layer, in float32; `normalized`: the weights of a token's experts sum to
+    one, as in the published ones."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **{**SHARED, "num_key_value_heads": kv_heads},
+        num_hidden_layers=layers,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=normalized,
+        initializer_range=std,
+    )
+    return _save(Qwen3MoeForCausalLM, config, directory, seed)
 
 
 LLAMA_3 = {

@@ -225,8 +225,9 @@ class Engines:
         """Give all engines the trainers' weights as policy `version`, wake them, clear their caches.
 
         Returns:
-            weight_update_seconds, weight_update_bytes (to all workers of all engines), and
-            weight_update_bytes_ratio (those, over what the workers' shards take).
+            weight_update_seconds, weight_update_bytes (to all workers of all engines),
+            weight_update_bytes_ratio (those, over what the workers' shards take), and where engines
+            speculate draft_acceptance (of the tokens drafted since the last update, the share accepted).
 
         Raises:
             WeightPlanError: the trainers' tensors are not those that the engines load.
@@ -253,7 +254,24 @@ class Engines:
             "weight_update_seconds": time.monotonic() - began,
             "weight_update_bytes": float(sent),
             "weight_update_bytes_ratio": sent / needed if needed else 1.0,
-        }
+        } | self._drafts()
+
+    def _drafts(self) -> dict[str, float]:
+        """How engines that speculate have guessed since this was asked before. One that died over it is
+        noticed when it is used next."""
+        if "speculative_config" not in self.settings.extra_arguments:
+            return {}
+        hosts = [self.hosts[index] for index in sorted(self.hosts) if index not in self.joining]
+        asked = [(host, host.call("call", "drafts", timeout=self.order.timeout)) for host in hosts]
+        drafted = accepted = 0
+        for host, answer in asked:
+            try:
+                counts = result(answer, host.name, self.order.timeout + SLACK_S)
+            except (EngineError, ProcessDiedError) as error:
+                log.debug("%s: %s", host.name, error)
+                continue
+            drafted, accepted = drafted + counts[0], accepted + counts[1]
+        return {"draft_acceptance": accepted / drafted} if drafted else {}
 
     async def revive(self, index: int) -> RemoteEngine:
         """Another engine in the place of one that died. It starts while everything else goes on, or where

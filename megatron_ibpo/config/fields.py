@@ -72,6 +72,12 @@ class ModelConfig:
     """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
     moe_aux_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
     """Router load-balancing loss. 0: the objective is the policy loss alone."""
+    mtp_num_layers: Annotated[int, within(0, 1)] = 0
+    """Multi-token prediction layers to train beside the policy, so that they go on drafting for it as it
+    changes; 1 is what Qwen's checkpoints have. 0: the checkpoint's is kept as it is."""
+    mtp_loss_scaling_factor: Annotated[float, POSITIVE] = 0.1
+    """Of the gradient of their loss; Megatron-LM's flag and default. It never meets the policy's: it matters
+    beside --clip-grad and --adam-eps alone."""
     model_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Any other field of Megatron's TransformerConfig, name=value, such as fp8=hybrid or
     recompute_modules=[core_attn,moe]; in a recipe also a mapping."""

@@ -16,6 +16,14 @@ FAMILIES = {
 }
 """By `model_type` of config.json: the package with everything that is special to the family."""
 
+NOT_BUILT = {
+    "glm4_moe": "its router adds a correction (e_score_correction_bias) that stays in float32 beside weights "
+    "in bfloat16, which neither weight map nor export know, and its first layers are dense",
+    "gpt_oss": "attention has sinks, and a window in every other layer; experts have biases and a clamped "
+    "activation; its checkpoints are in MXFP4",
+}
+"""`model_type` of families that people ask for → what of them is not here."""
+
 Part = Literal["shape", "cost", "weight_map", "spec"]
 
 
@@ -28,7 +36,8 @@ def family_part(family: str, part: Part) -> Any:
     | `cost`       | –        | `mixer_cost(shape, layer) -> MixerCost`                                   |
     | `weight_map` | torch    | `layer_entries(shape, layer) -> list[Entry]`, and `mtp_entries` alike     |
     |              |          | where checkpoints hold multi-token prediction layers                      |
-    | `spec`       | Megatron | `layer_spec(shape, layer, backend) -> ModuleSpec`, and                    |
-    |              |          | `config_fields(shape)` for Megatron's TransformerConfig                   |
+    | `spec`       | Megatron | `layer_spec(shape, layer, backend) -> ModuleSpec`,                        |
+    |              |          | `config_fields(shape)` for Megatron's TransformerConfig, and              |
+    |              |          | `mtp_layer_spec(shape, backend)` beside `mtp_entries`                     |
     """
     return import_module(f"{FAMILIES[family]}.{part}")

@@ -74,9 +74,17 @@ def exchanges_heads(shape: ModelShape, parallel: ParallelConfig) -> bool:
 
 
 def check_layout(
-    shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    world_size: int,
+    virtual_stages: int = 1,
+    mtp_layers: int = 0,
 ) -> list[str]:
-    """What is wrong with training `shape` under `parallel` on `world_size` ranks; empty if nothing is."""
+    """What is wrong with training `shape` under `parallel` on `world_size` ranks; empty if nothing is.
+
+    Args:
+        mtp_layers: multi-token prediction layers that are trained too.
+    """
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
@@ -86,6 +94,8 @@ def check_layout(
         "--make-vocab-size-divisible-by": parallel.make_vocab_size_divisible_by,
     }
     problems = [f"{flag}={size}: must be at least 1" for flag, size in sizes.items() if size < 1]
+    if mtp_layers:
+        problems += _mtp_problems(shape, parallel)
     return problems or list(_layout_problems(shape, parallel, world_size, virtual_stages))
 
 
@@ -119,6 +129,17 @@ def _layout_problems(
     if world_size % (tp * pp * cp):
         sizes = f"TP x PP = {tp * pp}" if cp == 1 else f"TP x PP x CP = {tp * pp * cp}"
         yield f"{sizes} does not divide the world size ({world_size})"
+
+
+def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
+    stages = parallel.pipeline_model_parallel_size
+    if not shape.mtp_in_checkpoints:
+        yield f"--mtp-num-layers: {shape.family} has no multi-token prediction layer; leave it at 0"
+    if stages > 1:
+        yield (
+            f"--mtp-num-layers and --pipeline-model-parallel-size={stages}: the layer takes embedding and "
+            "head, which lie on different stages; use 1 stage, or leave the layer untrained"
+        )
 
 
 def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.models.families import FAMILIES, family_part
+from megatron_ibpo.models.families import FAMILIES, NOT_BUILT, family_part
 from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
 from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.words import shown
@@ -107,6 +107,8 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
     family = raw.get("model_type")
+    if isinstance(family, str) and family in NOT_BUILT:
+        raise ModelConfigError(f"{path}: model_type {family} cannot be trained yet: {NOT_BUILT[family]}")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelConfigError(f"{path}: model_type {shown(family)} is unknown; one of {', '.join(FAMILIES)}")
     return family_part(family, "shape").read(Fields(raw, path))

@@ -261,7 +261,7 @@ def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = 
     """Every Megatron parameter of the whole model, by global name, in checkpoint order.
 
     Args:
-        mtp_layers: multi-token prediction layers to carry along; the policy that is trained has none.
+        mtp_layers: multi-token prediction layers, whether carried along or trained beside the policy.
         vocab_rows: rows of embedding and head over all ranks, padding included (`padded_vocab_size`); those
             of the vocabulary alone when None, which ranks can only divide where it has no rest.
     """
@@ -295,10 +295,12 @@ _EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)(\d+)$")
 
 
 def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
-    """A rank's own parameter name -> the name over the whole model. DDP's "module." is dropped."""
+    """A rank's own parameter name -> the name over the whole model. DDP's "module." is dropped, and the layer
+    inside a multi-token prediction layer has the name that Megatron's checkpoints give it."""
     name = local_name
     while name.startswith("module."):
         name = name.removeprefix("module.")
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     return _EXPERT.sub(lambda match: str(int(match[1]) + first_expert), name)
 

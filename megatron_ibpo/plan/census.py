@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
 
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.policy.overrides import CHUNKS, model_chunks
 from megatron_ibpo.world import World
 
@@ -130,14 +132,15 @@ def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_si
     from megatron_ibpo.policy.model import build_model
 
     # no other override changes a parameter, and they may need libraries that are not here
-    chunks = model_chunks(config)
-    kept = (f"{CHUNKS}={chunks}",) if chunks > 1 else ()
+    pieces = model_chunks(config)
+    kept = (f"{CHUNKS}={pieces}",) if pieces > 1 else ()
     config = replace(config, model=replace(config.model, model_override=kept))
     with as_rank(rank, world_size, config):
-        dense = experts = largest = layers = 0
-        for chunk in build_model(shape, config, device="meta"):
-            layers += len(chunk.decoder.layers)
-            for name, parameter in chunk.named_parameters():
+        dense = experts = largest = 0
+        chunks = build_model(shape, config, device="meta")
+        layers = sum(len(chunk.decoder.layers) for chunk in chunks)
+        for part in [*chunks, *_beside(shape, config)]:
+            for name, parameter in part.named_parameters():
                 if parameter.device.type != "meta":
                     raise AssertionError(f"{name} was really allocated")
                 largest = max(largest, parameter.numel())
@@ -146,6 +149,15 @@ def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_si
                 else:
                     experts += parameter.numel()
         return StagePart(stage, dense, experts, layers, largest)
+
+
+def _beside(shape: ModelShape, config: Config) -> list[Module]:
+    """What is trained beside the policy: there is one stage then (`check_layout`)."""
+    from megatron_ibpo.policy.mtp_model import build_mtp
+
+    if not config.model.mtp_num_layers:
+        return []
+    return [build_mtp(shape, config, device="meta", libraries=LOCAL)]
 
 
 @contextmanager

@@ -64,7 +64,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
     config = on_device(config, on_gpu=True)
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
-    problems = check_layout(shape, config.parallel, world_size, model_chunks(config))
+    mtp = config.model.mtp_num_layers
+    problems = check_layout(shape, config.parallel, world_size, model_chunks(config), mtp)
     placement = _placement(config, world_size, problems)
     problems += _engine_problems(shape, config)
     problems += _context_problems(shape, config.rollout, context)

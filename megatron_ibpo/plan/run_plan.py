@@ -269,6 +269,8 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
     ]
     if uncounted := not_counted(config):
         lines.append(f"not counted, of --model-override: {'; '.join(uncounted)}")
+    if config.model.mtp_num_layers:
+        lines.append("not counted: what a pass of the multi-token prediction layer keeps on the GPU")
     if config.model.allow_local_modules:
         lines.append(
             f"* {ALLOW}: what is not installed where the run takes place runs in plain torch, which keeps "

@@ -15,8 +15,10 @@ from megatron.core.safe_globals import SafeUnpickler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models.weight_map import mtp_layers
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gathering import gathered_by_kind
+from megatron_ibpo.policy.mtp import Mtp
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
@@ -26,13 +28,31 @@ from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredC
 
 CRITIC = "critic"
 """Directory in a checkpoint: tensors of both models have the same names."""
+Trained = Trainer | Critic | Mtp
+MTP = "mtp_"
+"""Begins what a checkpoint keeps of the multi-token prediction layer, tensors apart."""
 
 
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
-    """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards."""
-    models = _models(trained.chunks, is_loading=False)
-    with gathered_by_kind():
-        return {**models, **_progress(trained, models, is_loading=False)}
+    """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards; and
+    of the layer that is trained beside it, whose tensors have names of their own."""
+    state: dict[str, Any] = {}
+    for prefix, part in _parts(trained):
+        models = _models(part.chunks, is_loading=False)
+        with gathered_by_kind():
+            state |= _prefixed(prefix, {**models, **_progress(part, models, is_loading=False)})
+    return state
+
+
+def _parts(trained: Trainer | Critic) -> Iterator[tuple[str, Trained]]:
+    """What has an optimizer of its own, and what begins the names of its state."""
+    yield "", trained
+    if isinstance(trained, Trainer) and trained.mtp is not None:
+        yield MTP, trained.mtp
+
+
+def _prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + name: own for name, own in state.items()}
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> tuple[str, ...]:
@@ -51,9 +71,15 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
     world = trainer.world
     world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))
     saved = read_layout(checkpoint)
+    if trainer.mtp is not None and not mtp_layers(StoredCheckpoint(checkpoint).tensors):
+        raise CheckpointError(
+            f"--load {checkpoint}: holds no multi-token prediction layer, so it is no run of "
+            "--mtp-num-layers 1; leave the flag out"
+        )
     if not saved.get("optimizer", True):
-        load_weights(trainer.chunks, checkpoint, trainer.vocab_size)
-        trainer.optimizer.reload_model_params()
+        for _, part in _parts(trainer):
+            load_weights(part.chunks, checkpoint, trainer.vocab_size)
+            part.optimizer.reload_model_params()
         return _without_scales(trainer, f"{checkpoint} holds none")
     sharded = trainer.config.parallel.use_distributed_optimizer
     if saved and saved["parallel"]["use_distributed_optimizer"] != sharded:
@@ -88,24 +114,28 @@ def _without_scales(trained: Trainer, why: str) -> tuple[str, ...]:
     return (f"the scales of FP8 are not restored, {why}: they form anew within a few steps",)
 
 
-def _is_fp8(trained: Trainer | Critic) -> bool:
+def _is_fp8(trained: Trained) -> bool:
     config = trained.chunks[0].config
     return bool(config.fp8 or config.fp4)
 
 
 def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, with_scales: bool) -> None:
-    _allocate_torch_state(trained)
-    scales = _stored_scales(directory) if with_scales and _is_fp8(trained) else frozenset()
-    models = _models(trained.chunks, is_loading=True, scales=scales)
     # a critic's head has a row for its value and none for the vocabulary
     keys = ROWS_MAY_BE_PADDED[:1] if isinstance(trained, Critic) else ROWS_MAY_BE_PADDED
-    state = _load({**models, **_progress(trained, models, is_loading=True)}, directory, vocab_size, keys)
-    _fill(trained.chunks, state, directory)
-    with _step_left_alone():
-        trained.optimizer.load_state_dict(state["optimizer"])
-    _check_optimizer(trained, directory)
-    _give_each_parameter_its_step(trained)
-    trained.scheduler.load_state_dict(state["scheduler"])
+    wanted: dict[str, Any] = {}
+    for prefix, part in _parts(trained):
+        _allocate_torch_state(part)
+        scales = _stored_scales(directory) if with_scales and _is_fp8(part) else frozenset()
+        models = _models(part.chunks, is_loading=True, scales=scales)
+        wanted |= _prefixed(prefix, {**models, **_progress(part, models, is_loading=True)})
+    state = _load(wanted, directory, vocab_size, keys)
+    for prefix, part in _parts(trained):
+        _fill(part.chunks, state, directory, prefix)
+        with _step_left_alone():
+            part.optimizer.load_state_dict(state[f"{prefix}optimizer"])
+        _check_optimizer(part, directory)
+        _give_each_parameter_its_step(part)
+        part.scheduler.load_state_dict(state[f"{prefix}scheduler"])
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, vocab_size: int) -> None:
@@ -139,15 +169,16 @@ def _reason(error: BaseException) -> str:
     return f"{type(inner).__name__}: {first_line(inner)[:500]}"
 
 
-def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path) -> None:
+def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix: str = "") -> None:
     for index, chunk in enumerate(chunks):
-        for name, value in state[f"model{index}"].items():
+        own = state[f"{prefix}model{index}"]
+        for name, value in own.items():
             if _is_extra_state(name):
                 _check_scales(value, checkpoint, name)
             elif isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
         # not strict: Transformer Engine's modules miss extra state that `_models` does not ask for
-        filled = getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"], strict=False)
+        filled = getattr(chunk, "module", chunk).load_state_dict(own, strict=False)
         lacks = [name for name in filled.missing_keys if not _is_extra_state(name)]
         if lacks or filled.unexpected_keys:
             raise CheckpointError(
@@ -184,7 +215,7 @@ def _check_scales(value: Any, checkpoint: Path, name: str) -> None:
         ) from None
 
 
-def _check_optimizer(trained: Trainer | Critic, directory: Path) -> None:
+def _check_optimizer(trained: Trained, directory: Path) -> None:
     """A NaN among its means would make the next step's weights NaN."""
     for optimizer in _optimizers(trained):
         for state in optimizer.optimizer.state.values():
@@ -231,7 +262,7 @@ def _models(
     }
 
 
-def _progress(trained: Trainer | Critic, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def _progress(trained: Trained, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """Optimizer and schedule."""
     optimizer = trained.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata())
     return {"optimizer": _without_classes(optimizer), "scheduler": trained.scheduler.state_dict()}
@@ -245,19 +276,19 @@ def _without_classes(state: Any) -> Any:
     return [_without_classes(own) for own in state] if isinstance(state, list) else state
 
 
-def _optimizers(trained: Trainer | Critic) -> Sequence[Any]:
+def _optimizers(trained: Trained) -> Sequence[Any]:
     """Megatron's, of dense and of expert parameters."""
     return getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
 
 
-def _torch_optimizers(trained: Trainer | Critic) -> Iterator[DistributedOptimizer]:
+def _torch_optimizers(trained: Trained) -> Iterator[DistributedOptimizer]:
     """Sharded optimizers around torch's Adam, with which megatron-core 0.19 does not load as it is."""
     for optimizer in _optimizers(trained):
         if isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, torch.optim.Adam):
             yield optimizer
 
 
-def _allocate_torch_state(trained: Trainer | Critic) -> None:
+def _allocate_torch_state(trained: Trained) -> None:
     """Megatron looks for `step` in a state that torch's Adam only has after a first step."""
     for optimizer in _torch_optimizers(trained):
         if not optimizer.optimizer.state:
@@ -277,7 +308,7 @@ def _step_left_alone() -> AbstractContextManager[Any]:
     )
 
 
-def _give_each_parameter_its_step(trained: Trainer | Critic) -> None:
+def _give_each_parameter_its_step(trained: Trained) -> None:
     """Megatron loads one `step` tensor for all parameters, and each of them would count it up."""
     for optimizer in _torch_optimizers(trained):
         for state in optimizer.optimizer.state.values():

@@ -249,15 +249,23 @@ def _run(
 
 def _forward(model: Any, batch: PackedBatch, processor: Callable[..., Tensor] | None) -> Tensor:
     """A micro-batch through this rank's part of the model."""
-    packed = PackedSeqParams(
+    return model(
+        batch.input_ids_1N,
+        batch.position_ids_1N,
+        None,
+        packed_seq_params=packed_sequences(batch),
+        output_processor=processor,
+    )
+
+
+def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
+    """Where a micro-batch's sequences lie, as Megatron's layers want to know it."""
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.rows.cu_seqlens,
         cu_seqlens_kv=batch.rows.cu_seqlens,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
-    )
-    return model(
-        batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed, output_processor=processor
     )
 
 

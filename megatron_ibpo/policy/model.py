@@ -64,7 +64,7 @@ def build_model(
     core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
     numbers = range(core.virtual_pipeline_model_parallel_size or 1)
     rows = padded_vocab_size(shape, config.parallel)
-    with torch.device(device), _current_device(device), blaming(MODEL, config.model.model_override):
+    with torch.device(device), current_device(device), blaming(MODEL, config.model.model_override):
         chunks = [_chunk(shape, core, backend, number, rows) for number in numbers]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -126,7 +126,7 @@ def build_value_model(
     return chunks
 
 
-def _current_device(device: str) -> AbstractContextManager[Any]:
+def current_device(device: str) -> AbstractContextManager[Any]:
     """Megatron asks CUDA for the current device in many places; a model without memory wants its own."""
     if device != "meta":
         return nullcontext()

@@ -26,7 +26,7 @@ MODEL_OURS = {
             "kv_channels", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma",
             "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
             "qk_l2_norm", "attention_output_gate", "softmax_type", "window_size", "rotary_interleaved",
-            "multi_latent_attention", "mtp_num_layers", "num_moe_experts", "moe_router_topk",
+            "multi_latent_attention", "num_moe_experts", "moe_router_topk",
             "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function",
             "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
             "moe_router_group_topk", "moe_latent_size", "window_attn_skip_freq", "no_rope_freq", "use_mup",
@@ -70,6 +70,8 @@ MODEL_OURS = {
     "recompute_num_layers": "use --recompute-num-layers",
     "moe_enable_routing_replay": "use --use-rollout-routing-replay or --use-routing-replay",
     "moe_aux_loss_coeff": "use --moe-aux-loss-coeff",
+    "mtp_num_layers": "use --mtp-num-layers",
+    "mtp_loss_scaling_factor": "use --mtp-loss-scaling-factor",
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
 """Fields of TransformerConfig that follow from the rest → what to do instead."""

@@ -20,6 +20,7 @@ from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model, build_value_model
+from megatron_ibpo.policy.mtp_model import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
 from megatron_ibpo.policy.residence import Held, Residence
@@ -28,12 +29,12 @@ from megatron_ibpo.policy.saving import Saver
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
-from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.load import load_hf, load_mtp
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
-from megatron_ibpo.weights.transfer.order import Order, TransportName
+from megatron_ibpo.weights.transfer.order import Order, TransportName, drafts_with_own_layer
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
 from megatron_ibpo.world import World, start_world
 
@@ -62,20 +63,26 @@ class TrainerRank:
         parallel.initialize(config.parallel, self.world, config.run.seed)
         chunks = build_model(shape, config, device=self.world.device_type, libraries=self.libraries)
         load_hf(chunks, shape, config.model.hf_checkpoint)
-        self.export = HFExport(chunks, shape)
+        mtp = None
+        if config.model.mtp_num_layers:
+            mtp = build_mtp(shape, config, device=self.world.device_type, libraries=self.libraries)
+            load_mtp(mtp, chunks, shape, config.model.hf_checkpoint)
+        # an engine that does not draft has no place for the layer
+        drafts = mtp is not None and drafts_with_own_layer(config.rollout.vllm_arg)
+        self.export = HFExport(chunks, shape, mtp=mtp if drafts else None)
+        self.whole_export = HFExport(chunks, shape, mtp=mtp)
+        """What files hold."""
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
         reference = None
         if config.loss.kl_coef > 0:
             reference = load_reference(chunks, shape, config.model.ref_load)
-        self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference)
+        self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference, mtp)
         self.critic = self._build_critic(updates)
         self.saver = Saver(self.world)
         self.notes: tuple[str, ...] = ()
         if checkpoint is not None:
             self.notes = load_checkpoint(self.trainer, checkpoint, self.critic)
-        trained: list[Trainer | Critic] = [self.trainer]
-        if self.critic is not None:
-            trained.append(self.critic)
+        trained = [own for own in (self.trainer, self.trainer.mtp, self.critic) if own is not None]
         offload = config.rollout.colocate and config.rollout.offload_train
         self.residence = Residence(trained, self.world, offload=offload)
         self.transport: Transport | None = None
@@ -135,7 +142,7 @@ class TrainerRank:
         """The policy in Hugging Face format."""
         assert self.config.model.hf_checkpoint is not None
         with self.residence.visited():
-            save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
+            save_hf(self.whole_export, self.world, directory, self.config.model.hf_checkpoint)
 
     def make_room(self) -> None:
         """Leave the device to engines that share it; what is done next brings back what it needs."""

@@ -194,7 +194,8 @@ def save_checkpoint(
 def _staged(state: dict[str, Any], directory: Path) -> _Part:
     """Megatron's plan for this rank, with copies of what it names and training goes on with."""
     apply_factories(state)  # before anything is copied: what they cut out would be once more
-    gathered = _cut_out(list(_gathered(state["optimizer"])))
+    optimizers = [own for name, own in state.items() if name.endswith("optimizer")]
+    gathered = _cut_out([shard for own in optimizers for shard in _gathered(own)])
     trained = {_place(tensor) for tensor in _tensors(state)} - gathered
     # Each writer gives its results to the thread that asked for them and needs no more than this queue.
     # Megatron's is for writers elsewhere: it lives in a process of its own for each rank, which takes seconds

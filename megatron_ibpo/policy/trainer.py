@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 
 from megatron_ibpo.config import Config
@@ -28,13 +25,17 @@ from megatron_ibpo.loss import (
     weighted_value,
 )
 from megatron_ibpo.policy.forward_backward import (
+    Loss,
     Observed,
     accumulate_gradients,
     infer,
     is_reporting_rank,
     make_trainable,
 )
+from megatron_ibpo.policy.head import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
+from megatron_ibpo.policy.mtp import Mtp, mtp_metrics
+from megatron_ibpo.policy.mtp_model import MtpModel
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.packing import (
     PackedArrays,
@@ -51,6 +52,10 @@ from megatron_ibpo.records import ExpertIds, Floats
 from megatron_ibpo.world import World
 
 
+def _as_it_is(loss: Loss) -> Loss:
+    return loss
+
+
 class Trainer:
     """This rank's part of the policy, its optimizer and schedule."""
 
@@ -62,6 +67,7 @@ class Trainer:
         world: World,
         total_updates: int,
         reference: Reference | None = None,
+        mtp: MtpModel | None = None,
     ):
         """
         Args:
@@ -69,6 +75,7 @@ class Trainer:
             vocab_size: true vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
             reference: its log-probs go with every micro-batch into the loss; None without a KL penalty.
+            mtp: the multi-token prediction layer, filled, that is trained beside; None to train none.
 
         Raises:
             ValueError: a loss that is unknown, or that its flags do not fit; replay of routing without
@@ -79,11 +86,15 @@ class Trainer:
         check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         lr = config.optimizer.lr
-        self._processor = _whole_hidden_states if config.loss.fuse_lm_head else None
+        self._processor = whole_hidden_states if config.loss.fuse_lm_head else None
         self.chunks, self.optimizer, self.scheduler = make_trainable(
             chunks, config, lr, total_updates, self._processor
         )
         self.routing = RoutingReplay(self.chunks) if config.replays_routing else None
+        self.mtp: Mtp | None = None
+        if mtp is not None:
+            policy, backend = self.chunks[-1].module, self.loss_backend.name
+            self.mtp = Mtp(mtp, policy, vocab_size, config, total_updates, backend)
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """One rollout's optimizer steps. Collective.
@@ -197,12 +208,17 @@ class Trainer:
     def _optimizer_step(self, packs: Sequence[PackedArrays], mean_length: float) -> _Totals:
         totals = _Totals()
         self.scheduler.step(1)
+        if self.mtp:
+            self.mtp.scheduler.step(1)
         if not packs:
             totals.sums["updates_empty"] += 1
             return totals
         objective = self.objective(aggregation(self.config, mean_length))
-        for observed in self.accumulate_gradients(packs, objective):
-            totals.see(observed)
+        with self.mtp.listening() if self.mtp else nullcontext(_as_it_is) as beside:
+            for observed in self.accumulate_gradients(packs, objective, beside):
+                totals.see(observed)
+        if self.mtp:
+            totals.see(self.mtp.step(totals.sums))
         norm = self.gradient_norm()
         totals.sums["updates_computed"] += 1
         totals.sums["learning_rate"] += self.scheduler.get_lr(self.optimizer.param_groups[0])
@@ -220,12 +236,19 @@ class Trainer:
         return run_objective(self.config, divisor, self.loss_backend)
 
     def accumulate_gradients(
-        self, packs: Sequence[PackedArrays], objective: Objective
+        self,
+        packs: Sequence[PackedArrays],
+        objective: Objective,
+        beside: Callable[[Loss], Loss] = _as_it_is,
     ) -> list[dict[str, float]]:
         """Fill the gradient buffers with the gradient of Σ weight x loss over the micro-batches of all ranks,
         which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
-        was observed of each micro-batch (`_observed`), the same on every rank."""
-        output = partial(self._loss_output, objective)
+        was observed of each micro-batch (`_observed`), the same on every rank.
+
+        Args:
+            beside: makes of the loss one that does something else, too.
+        """
+        output = beside(partial(self._loss_output, objective))
         return accumulate_gradients(
             self.chunks, self.optimizer, packs, output, self.world, self._processor, self.routing
         )
@@ -258,9 +281,14 @@ class Trainer:
         self, objective: Objective, scale: float, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, Observed]:
         if self.config.loss.fuse_lm_head:
-            weight = _head_weight(self.chunks[-1].module)
+            weight = head_weight(self.chunks[-1].module)
             loss, stats = linear_packed_sequence_loss(
-                output[0], weight, batch.rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
+                output[0],
+                weight,
+                batch.rows,
+                objective,
+                into_main_grad=True,
+                **self._vocabulary(len(weight)),
             )
         else:
             vocabulary = self._vocabulary(output.shape[-1])
@@ -282,40 +310,18 @@ class Trainer:
             "backend": self.loss_backend.name,
         }
         if self.config.loss.fuse_lm_head:
-            weight = _head_weight(self.chunks[-1].module)
+            weight = head_weight(self.chunks[-1].module)
             rows["response_rows_R"] = batch.loss_rows()
             return linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
         vocabulary = self._vocabulary(output.shape[-1])
         return packed_logprobs(output[0], entropy=False, **rows, **vocabulary)[0]
 
     def _vocabulary(self, width: int) -> dict[str, Any]:
-        """This rank's columns of the vocabulary, of which there are `width` with padding."""
-        start = parallel_state.get_tensor_model_parallel_rank() * width
-        return {
-            "tp_group": parallel_state.get_tensor_model_parallel_group(),
-            "vocab_range": (start, min(start + width, self.vocab_size)),
-        }
+        return own_vocabulary(width, self.vocab_size)
 
 
 def _with_engine_logprobs(packs: Sequence[PackedArrays]) -> list[PackedArrays]:
     return [replace(arrays, old_logprobs_R=arrays.rollout_logprobs_R) for arrays in packs]
-
-
-def _whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
-    """GPTModel's `output_processor`: [1, N, H], every row on every tensor-parallel rank.
-
-    What the output layer would do to its input: the backward pass sums the gradients of the ranks' columns.
-    """
-    if output_layer.sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden_states).transpose(0, 1)
-    return copy_to_tensor_model_parallel_region(hidden_states).transpose(0, 1)
-
-
-def _head_weight(model: Any) -> Tensor:
-    """[V / TP, H] this rank's rows of the output layer of a GPTModel's last stage, tied or not."""
-    if model.share_embeddings_and_output_weights:
-        return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
 
 
 _MAXIMA = ("ratio_max", "logprob_diff_abs_max")
@@ -361,7 +367,7 @@ class _Totals:
             out["logprob_diff_abs_mean"] = sums["logprob_diff_abs"] / compared
             out["logprob_diff_mean"] = sums["logprob_diff"] / compared
             out["logprob_diff_k3"] = sums["logprob_diff_k3"] / compared
-        return out | self.maxima
+        return out | mtp_metrics(sums) | self.maxima
 
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:

@@ -52,8 +52,10 @@ WHILE_BUSY = {
     "update_weights",
     "missing_weights",
     "finish_weight_update",
+    "drafts",
 }
-"""What may come between two steps of running requests: new weights. Requests wait while they come."""
+"""What may come between two steps of running requests: new weights, for which requests wait, and a question
+that is answered at once."""
 
 
 class Refusal(Exception):
@@ -162,6 +164,7 @@ class SamplingEngine:
         """An update has begun and is not finished."""
         self._updates = 0
         """Begun so far."""
+        self._drafted, self._accepted = 0, 0
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
@@ -222,11 +225,20 @@ class SamplingEngine:
     def step(self) -> list[tuple[Any, ...]]:
         """One token for every running request: (number, ids int32, log-probs float32, finish reason, version
         spans, experts that routers chose or None) of those that end with it."""
-        outputs = [output for output in self._llm.step() if output.finished]
-        choices = self._routed_experts(outputs)
-        finished = [_finished(output, own) for output, own in zip(outputs, choices, strict=True)]
+        ended = [output for output in self._llm.step() if output.finished]
+        for output in ended:
+            if (drafts := output.outputs[0].spec_decode_metrics) is not None:
+                self._drafted += drafts.num_draft_tokens
+                self._accepted += sum(length * times for length, times in enumerate(drafts.histogram))
+        choices = self._routed_experts(ended)
         self._rest_if_idle()
-        return finished
+        return [_finished(output, own) for output, own in zip(ended, choices, strict=True)]
+
+    def drafts(self) -> tuple[int, int]:
+        """(tokens that were drafted, how many of them were accepted) for the requests that have ended since
+        this was asked before. Nothing without speculation."""
+        counts, self._drafted, self._accepted = (self._drafted, self._accepted), 0, 0
+        return counts
 
     def _routed_experts(self, outputs: list[Any]) -> list[ExpertIds | None]:
         """Of each finished request, as `Sample.routed_experts`."""
@@ -411,6 +423,8 @@ def _engine_args(settings: EngineSettings) -> Any:
     arguments = _device_arguments(settings)
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
+    if "speculative_config" in settings.extra_arguments:
+        arguments["per_request_spec_decode_metrics"] = "summary"
     return EngineArgs(
         model=settings.model,
         skip_tokenizer_init=True,

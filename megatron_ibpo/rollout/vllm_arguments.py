@@ -20,6 +20,7 @@ OURS = {
     "skip_tokenizer_init": None,
     "logprobs_mode": None,
     "disable_log_stats": None,
+    "per_request_spec_decode_metrics": None,
     "weight_transfer_config": None,
     "worker_extension_cls": None,
     "language_model_only": None,

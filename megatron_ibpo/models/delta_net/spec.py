@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_ibpo.models.delta_net.layer import FlashGatedDeltaNet, PackedGatedDeltaNet
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 from megatron_ibpo.models.local_modules import RMSNorm
-from megatron_ibpo.models.spec import Backend, attention
+from megatron_ibpo.models.spec import Backend, attention, dense_mlp, moe, transformer_layer
 
 
 class GatedNorm(RMSNorm):
@@ -41,6 +41,11 @@ class TEGatedNorm:
 
 def mixer(shape: DeltaNetShape, layer: int, backend: Backend) -> ModuleSpec:
     return attention(backend) if shape.full_attention[layer] else _gated_delta_net(backend)
+
+
+def mtp_layer_spec(shape: DeltaNetShape, backend: Backend) -> ModuleSpec:
+    """The decoder layer inside the multi-token prediction layer: always attention."""
+    return transformer_layer(attention(backend), moe(shape, backend) if shape.is_moe else dense_mlp(backend))
 
 
 def _gated_delta_net(backend: Backend) -> ModuleSpec:

@@ -3,10 +3,10 @@
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
-from megatron_ibpo.models.delta_net.spec import config_fields, mixer
+from megatron_ibpo.models.delta_net.spec import config_fields, mixer, mtp_layer_spec
 from megatron_ibpo.models.spec import Backend, dense_mlp, moe, transformer_layer
 
-__all__ = ["config_fields", "layer_spec"]
+__all__ = ["config_fields", "layer_spec", "mtp_layer_spec"]
 
 
 def layer_spec(shape: DeltaNetShape, layer: int, backend: Backend) -> ModuleSpec:

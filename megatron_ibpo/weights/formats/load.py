@@ -1,19 +1,23 @@
 """Hugging Face checkpoints into Megatron parameters. Each rank reads only what it holds."""
 
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.weight_map import weight_map
-from megatron_ibpo.weights.errors import listed
+from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
+from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.layout.holdings import (
+    Holding,
     layers_of,
     my_holding,
+    named_globally,
     parameters_by_global_name,
     vocab_rows_of,
 )
@@ -38,16 +42,52 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
     entries = weight_map(shape, vocab_rows=holding.vocab_rows)
     if ignored := checkpoint.check(shape, entries.values()):
         logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
-    with torch.no_grad():
-        for name, parameter in parameters_by_global_name(chunks, holding):
-            if name.startswith("output_layer.") and not head:
-                continue
-            entry = entries[name]
-            cuts = checkpoint.read_shard(entry, *holding.shard(entry))
-            for piece, cut in zip(entry.pieces, cuts, strict=True):
-                check_finite(cut, hf_dir, piece.name)
-            shard = entry.assemble(cuts, *holding.shard(entry))
-            rows = len(parameter) - entry.padding(*holding.shard(entry))
-            assert shard.shape == parameter[:rows].shape, f"{name}: {shard.shape} read for {parameter.shape}"
-            parameter[:rows].copy_(shard)
-            parameter[rows:].zero_()
+    parameters = parameters_by_global_name(chunks, holding)
+    named = ((name, own) for name, own in parameters if head or not name.startswith("output_layer."))
+    _fill(named, entries, checkpoint, holding)
+
+
+def load_mtp(model: Any, policy: list[Any], shape: ModelShape, hf_dir: Path) -> None:
+    """Fill this rank's part of the multi-token prediction layer from the checkpoint in `hf_dir`.
+
+    Args:
+        model: what `policy.mtp_model.build_mtp` made.
+        policy: what `build_model` made.
+
+    Raises:
+        CheckpointError: as `load_hf`, or the checkpoint has no such layer, or several.
+    """
+    checkpoint = Checkpoint(hf_dir)
+    layers = mtp_layers(checkpoint)
+    if layers != 1:
+        raise CheckpointError(
+            f"{hf_dir} holds {layers} multi-token prediction layers (mtp.layers.*), and --mtp-num-layers 1 "
+            "trains one that is there; leave the flag out, or take a checkpoint with one"
+        )
+    holding = my_holding(shape, layers_of(policy), vocab_rows_of(policy))
+    entries = weight_map(shape, 1, holding.vocab_rows)
+    checkpoint.check(shape, entries.values())
+    _fill(named_globally(model, 0, holding), entries, checkpoint, holding)
+
+
+@torch.no_grad()
+def _fill(
+    parameters: Iterable[tuple[str, Parameter]],
+    entries: Mapping[str, Entry],
+    checkpoint: Checkpoint,
+    holding: Holding,
+) -> None:
+    """
+    Args:
+        parameters: with their names in the whole model.
+    """
+    for name, parameter in parameters:
+        entry = entries[name]
+        cuts = checkpoint.read_shard(entry, *holding.shard(entry))
+        for piece, cut in zip(entry.pieces, cuts, strict=True):
+            check_finite(cut, checkpoint.directory, piece.name)
+        shard = entry.assemble(cuts, *holding.shard(entry))
+        rows = len(parameter) - entry.padding(*holding.shard(entry))
+        assert shard.shape == parameter[:rows].shape, f"{name}: {shard.shape} read for {parameter.shape}"
+        parameter[:rows].copy_(shard)
+        parameter[rows:].zero_()

@@ -36,7 +36,8 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
         DiskSpaceError: before anything is written, if the disk cannot hold it.
     """
     origin = Checkpoint(origin_hf_dir)
-    carried = origin.carried(read_hf_config(origin_hf_dir))
+    given = {meta.name for meta in export.metadata()}
+    carried = [p for p in origin.carried(read_hf_config(origin_hf_dir)) if p.name not in given]
     metadata = export.metadata() + [
         TensorMeta(piece.name, origin.dtype(piece), piece.shape) for piece in carried
     ]

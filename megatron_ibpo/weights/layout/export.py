@@ -19,6 +19,7 @@ from megatron_ibpo.weights.layout.holdings import (
     Holding,
     layers_of,
     my_holding,
+    named_globally,
     parameters_by_global_name,
     shard_holders,
     vocab_rows_of,
@@ -69,23 +70,34 @@ class HFExport:
     dtype, and None elsewhere. A yielded tensor may share memory with the model's parameters.
     """
 
-    def __init__(self, chunks: list[Any], shape: ModelShape, *, bucket_bytes: int = 512 * 1024**2):
+    def __init__(
+        self,
+        chunks: list[Any],
+        shape: ModelShape,
+        *,
+        mtp: Any = None,
+        bucket_bytes: int = 512 * 1024**2,
+    ):
         """Collective. `chunks`: from `build_model`, wrapped by DDP or not.
 
         Args:
+            mtp: from `build_mtp`: its weights are given too, after the policy's. None: none are.
             bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
                 tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
         holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
         self._rank = dist.get_rank()
         self._parameters = dict(parameters_by_global_name(chunks, holding))
+        if mtp is not None:
+            self._parameters |= named_globally(mtp, 0, holding)
         first = next(iter(self._parameters.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
         holdings: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(holdings, holding)
-        self._tasks = _plan(shape, holdings)
-        self._metadata = metadata_of(shape, self.dtype)
+        layers = int(mtp is not None)
+        self._tasks = _plan(shape, holdings, layers)
+        self._metadata = metadata_of(shape, self.dtype, layers)
         self._regions = _regions(self._tasks)
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
 
@@ -111,9 +123,10 @@ class HFExport:
         return iter(self._gather)
 
 
-def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
+def metadata_of(shape: ModelShape, dtype: torch.dtype, mtp_layers: int = 0) -> list[TensorMeta]:
     """The tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
-    return [TensorMeta(piece.name, dtype, piece.shape) for entry in _entries(shape) for piece in entry.pieces]
+    entries = _entries(shape, mtp_layers)
+    return [TensorMeta(piece.name, dtype, piece.shape) for entry in entries for piece in entry.pieces]
 
 
 def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
@@ -134,16 +147,16 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 
 
-def _plan(shape: ModelShape, holdings: list[Holding]) -> list[_Task]:
-    entries = _entries(shape, holdings[0].vocab_rows)
+def _plan(shape: ModelShape, holdings: list[Holding], mtp_layers: int = 0) -> list[_Task]:
+    entries = _entries(shape, mtp_layers, holdings[0].vocab_rows)
     return [_Task(*task) for task in zip(entries, shard_holders(entries, holdings), strict=True)]
 
 
-def _entries(shape: ModelShape, vocab_rows: int | None = None) -> list[Entry]:
+def _entries(shape: ModelShape, mtp_layers: int, vocab_rows: int | None = None) -> list[Entry]:
     """In checkpoint order; every HF tensor once."""
     entries = []
     seen: set[str] = set()
-    for entry in weight_map(shape, vocab_rows=vocab_rows).values():
+    for entry in weight_map(shape, mtp_layers, vocab_rows).values():
         if entry.pieces[0].name not in seen:  # the head of tied embeddings
             entries.append(entry)
         seen.update(piece.name for piece in entry.pieces)

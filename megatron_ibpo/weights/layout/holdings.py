@@ -113,11 +113,17 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def parameters_by_global_name(chunks: list[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
+def parameters_by_global_name(chunks: Sequence[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
     """This rank's parameters under their names in the whole model."""
     for chunk, layers in zip(chunks, holding.layers, strict=True):
-        for name, parameter in chunk.named_parameters():
-            yield global_name(name, layers.start, holding.first_expert), parameter
+        yield from named_globally(chunk, layers.start, holding)
+
+
+def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[tuple[str, Parameter]]:
+    """The same of one model chunk whose layers begin with `first_layer`, or of the multi-token prediction
+    layer, which has none of those."""
+    for name, parameter in model.named_parameters():
+        yield global_name(name, first_layer, holding.first_expert), parameter
 
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:

@@ -1,4 +1,5 @@
-"""What an engine's model takes of a weight update, so that what it lacks is known before it samples."""
+"""What an engine's model takes of a weight update, so that what it lacks is known before it samples; and the
+share in it of a drafter, where the engine speculates with the model's multi-token prediction layer."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -6,12 +7,51 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megatron_ibpo.weights.transfer.checksum import checksum
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+DRAFTED = "mtp."
+"""Begins the names of the layer's tensors."""
+
+
+class Drafter:
+    """The model that drafts: vLLM's second one, with the target's own embedding and head.
+
+    It takes its tensors from the stream that the target's loader reads and has no place for them. (vLLM would
+    update it in a session and a pass over the weights of its own.)
+    """
+
+    def __init__(self, model: Any, model_config: Any) -> None:
+        self._model, self._config = model, model_config
+        self._absent: set[str] | None = None
+        """What must still come; None as long as no update has brought anything: it keeps what it has."""
+
+    def fed(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, and what is the drafter's has been loaded."""
+        for name, tensor in weights:
+            if name.startswith(DRAFTED):
+                if self._absent is None:
+                    initialize_layerwise_reload(self._model)
+                    # embedding and head are the target's, and come as its
+                    own = _owned(self._model)
+                    self._absent = {n for n in own if "embed_tokens" not in n and "lm_head" not in n}
+                self._absent -= self._model.load_weights([(name, tensor)])
+            yield name, tensor
+
+    def missing(self) -> list[str]:
+        if self._absent is None:
+            return []
+        return [f"the drafter's {name}" for name in sorted(self._absent)] + _cut_short(self._model)
+
+    def close(self) -> None:
+        """Let it draft with what has come."""
+        if self._absent is not None:
+            finalize_layerwise_reload(self._model, self._config)
+            self._absent = None
 
 
 class Loading:
@@ -20,31 +60,33 @@ class Loading:
     vLLM itself only warns of a layer that no weight reached, and says nothing of one that some reached.
     """
 
-    def __init__(self, model: Any, sums: dict[str, int] | None) -> None:
+    def __init__(self, model: Any, sums: dict[str, int] | None, drafter: Drafter | None) -> None:
         """
         Args:
+            drafter: that takes its part; None: the engine does not speculate, or not with a model.
             sums: gets a checksum of each whole tensor that arrives; None: none are taken.
         """
         self._model = model
         self._sums = sums
+        self._drafter = drafter
         self._absent = set(_owned(model))
         self._load_weights: Callable[[Weights], set[str] | None] = model.load_weights
         model.load_weights = self._load
 
     def missing(self) -> list[str]:
         """What has not come so far: parameters, and layers of which a part came."""
-        return sorted(self._absent) + [
-            f"a part of {name} ({loaded:,} of {owned:,} numbers came)"
-            for name, layer in self._model.named_modules()
-            for loaded, owned in [_progress(layer)]
-            if 0 < loaded < owned
-        ]
+        drafters = self._drafter.missing() if self._drafter is not None else []
+        return sorted(self._absent) + _cut_short(self._model) + drafters
 
     def close(self) -> None:
         """Let the model load without being watched."""
+        if self._drafter is not None:
+            self._drafter.close()
         del self._model.load_weights  # the instance's; the class has its own
 
     def _load(self, weights: Weights) -> set[str]:
+        if self._drafter is not None:
+            weights = self._drafter.fed(weights)
         loaded = self._load_weights(weights if self._sums is None else self._summed(weights, self._sums))
         if loaded is None:
             raise TypeError(
@@ -73,6 +115,16 @@ def _owned(model: torch.nn.Module) -> Iterator[str]:
             if kept not in seen:
                 seen.add(kept)
                 yield f"{prefix}.{name}" if prefix else name
+
+
+def _cut_short(model: torch.nn.Module) -> list[str]:
+    """Layers of which a part came."""
+    return [
+        f"a part of {name} ({loaded:,} of {owned:,} numbers came)"
+        for name, layer in model.named_modules()
+        for loaded, owned in [_progress(layer)]
+        if 0 < loaded < owned
+    ]
 
 
 def _progress(layer: torch.nn.Module) -> tuple[int, int]:

@@ -1,7 +1,12 @@
 """What is asked of a weight update. Needs no torch: the driver orders, trainers and engines carry out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import yaml
+
+from megatron_ibpo.config import named_values
 
 TransportName = Literal["gloo", "ipc", "nccl"]
 NCCL_BACKEND = "ibpo_nccl"
@@ -20,6 +25,17 @@ class Order:
     """Compare checksums of everything as sent and as received."""
     timeout: float
     """Seconds that each step may take."""
+
+
+def drafts_with_own_layer(vllm_arguments: Sequence[str]) -> bool:
+    """Whether engines speculate with the policy's multi-token prediction layer, and so have a place for it.
+
+    Args:
+        vllm_arguments: of --vllm-arg, name=value.
+    """
+    chosen = yaml.safe_load(named_values(vllm_arguments).get("speculative_config", "{}"))
+    method = chosen.get("method") if isinstance(chosen, dict) else None
+    return isinstance(method, str) and method.endswith("mtp")
 
 
 def choose_transport(*, on_gpu: bool, colocate: bool) -> TransportName:

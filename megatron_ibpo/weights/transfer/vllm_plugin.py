@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
-from megatron_ibpo.weights.transfer.loading import Loading
+from megatron_ibpo.weights.transfer.loading import Drafter, Loading
 from megatron_ibpo.weights.transfer.nccl_worker import NcclWorker
 from megatron_ibpo.weights.transfer.order import NCCL_BACKEND
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
@@ -111,7 +111,15 @@ class WorkerExtension:
         in_parts = isinstance(engine, GlooWeightTransferEngine)
         if isinstance(engine, GlooWeightTransferEngine):
             engine.receipt = self._sums if check else None
-        self._loading = Loading(self.model_runner.get_model(), self._sums if check and not in_parts else None)
+        sums = self._sums if check and not in_parts else None
+        self._loading = Loading(self.model_runner.get_model(), sums, self._drafter())
+
+    def _drafter(self) -> Drafter | None:
+        """The model of --vllm-arg speculative-config, where it is the policy's own prediction layer."""
+        speculation = self.model_runner.vllm_config.speculative_config
+        if speculation is None or speculation.method != "mtp":
+            return None
+        return Drafter(self.model_runner.get_draft_model(), speculation.draft_model_config)
 
     def take_rehearsal(self) -> bytes:
         """What this worker needs of the trainers' tensors: a pickled `Answer`."""

@@ -1,0 +1,190 @@
+"""Training of the multi-token prediction layer, so that it drafts for the policy as it is now.
+
+A row of the policy's last hidden states and the embedding of the next token predict the token after that, by
+cross-entropy. Hidden states, embedding and head are the policy's and come without a gradient.
+
+In the loss is where an engine would draft: the next token and the one after it are both the policy's own. The
+first token of a response is never drafted, nor is what a tool said. Published practice for RL trains on
+response tokens alone too (slime's --enable-mtp-training); Megatron-LM in pretraining on all.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.loss import packed_logprobs
+from megatron_ibpo.policy.forward_backward import Loss, Observed, make_trainable, packed_sequences
+from megatron_ibpo.policy.head import head_weight, own_vocabulary, whole_hidden_states
+from megatron_ibpo.policy.mtp_model import MtpModel
+from megatron_ibpo.policy.packing import PackedBatch
+
+HEAD_ROWS = 1024
+"""Rows whose logits are held at once: they are computed again for the backward pass."""
+
+
+class Mtp:
+    """This rank's part of the layer, its optimizer and schedule."""
+
+    def __init__(
+        self, model: MtpModel, policy: Any, vocab_size: int, config: Config, total_updates: int, backend: Any
+    ):
+        """
+        Args:
+            model: what `build_mtp` made for this rank, filled.
+            policy: the GPTModel that it drafts for, whole but for tensor and expert parallelism.
+            vocab_size: true vocabulary.
+            total_updates: optimizer steps of the whole run, for the learning-rate schedule, the policy's.
+            backend: that computes log-probs, see `megatron_ibpo.loss`.
+        """
+        self._policy, self._vocab_size, self._backend = policy, vocab_size, backend
+        self._factor = config.model.mtp_loss_scaling_factor
+        # nothing runs beside its passes that a reduction or a gather could hide behind
+        parallel = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
+        self.chunks, self.optimizer, self.scheduler = make_trainable(
+            [model], replace(config, parallel=parallel), config.optimizer.lr, total_updates
+        )
+        self._hidden: Tensor | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[Callable[[Loss], Loss]]:
+        """Within, passes of the policy leave their hidden states here; yields what makes of the policy's loss
+        one that also fills this layer's gradients, and observes what it saw. They begin at 0."""
+        self.chunks[0].zero_grad_buffer()
+        self.optimizer.zero_grad()
+        hook = self._policy.decoder.register_forward_hook(self._hear)
+        try:
+            yield self._beside
+        finally:
+            hook.remove()
+            self._hidden = None
+
+    def step(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """An optimizer step on the gradients of all micro-batches. Collective.
+
+        Args:
+            sums: of what was observed, over all ranks; the same on all of them.
+
+        Returns:
+            sums that `mtp_metrics` makes metrics of.
+        """
+        tokens = sums.get("mtp_tokens", 0.0)
+        if not tokens:
+            return {}
+        finalize_model_grads(self.chunks)
+        for buffer in [*self.chunks[0].buffers, *self.chunks[0].expert_parallel_buffers]:
+            buffer.grad_data.mul_(self._factor / tokens)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return {"mtp_updates_skipped": 1.0}
+        self.optimizer.step()
+        return {"mtp_updates": 1.0, "mtp_grad_norm": norm}
+
+    def _hear(self, _module: Any, _inputs: Any, hidden_states: Tensor) -> None:
+        self._hidden = hidden_states.detach()
+
+    def _beside(self, loss: Loss) -> Loss:
+        def both(scale: float, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Observed]:
+            value, observed = loss(scale, batch, output)
+            return value, {**observed, **self._learn(batch)}
+
+        return both
+
+    def _learn(self, batch: PackedBatch) -> Observed:
+        """Add the gradient of the sum of losses over a micro-batch."""
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "the policy's pass comes first"
+        output = self.chunks[0](
+            hidden,
+            batch.rows.targets_N[None],
+            batch.position_ids_1N,
+            self._embed,
+            self._policy.rotary_pos_emb(batch.max_seqlen, packed_seq=True),
+            packed_sequences(batch),
+        )
+        whole_NH = whole_hidden_states(hidden_states=output, output_layer=self._policy.output_layer)[0]
+        rows_R, labels_R, drafted_R = _drafts(batch)
+        weight = head_weight(self._policy).detach()
+        sums = [torch.zeros(2, device=whole_NH.device)]
+        # a part of the graph with no row at all: every rank has the same collectives to go through
+        total = whole_NH.float().sum() * 0.0
+        for rows, labels, drafted in zip(
+            rows_R.split(HEAD_ROWS), labels_R.split(HEAD_ROWS), drafted_R.split(HEAD_ROWS), strict=True
+        ):
+            part, accepted = checkpoint(
+                self._loss_of_rows, whole_NH[rows], weight, labels, drafted, use_reentrant=False
+            )
+            total = total + part
+            sums.append(torch.stack([part.detach(), accepted]))
+        # data parallelism averages over its ranks, and this is a sum
+        (total * parallel_state.get_data_parallel_world_size()).backward()
+        loss, accepted = torch.stack(sums).sum(0)
+        return {"mtp_loss": loss, "mtp_accepted": accepted, "mtp_tokens": drafted_R.sum()}
+
+    @torch.no_grad()
+    def _embed(self, *, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self._policy.embedding(input_ids=input_ids, position_ids=position_ids)
+
+    def _loss_of_rows(
+        self, hidden_RH: Tensor, weight_VH: Tensor, labels_R: Tensor, drafted_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(Σ -log p of the labels, how many of them are the likeliest token), over the rows drafted."""
+        logits_RV = F.linear(hidden_RH, weight_VH)
+        vocabulary = own_vocabulary(len(weight_VH), self._vocab_size)
+        logprobs_R, _ = packed_logprobs(
+            logits_RV, labels_R, response_mask_N=drafted_R, entropy=False, backend=self._backend, **vocabulary
+        )
+        likeliest_R = _argmax(logits_RV.detach(), **vocabulary)
+        return -logprobs_R.sum(), ((likeliest_R == labels_R) & drafted_R).sum().float()
+
+
+def mtp_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from the sums of what was observed and of what `Mtp.step` gave; none without the layer.
+
+    `mtp_acceptance`: the share of drafted tokens that the policy sampled. An engine that drafts one token and
+    corrects by rejection accepts as many on average, under these weights.
+    """
+    if "mtp_tokens" not in sums:
+        return {}
+    tokens = max(1.0, sums["mtp_tokens"])
+    metrics = {
+        "mtp_loss": sums["mtp_loss"] / tokens,
+        "mtp_acceptance": sums["mtp_accepted"] / tokens,
+        "mtp_updates_skipped": sums.get("mtp_updates_skipped", 0.0),
+    }
+    if updates := sums.get("mtp_updates"):
+        metrics["mtp_grad_norm"] = sums["mtp_grad_norm"] / updates
+    return metrics
+
+
+def _drafts(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] each: rows whose next token is in the loss, the token after that one, whether it is in the loss
+    too."""
+    rows_R = batch.loss_rows()
+    positions_N, mask_N = batch.position_ids_1N[0], batch.rows.response_mask_N
+    after_R = (rows_R + 1).clamp(max=len(mask_N) - 1)
+    within_R = positions_N[after_R] == positions_N[rows_R] + 1  # else it is the next sequence's
+    return rows_R, batch.rows.targets_N[after_R], within_R & mask_N[after_R].bool()
+
+
+def _argmax(logits_RV: Tensor, *, tp_group: Any, vocab_range: tuple[int, int]) -> Tensor:
+    """[R] the likeliest token of each row over all ranks' columns, the first of several."""
+    start, stop = vocab_range
+    best_R, column_R = logits_RV[:, : stop - start].max(dim=1)
+    own_2R = torch.stack([best_R.double(), (column_R + start).double()])
+    parts = [torch.empty_like(own_2R) for _ in range(dist.get_world_size(tp_group))]
+    dist.all_gather(parts, own_2R, group=tp_group)
+    values_2TR = torch.stack(parts, dim=1)
+    rank_1R = values_2TR[0].argmax(dim=0, keepdim=True)
+    return values_2TR[1].gather(0, rank_1R)[0].long()
