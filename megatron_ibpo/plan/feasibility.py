@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.plan.census import Census, take_census
 from megatron_ibpo.plan.memory import (
     GIB,
@@ -64,6 +65,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
     config = on_device(config, on_gpu=True)
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
     problems = check_layout(shape, config.parallel, world_size, model_chunks(config))
+    if not problems:
+        problems += check_lora(config.model, shape, config.parallel, model_chunks(config))
     placement = _placement(config, world_size, problems)
     problems += _engine_problems(shape, config)
     problems += _context_problems(shape, config.rollout, context)

@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gathering import gathered_by_kind
+from megatron_ibpo.policy.lora import is_frozen, sharded_adapters
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import read_layout
+from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
 
 CRITIC = "critic"
@@ -29,7 +31,8 @@ CRITIC = "critic"
 
 
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
-    """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards."""
+    """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards. Of a
+    model with adapters these are theirs alone."""
     models = _models(trained.chunks, is_loading=False)
     with gathered_by_kind():
         return {**models, **_progress(trained, models, is_loading=False)}
@@ -46,11 +49,13 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 
     Raises:
         CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic where
-            there is one, or only one of its optimizer and this one is sharded over data-parallel ranks.
+            there is one, or only one of its optimizer and this one is sharded over data-parallel ranks; or it
+            was trained with other adapters, beside another model, or without any.
     """
     world = trainer.world
     world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))
     saved = read_layout(checkpoint)
+    world.on_rank_0(lambda: check_same_adapters(saved.get("lora"), trainer.config.model, checkpoint))
     if not saved.get("optimizer", True):
         load_weights(trainer.chunks, checkpoint, trainer.vocab_size)
         trainer.optimizer.reload_model_params()
@@ -69,6 +74,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
         _restore(critic, checkpoint / CRITIC, trainer.vocab_size, with_scales=not differing)
     if differing:
         return _without_scales(trainer, f"{checkpoint} was saved with {listed(differing)}")
+    if trainer.config.model.lora_rank is not None:
+        return _without_scales(trainer, f"{checkpoint} holds adapters alone")
     return ()
 
 
@@ -147,8 +154,9 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path) -> Non
             elif isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
         # not strict: Transformer Engine's modules miss extra state that `_models` does not ask for
-        filled = getattr(chunk, "module", chunk).load_state_dict(state[f"model{index}"], strict=False)
-        lacks = [name for name in filled.missing_keys if not _is_extra_state(name)]
+        filled = _unwrapped(chunk).load_state_dict(state[f"model{index}"], strict=False)
+        frozen = {name for name, own in _unwrapped(chunk).named_parameters() if not own.requires_grad}
+        lacks = [n for n in filled.missing_keys if not (_is_extra_state(n) or n in frozen)]
         if lacks or filled.unexpected_keys:
             raise CheckpointError(
                 f"--load {checkpoint}: is of another model: it leaves {listed(lacks) or 'nothing'} unfilled, "
@@ -215,10 +223,7 @@ def _models(
     Args:
         scales: keys of the extra state that is to be loaded.
     """
-    models = {
-        f"model{index}": getattr(chunk, "module", chunk).sharded_state_dict(metadata=_metadata())
-        for index, chunk in enumerate(chunks)
-    }
+    models = {f"model{index}": _model(_unwrapped(chunk)) for index, chunk in enumerate(chunks)}
     if not is_loading:
         return models
     return {
@@ -229,6 +234,19 @@ def _models(
         }
         for name, model in models.items()
     }
+
+
+def _model(chunk: Any) -> dict[str, Any]:
+    """Of one chunk: what is trained, and nothing of a frozen model."""
+    if is_frozen(chunk):
+        return dict(sharded_adapters(chunk))
+    weights: dict[str, Any] = chunk.sharded_state_dict(metadata=_metadata())
+    return weights
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """It may be wrapped by DDP."""
+    return getattr(chunk, "module", chunk)
 
 
 def _progress(trained: Trainer | Critic, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
@@ -246,8 +264,9 @@ def _without_classes(state: Any) -> Any:
 
 
 def _optimizers(trained: Trainer | Critic) -> Sequence[Any]:
-    """Megatron's, of dense and of expert parameters."""
-    return getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
+    """Megatron's, of dense and of expert parameters; without one of a kind that is not trained."""
+    parts = getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
+    return [part for part in parts if part.optimizer is not None]
 
 
 def _torch_optimizers(trained: Trainer | Critic) -> Iterator[DistributedOptimizer]:

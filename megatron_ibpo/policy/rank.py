@@ -19,6 +19,7 @@ from megatron_ibpo.policy.answers import About, Sent
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
+from megatron_ibpo.policy.lora import merged_values, offered_adapters
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
@@ -62,14 +63,15 @@ class TrainerRank:
         parallel.initialize(config.parallel, self.world, config.run.seed)
         chunks = build_model(shape, config, device=self.world.device_type, libraries=self.libraries)
         load_hf(chunks, shape, config.model.hf_checkpoint)
-        self.export = HFExport(chunks, shape)
+        self.export = HFExport(chunks, shape, values=merged_values(chunks))
+        adapters = offered_adapters(chunks, shape, config.model)
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
         reference = None
         if config.loss.kl_coef > 0:
             reference = load_reference(chunks, shape, config.model.ref_load)
         self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference)
         self.critic = self._build_critic(updates)
-        self.saver = Saver(self.world)
+        self.saver = Saver(self.world, adapters)
         self.notes: tuple[str, ...] = ()
         if checkpoint is not None:
             self.notes = load_checkpoint(self.trainer, checkpoint, self.critic)
@@ -135,7 +137,13 @@ class TrainerRank:
         """The policy in Hugging Face format."""
         assert self.config.model.hf_checkpoint is not None
         with self.residence.visited():
-            save_hf(self.export, self.world, directory, self.config.model.hf_checkpoint)
+            save_hf(
+                self.export,
+                self.world,
+                directory,
+                self.config.model.hf_checkpoint,
+                self.saver.adapters,
+            )
 
     def make_room(self) -> None:
         """Leave the device to engines that share it; what is done next brings back what it needs."""

@@ -213,7 +213,12 @@ class Trainer:
         if self.config.loss.fuse_lm_head:
             weight = _head_weight(self.chunks[-1].module)
             loss, stats = linear_packed_sequence_loss(
-                output[0], weight, batch.rows, objective, into_main_grad=True, **self._vocabulary(len(weight))
+                output[0],
+                weight,
+                batch.rows,
+                objective,
+                into_main_grad=weight.requires_grad,  # it is frozen beside adapters
+                **self._vocabulary(len(weight)),
             )
         else:
             vocabulary = self._vocabulary(output.shape[-1])

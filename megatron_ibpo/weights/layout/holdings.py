@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
+from megatron_ibpo.models.lora import is_adapter
 from megatron_ibpo.models.weight_map import Entry, global_name
 
 
@@ -114,10 +115,11 @@ def _unwrapped(chunk: Any) -> Any:
 
 
 def parameters_by_global_name(chunks: list[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters under their names in the whole model."""
+    """This rank's parameters under their names in the whole model; adapters are beside it."""
     for chunk, layers in zip(chunks, holding.layers, strict=True):
         for name, parameter in chunk.named_parameters():
-            yield global_name(name, layers.start, holding.first_expert), parameter
+            if not is_adapter(name):
+                yield global_name(name, layers.start, holding.first_expert), parameter
 
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
