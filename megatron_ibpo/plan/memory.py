@@ -231,10 +231,11 @@ def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str
 
 def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
     """Logits of a micro-batch; with the LM head fused those of a chunk, and two fp32 gradients of the head:
-    its own, and that of the sequence which the chunk leaves open."""
+    its own, and that of the sequence which the chunk leaves open. Beside adapters the head has none."""
     columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
     if config.loss.fuse_lm_head:
-        return min(max_tokens, CHUNK_ROWS) * columns * element + 2 * columns * shape.hidden_size * 4
+        gradients = 0 if config.model.lora_rank else 2 * columns * shape.hidden_size * 4
+        return min(max_tokens, CHUNK_ROWS) * columns * element + gradients
     return max_tokens * columns * element + _LOSS_CHUNK_BYTES
 
 

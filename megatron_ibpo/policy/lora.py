@@ -220,6 +220,7 @@ class Adapter(Module):
 
     def sharded(self) -> Iterator[tuple[str, ShardedTensor]]:
         """(name in this module, what a Megatron checkpoint stores of it)."""
+        parameter: Any
         for name, parameter in self.named_parameters():
             offsets, rank = [], self.shard[0]
             if self._is_moe:

@@ -89,7 +89,8 @@ def _tensors(shape: ModelShape, lora: Lora, targets: Container[str]) -> list[str
 def _stacked(factors: dict[str, Tensor]) -> dict[str, Tensor]:
     """By PEFT's names. It has the factors of a layer's experts in one tensor: A with one expert's rows behind
     the other's, B with all experts' first columns before their second ones."""
-    found, experts = {}, {}
+    found: dict[str, Tensor] = {}
+    experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, factor in factors.items():
         if match := _EXPERT.match(name):
             module, tensor, _, kind = match.groups()

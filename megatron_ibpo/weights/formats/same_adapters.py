@@ -1,6 +1,7 @@
 """Whether the adapters of a checkpoint are those of a run: the same rank, scale and places, and base."""
 
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+@lru_cache(maxsize=1)  # of every checkpoint of a run
 def weights_digest(hf_dir: Path) -> str:
     """What tells the weights of one model from another's: a hash of their files' sizes and of evenly spaced
     parts. Names and places of files do not count, and a change between those parts goes unseen."""
