@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gathering import gathered_by_kind
-from megatron_ibpo.policy.lora import is_frozen, sharded_adapters
+from megatron_ibpo.policy.lora import sharded_adapters
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
@@ -237,11 +237,8 @@ def _models(
 
 
 def _model(chunk: Any) -> dict[str, Any]:
-    """Of one chunk: what is trained, and nothing of a frozen model."""
-    if is_frozen(chunk):
-        return dict(sharded_adapters(chunk))
-    weights: dict[str, Any] = chunk.sharded_state_dict(metadata=_metadata())
-    return weights
+    """Of one chunk: its adapters, where it has some, and nothing of the weights that they leave alone."""
+    return sharded_adapters(chunk) or chunk.sharded_state_dict(metadata=_metadata())
 
 
 def _unwrapped(chunk: Any) -> Any:
@@ -264,9 +261,8 @@ def _without_classes(state: Any) -> Any:
 
 
 def _optimizers(trained: Trainer | Critic) -> Sequence[Any]:
-    """Megatron's, of dense and of expert parameters; without one of a kind that is not trained."""
-    parts = getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
-    return [part for part in parts if part.optimizer is not None]
+    """Megatron's, of dense and of expert parameters."""
+    return getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
 
 
 def _torch_optimizers(trained: Trainer | Critic) -> Iterator[DistributedOptimizer]:

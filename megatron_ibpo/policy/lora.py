@@ -74,11 +74,6 @@ def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int
             chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
-def is_frozen(chunk: Module) -> bool:
-    """Whether adapters are all that is trained of a model's part, wrapped or not."""
-    return not all(parameter.requires_grad for parameter in chunk.parameters())
-
-
 def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """The hook: (output of the layer and of its adapters, the layer's bias)."""
     x, *tokens_per_expert = inputs
