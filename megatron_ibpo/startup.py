@@ -22,7 +22,7 @@ from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, plac
 from megatron_ibpo.cluster.session import open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
-from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.config import Config, ConfigError, on_device
 from megatron_ibpo.cost import CostMeter, Spent
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.evaluate import KeptSamples, set_settings
@@ -425,9 +425,14 @@ def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> No
             f"--use-rollout-routing-replay and --use-routing-replay: {shape.family} is dense and routes "
             "nothing; drop them"
         )
-    mtp = config.model.mtp_num_layers
-    if problems := check_layout(shape, config.parallel, world_size, model_chunks(config), mtp):
+    mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
+    if problems := check_layout(shape, config.parallel, world_size, chunks, mtp):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
+    if config.model.lora_rank is not None:
+        from megatron_ibpo.models.lora import check_lora  # imports torch
+
+        if problems := check_lora(config.model, shape, config.parallel, chunks):
+            raise ConfigError("\n  ".join(["these adapters cannot be trained:", *problems]))
 
 
 def with_context(config: Config, shape: ModelShape) -> Config:
@@ -450,9 +455,18 @@ def bytes_kept(config: Config, parameters: int) -> int:
     models = 2 if config.algorithm.advantages == "critic" else 1
     bf16 = config.model.bf16 is not False
     checkpoints, exports = kept_at_once(config)
-    return models * checkpoints * checkpoint_bytes(parameters, bf16=bf16) + exports * export_bytes(
-        parameters, bf16=bf16
-    )
+    saved = checkpoint_bytes(_saved_parameters(config, parameters), bf16=bf16)
+    return models * checkpoints * saved + exports * export_bytes(parameters, bf16=bf16)
+
+
+def _saved_parameters(config: Config, parameters: int) -> int:
+    """Of the model that a checkpoint holds, or of adapters, which it holds instead."""
+    hf_dir = config.model.hf_checkpoint
+    if config.model.lora_rank is None or hf_dir is None:
+        return parameters
+    from megatron_ibpo.models.lora import adapter_elements  # imports torch
+
+    return adapter_elements(config.model, read_hf_config(hf_dir))
 
 
 def _accelerators(config: Config, placement: Placement) -> int:

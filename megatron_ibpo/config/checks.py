@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from megatron_ibpo.config.entries import ENTRIES, flag
 from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.eval_sampling import EVAL_PRESETS, eval_sampling
-from megatron_ibpo.config.fields import AlgorithmConfig, Config, LossConfig
+from megatron_ibpo.config.fields import AlgorithmConfig, Config, LossConfig, ModelConfig
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import searched
 from megatron_ibpo.config.presets import PRESETS, unknown_preset
+from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.specs import as_specs
 from megatron_ibpo.words import shown
 
@@ -115,6 +116,7 @@ def _contradictions(config: Config) -> list[str]:
     problems += _contradictory_corrections(loss)
     problems += _method_problems(config)
     problems += _optimizer_problems(config)
+    problems += _lora_problems(config)
     schedule = config.optimizer
     if run.budget is not None and (schedule.lr_decay_style != "constant" or schedule.lr_warmup_fraction > 0):
         problems.append(
@@ -145,6 +147,34 @@ def _optimizer_problems(config: Config) -> list[str]:
         )
     if chosen.overlap_cpu_optimizer_d2h_h2d and not chosen.optimizer_cpu_offload:
         problems.append("--overlap-cpu-optimizer-d2h-h2d: has no meaning without --optimizer-cpu-offload")
+    return problems
+
+
+def _lora_problems(config: Config) -> list[str]:
+    """What adapters cannot be had with, and what has no meaning without them."""
+    model, problems = config.model, []
+    if model.lora_rank is None:
+        if model.lora_alpha is not None:
+            problems.append("--lora-alpha: has no meaning without --lora-rank")
+        if model.lora_targets != ModelConfig().lora_targets:
+            problems.append("--lora-targets: has no meaning without --lora-rank")
+        return problems
+    if config.algorithm.advantages == "critic":
+        problems.append(
+            "--lora-rank: a critic is trained with all its weights, and adapters are not built for it; take "
+            "another --advantages, or drop --lora-rank"
+        )
+    if model.moe_aux_loss_coeff > 0:
+        problems.append(
+            "--moe-aux-loss-coeff: balances routers, which --lora-rank leaves as they are; drop one of them"
+        )
+    given = named_values(model.model_override)
+    problems += [
+        f"--model-override {name}: computes around the layers beside which --lora-rank puts adapters; drop "
+        "one of them"
+        for name in ("use_transformer_engine_op_fuser", "moe_shared_expert_overlap")
+        if given.get(name, "false").lower() not in ("false", "none")
+    ]
     return problems
 
 

@@ -26,6 +26,7 @@ from megatron_ibpo.config.ranges import (
     SHARE,
     SHARES,
     SOURCES,
+    TARGETS,
     UNIT,
     above,
     at_least,
@@ -81,6 +82,15 @@ class ModelConfig:
     model_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Any other field of Megatron's TransformerConfig, name=value, such as fp8=hybrid or
     recompute_modules=[core_attn,moe]; in a recipe also a mapping."""
+    lora_rank: Annotated[int | None, at_least(1)] = None
+    """Train low-rank adapters beside the weights, of this rank, and nothing else. None: train the weights."""
+    lora_alpha: Annotated[float | None, POSITIVE] = None
+    """What adapters add is multiplied by this over --lora-rank. None: twice the rank, as is usual, so that a
+    learning rate serves for every rank."""
+    lora_targets: Annotated[tuple[str, ...], TARGETS] = ("all",)
+    """What has adapters: names of Hugging Face modules such as q_proj, down_proj, in_proj_qkvz or out_proj,
+    experts for all routed experts, or all. "all": adapters then come closest to training the weights
+    themselves."""
 
     @property
     def tokens_without_gradient(self) -> int:

@@ -74,6 +74,8 @@ EVAL_SETS = Range(
 SOURCES = Range(lambda specs: all(specs), "no empty text among the sources")
 """The range of fields with sources of prompts; a recipe may give one as text or as a mapping
 (`source_spec`)."""
+TARGETS = Range(lambda names: bool(names) and all(names), "one name or more, none of them empty")
+"""The range of --lora-targets."""
 SHARES = Range(
     lambda bounds: 0 <= bounds[0] <= bounds[1] <= 1, "two shares LOW HIGH with 0 <= LOW <= HIGH <= 1"
 )

@@ -30,6 +30,10 @@ class StagePart:
     """Parameters outside the experts, of which there are DP copies."""
     experts: int
     """Parameters of experts, of which there are expert-DP copies."""
+    frozen_dense: int
+    """Of the former, those that are not trained."""
+    frozen_experts: int
+    """Of the latter."""
     layers: int
     largest: int
     """Elements of the largest single parameter."""
@@ -37,6 +41,11 @@ class StagePart:
     @property
     def parameters(self) -> int:
         return self.dense + self.experts
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients and optimizer state."""
+        return self.parameters - self.frozen_dense - self.frozen_experts
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,9 @@ class Census:
     """The whole model and its parts."""
 
     total: int
-    """Parameters of the model, each counted once."""
+    """Parameters of the model, each counted once; adapters are none of it."""
+    trained: int
+    """What is trained: the model, or adapters beside it."""
     largest: int
     """Elements of the largest tensor of the whole model."""
     stages: list[StagePart]
@@ -116,16 +127,19 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
         parallel=ParallelConfig(sequence_parallel=False),
         model=replace(config.model, model_override=()),
     )
+    base = replace(alone, model=replace(alone.model, lora_rank=None))
     with _quiet():
         check_model(shape, config)
         # parameters do not depend on who shares a sequence
         config = replace(config, parallel=replace(parallel, context_parallel_size=1))
-        whole = _count(shape, alone, 0, rank=0, world_size=1)
+        whole = _count(shape, base, 0, rank=0, world_size=1)
+        adapters = config.model.lora_rank is not None
+        trained = _count(shape, alone, 0, rank=0, world_size=1).trained if adapters else whole.trained
         parts = [
             _count(shape, config, stage, rank=stage * stage_size, world_size=stages * stage_size)
             for stage in range(stages)
         ]
-    return Census(whole.parameters, whole.largest, parts, parallel, world_size)
+    return Census(whole.parameters, trained, whole.largest, parts, parallel, world_size)
 
 
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
@@ -136,7 +150,8 @@ def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_si
     kept = (f"{CHUNKS}={pieces}",) if pieces > 1 else ()
     config = replace(config, model=replace(config.model, model_override=kept))
     with as_rank(rank, world_size, config):
-        dense = experts = largest = 0
+        largest = 0
+        counts = {(is_expert, trained): 0 for is_expert in (False, True) for trained in (False, True)}
         chunks = build_model(shape, config, device="meta")
         layers = sum(len(chunk.decoder.layers) for chunk in chunks)
         for part in [*chunks, *_beside(shape, config)]:
@@ -144,11 +159,17 @@ def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_si
                 if parameter.device.type != "meta":
                     raise AssertionError(f"{name} was really allocated")
                 largest = max(largest, parameter.numel())
-                if getattr(parameter, "allreduce", True):
-                    dense += parameter.numel()
-                else:
-                    experts += parameter.numel()
-        return StagePart(stage, dense, experts, layers, largest)
+                is_expert = not getattr(parameter, "allreduce", True)
+                counts[is_expert, parameter.requires_grad] += parameter.numel()
+        return StagePart(
+            pipeline=stage,
+            dense=counts[False, False] + counts[False, True],
+            experts=counts[True, False] + counts[True, True],
+            frozen_dense=counts[False, False],
+            frozen_experts=counts[True, False],
+            layers=layers,
+            largest=largest,
+        )
 
 
 def _beside(shape: ModelShape, config: Config) -> list[Module]:

@@ -11,6 +11,7 @@ from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_place
 from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.layout import context_chunks
+from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.plan.census import Census, take_census
 from megatron_ibpo.plan.memory import (
     GIB,
@@ -64,8 +65,10 @@ def make_plan(config: Config, world_size: int) -> Plan:
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
     config = on_device(config, on_gpu=True)
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
-    mtp = config.model.mtp_num_layers
-    problems = check_layout(shape, config.parallel, world_size, model_chunks(config), mtp)
+    mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
+    problems = check_layout(shape, config.parallel, world_size, chunks, mtp)
+    if not problems:
+        problems += check_lora(config.model, shape, config.parallel, chunks)
     placement = _placement(config, world_size, problems)
     problems += _engine_problems(shape, config)
     problems += _context_problems(shape, config.rollout, context)

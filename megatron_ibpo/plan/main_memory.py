@@ -5,13 +5,16 @@ written, and the least that the programs take. Activations of trainers on CPUs, 
 come on top, so a run that is let through may still lack some.
 """
 
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models.lora import chosen_lora, lora_entries
+from megatron_ibpo.models.weight_map import Entry
 from megatron_ibpo.plan.census import Census, StagePart
 from megatron_ibpo.plan.memory import GIB, RankMemory, engine_memory, node_memory, rank_memory
 from megatron_ibpo.policy.overrides import model_chunks
@@ -148,17 +151,43 @@ def census_by_names(
         if shape.tie_word_embeddings and last and "embed_tokens" in name:
             dense[last] += count
     layers_of = Counter(stage_of.values())
-    parts = [
-        StagePart(
-            stage,
-            dense[stage] // parallel.tensor_model_parallel_size,
-            experts[stage] // _expert_ranks(parallel),
-            layers_of[stage],
-            max(elements.values()),
+    lora = chosen_lora(config.model, shape)
+    added = [] if lora is None else [(stage_of[_layer(own)], own) for own in lora_entries(shape, lora)]
+    parts = []
+    for stage in range(last + 1):
+        own_dense = dense[stage] // parallel.tensor_model_parallel_size
+        own_experts = experts[stage] // _expert_ranks(parallel)
+        adapters = _adapters(parallel, [entry for place, entry in added if place == stage])
+        parts.append(
+            StagePart(
+                pipeline=stage,
+                dense=own_dense + adapters[False],
+                experts=own_experts + adapters[True],
+                frozen_dense=0 if lora is None else own_dense,
+                frozen_experts=0 if lora is None else own_experts,
+                layers=layers_of[stage],
+                largest=max(elements.values()),
+            )
         )
-        for stage in range(last + 1)
-    ]
-    return Census(sum(elements.values()), max(elements.values()), parts, parallel, world_size)
+    total = sum(elements.values())
+    trained = total if lora is None else sum(math.prod(entry.shape) for _, entry in added)
+    return Census(total, trained, max(elements.values()), parts, parallel, world_size)
+
+
+def _adapters(parallel: ParallelConfig, entries: Iterable[Entry]) -> dict[bool, int]:
+    """Elements of adapters on each rank of a pipeline stage: beside dense matrices, beside experts (True)."""
+    found = {False: 0, True: 0}
+    for entry in entries:
+        is_expert = entry.expert is not None
+        ranks = parallel.expert_tensor_parallel_size if is_expert else parallel.tensor_model_parallel_size
+        found[is_expert] += math.prod(entry.shape) // (1 if entry.cut is None else ranks)
+    found[True] //= parallel.expert_model_parallel_size
+    return found
+
+
+def _layer(entry: Entry) -> int:
+    assert entry.layer is not None  # adapters stand in layers
+    return entry.layer
 
 
 def _stage(name: str, stage_of: Mapping[int, int], last: int) -> int:

@@ -8,6 +8,7 @@ been compared with a GPU.
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_ibpo.config import Config, ParallelConfig, named_values
 from megatron_ibpo.loss import CHUNK_ROWS
@@ -162,19 +163,19 @@ def rank_memory(
     """A trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = _trainer_element(config)
     state = optimizer_bytes(config)
-    own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.parameters
+    own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
     stages = config.parallel.pipeline_model_parallel_size
     models = _models(config)
     groups = communicators(shape, config, census)
     return RankMemory(
         weights=models * part.parameters * element,
-        gradients=models * part.parameters * 4,
+        gradients=models * part.trained * 4,
         optimizer=round(models * own * state.device),
         host_optimizer=round(models * own * state.host),
         activations=_activations(shape, config, part, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
         without_gradient=_without_gradient(shape, config, part, max_tokens),
-        second_gradients=0 if config.run.gradient_meter_interval is None else part.parameters * 4,
+        second_gradients=0 if config.run.gradient_meter_interval is None else part.trained * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
         copies=models * _weight_copies(shape, config, part),
         moves_out=config.rollout.colocate and config.rollout.offload_train,
@@ -231,10 +232,11 @@ def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str
 
 def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
     """Logits of a micro-batch; with the LM head fused those of a chunk, and two fp32 gradients of the head:
-    its own, and that of the sequence which the chunk leaves open."""
+    its own, and that of the sequence which the chunk leaves open. Beside adapters the head has none."""
     columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
     if config.loss.fuse_lm_head:
-        return min(max_tokens, CHUNK_ROWS) * columns * element + 2 * columns * shape.hidden_size * 4
+        gradients = 0 if config.model.lora_rank else 2 * columns * shape.hidden_size * 4
+        return min(max_tokens, CHUNK_ROWS) * columns * element + gradients
     return max_tokens * columns * element + _LOSS_CHUNK_BYTES
 
 
@@ -282,18 +284,26 @@ def node_memory(
     return HostMemory(
         trainers=sum((rank.weights + rank.optimizer) * rank.moves_out for rank in own),
         checkpoint=_checkpoint_copies(config, census, places) if config.run.save else 0,
-        reference=sum(rank.weights // _models(config) for rank in own) if reference else 0,
+        reference=sum(map(partial(_reference, config, census), own, places)) if reference else 0,
         optimizer=sum(rank.host_optimizer for rank in own),
     )
+
+
+def _reference(config: Config, census: Census, rank: RankMemory, place: Place) -> int:
+    """Bytes of the reference policy that wait for a rank: those of what is trained where that is all in which
+    the two differ."""
+    if config.model.lora_rank is None or config.model.ref_load is not None:
+        return rank.weights // _models(config)
+    return census.stages[place.pipeline].trained * _trainer_element(config)
 
 
 def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) -> int:
     """What a node holds of a checkpoint until it is written. The state of a sharded optimizer is gathered on
     the first rank of each data-parallel group; of everything else ranks have a share."""
     if not config.parallel.use_distributed_optimizer:
-        whole = checkpoint_bytes(census.total, bf16=bool(config.model.bf16))
+        whole = checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
         return _models(config) * whole * len(places) // census.world_size
-    weights = census.total * _trainer_element(config) * len(places) // census.world_size
+    weights = census.trained * _trainer_element(config) * len(places) // census.world_size
     gathered = sum(_gathers(census, place) for place in places)
     sent = sum(_shard(census, census.stages[place.pipeline]) for place in places)
     kept = _models(config) * (weights + _GATHERED_BYTES * gathered)
@@ -302,13 +312,15 @@ def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) 
 
 def _shard(census: Census, part: StagePart) -> int:
     """Parameters whose optimizer state a rank has, where data-parallel ranks share it out."""
-    return -(-part.dense // census.data_parallel) + -(-part.experts // census.expert_data_parallel)
+    dense, experts = part.dense - part.frozen_dense, part.experts - part.frozen_experts
+    return -(-dense // census.data_parallel) + -(-experts // census.expert_data_parallel)
 
 
 def _gathers(census: Census, place: Place) -> int:
     """Parameters whose optimizer state comes together on this rank."""
     part = census.stages[place.pipeline]
-    return part.dense * (place.data == 0) + part.experts * (place.expert_data == 0)
+    dense, experts = part.dense - part.frozen_dense, part.experts - part.frozen_experts
+    return dense * (place.data == 0) + experts * (place.expert_data == 0)
 
 
 def _engine_weights(shape: ModelShape, total: int, size: int, element: int, quantization: str | None) -> int:
@@ -384,7 +396,8 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     working += _passed_keys(shape, config.parallel, tokens) * element
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
     # largest weight, or of a layer's experts at once, whose first matrices are two thirds of them.
-    working += max(part.largest, part.experts // part.layers * 2 // 3) * element
+    if config.model.lora_rank is None:
+        working += max(part.largest, part.experts // part.layers * 2 // 3) * element
     if config.model.recompute_granularity != "full":
         return int(in_flight * sum(layer_bytes) + working)
     tensor = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1

@@ -113,7 +113,7 @@ def in_short(plan: Plan) -> str:
     most = ", ".join(
         f"{phase} {max(phases[phase] for phases in by_stage) / GIB:.1f}" for phase in by_stage[0]
     )
-    disk = _disk_bytes(plan.config, plan.census.total)
+    disk = _disk_bytes(plan.config, plan.census)
     gpus = f"{counted(plan.world_size, 'GPU')} of {plan.config.run.dry_run_gpu_memory_gib:g} GiB"
     return (
         f"Needs {gpus}, of which {usable_bytes(plan.config) / GIB:.1f} can be used. GiB of the fullest: "
@@ -255,15 +255,15 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
         where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     lines = [
-        f"parameters: {census.total:,}; DP {census.data_parallel // context}{shared}{expert_dp}; optimizer "
-        f"state {sharding}",
+        f"parameters: {census.total:,}{_trained(census)}; DP {census.data_parallel // context}{shared}"
+        f"{expert_dp}; optimizer state {sharding}",
         *_padding(plan),
         f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
         f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",
         _main_memory(plan),
-        _disk(config, census.total),
+        _disk(config, census),
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted on the real model",
     ]
@@ -303,30 +303,35 @@ def _main_memory(plan: Plan) -> str:
     return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"
 
 
+def _trained(census: Census) -> str:
+    return "" if census.trained == census.total else f", frozen; {census.trained:,} of adapters are trained"
+
+
 def _padding(plan: Plan) -> Iterator[str]:
     ids, rows = plan.shape.vocab_size, padded_vocab_size(plan.shape, plan.config.parallel)
     if rows > ids:
         yield f"vocabulary: {ids:,} ids, padded to {rows:,} rows for the trainers"
 
 
-def _disk(config: Config, parameters: int) -> str:
+def _disk(config: Config, census: Census) -> str:
     if not config.run.save:
         return "disk: no checkpoints, --no-save"
     checkpoints, exports = kept_at_once(config)
     return (
-        f"disk: {_gib(_disk_bytes(config, parameters))} GiB for {counted(checkpoints, 'checkpoint')} at one "
-        f"time (--keep-checkpoints, and one being written) of {_gib(_checkpoint_bytes(config, parameters))} "
-        f"each and {counted(exports, 'Hugging Face export')}"
+        f"disk: {_gib(_disk_bytes(config, census))} GiB for {counted(checkpoints, 'checkpoint')} at one "
+        "time (--keep-checkpoints, and one being written) of "
+        f"{_gib(_checkpoint_bytes(config, census.trained))} each and "
+        f"{counted(exports, 'Hugging Face export')}"
     )
 
 
-def _disk_bytes(config: Config, parameters: int) -> int:
+def _disk_bytes(config: Config, census: Census) -> int:
     """What a run keeps at one time."""
     if not config.run.save:
         return 0
     checkpoints, exports = kept_at_once(config)
-    export = export_bytes(parameters, bf16=bool(config.model.bf16))
-    return checkpoints * _checkpoint_bytes(config, parameters) + exports * export
+    export = export_bytes(census.total, bf16=bool(config.model.bf16))
+    return checkpoints * _checkpoint_bytes(config, census.trained) + exports * export
 
 
 def _checkpoint_bytes(config: Config, parameters: int) -> int:

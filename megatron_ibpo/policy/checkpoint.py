@@ -18,12 +18,14 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models.weight_map import mtp_layers
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gathering import gathered_by_kind
+from megatron_ibpo.policy.lora import sharded_adapters
 from megatron_ibpo.policy.mtp import Mtp
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import read_layout
+from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
 
 CRITIC = "critic"
@@ -35,7 +37,8 @@ MTP = "mtp_"
 
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
     """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards; and
-    of the layer that is trained beside it, whose tensors have names of their own."""
+    of the layer that is trained beside it, whose tensors have names of their own. Of a model with
+    adapters these are theirs alone."""
     state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
         models = _models(part.chunks, is_loading=False)
@@ -66,7 +69,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 
     Raises:
         CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic where
-            there is one, or only one of its optimizer and this one is sharded over data-parallel ranks.
+            there is one, or only one of its optimizer and this one is sharded over data-parallel ranks; or it
+            was trained with other adapters, beside another model, or without any.
     """
     world = trainer.world
     world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))
@@ -76,6 +80,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
             f"--load {checkpoint}: holds no multi-token prediction layer, so it is no run of "
             "--mtp-num-layers 1; leave the flag out"
         )
+    world.on_rank_0(lambda: check_same_adapters(saved.get("lora"), trainer.config.model, checkpoint))
     if not saved.get("optimizer", True):
         for _, part in _parts(trainer):
             load_weights(part.chunks, checkpoint, trainer.vocab_size)
@@ -95,6 +100,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
         _restore(critic, checkpoint / CRITIC, trainer.vocab_size, with_scales=not differing)
     if differing:
         return _without_scales(trainer, f"{checkpoint} was saved with {listed(differing)}")
+    if trainer.config.model.lora_rank is not None:
+        return _without_scales(trainer, f"{checkpoint} holds adapters alone")
     return ()
 
 
@@ -178,8 +185,10 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
             elif isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
         # not strict: Transformer Engine's modules miss extra state that `_models` does not ask for
-        filled = getattr(chunk, "module", chunk).load_state_dict(own, strict=False)
-        lacks = [name for name in filled.missing_keys if not _is_extra_state(name)]
+        model = _unwrapped(chunk)
+        filled = model.load_state_dict(own, strict=False)
+        frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        lacks = [n for n in filled.missing_keys if not (_is_extra_state(n) or n in frozen)]
         if lacks or filled.unexpected_keys:
             raise CheckpointError(
                 f"--load {checkpoint}: is of another model: it leaves {listed(lacks) or 'nothing'} unfilled, "
@@ -246,10 +255,7 @@ def _models(
     Args:
         scales: keys of the extra state that is to be loaded.
     """
-    models = {
-        f"model{index}": getattr(chunk, "module", chunk).sharded_state_dict(metadata=_metadata())
-        for index, chunk in enumerate(chunks)
-    }
+    models = {f"model{index}": _model(_unwrapped(chunk)) for index, chunk in enumerate(chunks)}
     if not is_loading:
         return models
     return {
@@ -260,6 +266,16 @@ def _models(
         }
         for name, model in models.items()
     }
+
+
+def _model(chunk: Any) -> dict[str, Any]:
+    """Of one chunk: its adapters, where it has some, and nothing of the weights that they leave alone."""
+    return sharded_adapters(chunk) or chunk.sharded_state_dict(metadata=_metadata())
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """It may be wrapped by DDP."""
+    return getattr(chunk, "module", chunk)
 
 
 def _progress(trained: Trained, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:

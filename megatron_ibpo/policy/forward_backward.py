@@ -86,12 +86,20 @@ def make_trainable(
         wait_around(chunk, waits)
         _count_padding(chunk)
     optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
+    _drop_unused(optimizer)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = (
         [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     )
     return wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates)
+
+
+def _drop_unused(optimizer: Any) -> None:
+    """Where experts are all that has adapters, nothing dense is trained. Megatron has an optimizer without
+    parameters for that, which steps and cannot be saved."""
+    parts = optimizer.chained_optimizers
+    optimizer.chained_optimizers = [part for part in parts if part.optimizer is not None]
 
 
 def _count_padding(chunk: Any) -> None:

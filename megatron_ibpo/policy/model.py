@@ -13,6 +13,7 @@ from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.models.backends import BackendError, Backends, find_backends
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.layout import exchanges_heads
+from megatron_ibpo.models.lora import chosen_lora
 from megatron_ibpo.models.rope import config_attributes, gpt_arguments, takes_fused_rotation
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_chunks, model_overrides
@@ -30,7 +31,7 @@ def build_model(
 
     Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf`
     fills every one of them. "meta" builds without memory, for counting. Parameters are bfloat16 under
-    config.model.bf16, else float32.
+    config.model.bf16, else float32. With --lora-rank they are frozen, and adapters stand beside them.
 
     Args:
         libraries: that compute the layers; None: those that `find_backends` finds for the device. Names and
@@ -38,6 +39,7 @@ def build_model(
 
     Raises:
         BackendError: a library is missing on a GPU, or for --delta-net-cp heads.
+        ConfigError: adapters beside modules that the model has not.
         ValueError: Megatron refuses what --model-override made of its configuration.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
@@ -70,6 +72,10 @@ def build_model(
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
+    if lora := chosen_lora(config.model, shape):
+        from megatron_ibpo.policy.lora import add_adapters
+
+        add_adapters(chunks, shape, lora, config.run.seed)
     return [chunk.to(device) for chunk in chunks]
 
 

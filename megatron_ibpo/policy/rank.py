@@ -19,6 +19,7 @@ from megatron_ibpo.policy.answers import About, Sent
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
+from megatron_ibpo.policy.lora import merged_values, offered_adapters
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.mtp_model import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
@@ -67,18 +68,20 @@ class TrainerRank:
         if config.model.mtp_num_layers:
             mtp = build_mtp(shape, config, device=self.world.device_type, libraries=self.libraries)
             load_mtp(mtp, chunks, shape, config.model.hf_checkpoint)
+        values = merged_values(chunks)
         # an engine that does not draft has no place for the layer
         drafts = mtp is not None and drafts_with_own_layer(config.rollout.vllm_arg)
-        self.export = HFExport(chunks, shape, mtp=mtp if drafts else None)
-        self.whole_export = HFExport(chunks, shape, mtp=mtp)
+        self.export = HFExport(chunks, shape, mtp=mtp if drafts else None, values=values)
+        self.whole_export = HFExport(chunks, shape, mtp=mtp, values=values)
         """What files hold."""
+        adapters = offered_adapters(chunks, shape, config.model)
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
         reference = None
         if config.loss.kl_coef > 0:
             reference = load_reference(chunks, shape, config.model.ref_load)
         self.trainer = Trainer(chunks, shape.vocab_size, config, self.world, updates, reference, mtp)
         self.critic = self._build_critic(updates)
-        self.saver = Saver(self.world)
+        self.saver = Saver(self.world, adapters)
         self.notes: tuple[str, ...] = ()
         if checkpoint is not None:
             self.notes = load_checkpoint(self.trainer, checkpoint, self.critic)
@@ -142,7 +145,13 @@ class TrainerRank:
         """The policy in Hugging Face format."""
         assert self.config.model.hf_checkpoint is not None
         with self.residence.visited():
-            save_hf(self.whole_export, self.world, directory, self.config.model.hf_checkpoint)
+            save_hf(
+                self.whole_export,
+                self.world,
+                directory,
+                self.config.model.hf_checkpoint,
+                self.saver.adapters,
+            )
 
     def make_room(self) -> None:
         """Leave the device to engines that share it; what is done next brings back what it needs."""

@@ -6,7 +6,6 @@ the policy's place for a pass of log-probs.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,14 @@ class Reference:
     it is. The optimizer's float32 master weights are no part of the model and are not touched.
     """
 
-    def __init__(self, chunks: Sequence[Any]):
+    def __init__(self, chunks: Sequence[Any], *, frozen: bool = True):
         """
         Args:
             chunks: the model's parts on this rank, wrapped or not; what they hold now is copied.
+            frozen: False leaves out what is never trained, where the two sets do not differ in it.
         """
-        self._waiting = [_host_copy(own) for own in _weights(chunks)]
+        self._frozen = frozen
+        self._waiting = [_host_copy(own) for own in self._weights(chunks)]
         self._is_in = False
 
     @contextmanager
@@ -56,10 +57,18 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self, chunks: Sequence[Any]) -> None:
-        for own, waiting in zip(_weights(chunks), self._waiting, strict=True):
+        for own, waiting in zip(self._weights(chunks), self._waiting, strict=True):
             leaving = _host_copy(own)
             own.copy_(waiting)
             waiting.copy_(leaving)
+
+    def _weights(self, chunks: Sequence[Any]) -> Iterator[Tensor]:
+        """Parameters and buffers, each once, in an order that wrapping does not change."""
+        for chunk in chunks:  # by names, since Megatron's wrapper calls something else `buffers`
+            for _, parameter in chunk.named_parameters():
+                if self._frozen or parameter.requires_grad:
+                    yield parameter
+            yield from (buffer for _, buffer in chunk.named_buffers())
 
 
 def load_reference(chunks: Sequence[Any], shape: ModelShape, hf_dir: Path | None) -> Reference:
@@ -67,22 +76,17 @@ def load_reference(chunks: Sequence[Any], shape: ModelShape, hf_dir: Path | None
 
     Args:
         chunks: what `build_model` made for this rank, filled.
-        hf_dir: --ref-load, in Hugging Face format. None: the weights that the chunks hold now.
+        hf_dir: --ref-load, in Hugging Face format. None: the weights that the chunks hold now; beside
+            adapters only these change places.
 
     Raises:
         CheckpointError: as `load_hf`.
     """
-    reference = Reference(chunks)
+    reference = Reference(chunks, frozen=hf_dir is not None)
     if hf_dir is not None:
         with reference.swapped_in(chunks):
             load_hf(list(chunks), shape, hf_dir)  # and so it is what waits afterwards
     return reference
-
-
-def _weights(chunks: Sequence[Any]) -> Iterator[Tensor]:
-    """Parameters and buffers, each once, in an order that wrapping does not change."""
-    for chunk in chunks:  # by names, since Megatron's wrapper calls something else `buffers`
-        yield from (tensor for _, tensor in chain(chunk.named_parameters(), chunk.named_buffers()))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ class RoutingReplay:
         return counts
 
     def recorded(self, batches: Sequence[PackedBatch]) -> list[ExpertIds]:
-        """[tokens that are inputs, layers here, K] of each micro-batch of the pass before, which recorded; the
-        same on all tensor- and context-parallel ranks. Collective among these."""
+        """[tokens that are inputs, layers here, K] of each micro-batch of the pass before, which recorded;
+        the same on all tensor- and context-parallel ranks. Collective among these."""
         whole = []
         for number, batch in enumerate(batches):
             own_NLK = torch.stack([router.chosen[number] for router in self._routers], 1)

@@ -31,6 +31,7 @@ from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 from megatron_ibpo.weights.formats.integrity import write_integrity
+from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
 from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.formats.retention import (
     Keep,
@@ -40,6 +41,7 @@ from megatron_ibpo.weights.formats.retention import (
     step_name,
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.same_adapters import describe_adapters
 from megatron_ibpo.world import World
 
 SMALL_FILES_BYTES = 4 * 1024**2
@@ -85,6 +87,8 @@ class Saver:
     """
 
     world: World
+    adapters: Adapters | None = None
+    """What PEFT is to be able to load of every checkpoint."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     _job: "Future[None] | None" = None
     _order: Order | None = None
@@ -115,13 +119,27 @@ class Saver:
         ]
         needed = sum(self.world.all_gather(sum(part.num_bytes for part in self._parts)))
         self._on_rank_0(lambda: _check_room(partial, needed))
+        if self.adapters is not None:
+            self._save_adapters(partial)
         self._order = order
+        model = trainer.config.model
         self._others = {
             "layout": {"optimizer": True, "parallel": asdict(trainer.config.parallel)},
-            "hf": trainer.config.model.hf_checkpoint,
+            "model": model,
             "dtype": next(trainer.chunks[0].parameters()).dtype,
         }
         self._job = self._thread.submit(_write, self._parts)
+
+    def _save_adapters(self, partial: Path) -> None:
+        """They are small: training waits for them."""
+        assert self.adapters is not None
+        error: Exception | None = None
+        try:
+            save_peft(self.adapters, partial / DIRECTORY)
+        except OSError as caught:  # rank 0 writes when all has been gathered
+            error = caught
+            shutil.rmtree(partial, ignore_errors=True)
+        self._raise_everywhere(error)
 
     def rests(self, *, wait: bool) -> bool:
         """Whether this rank has nothing to do in the background; raises nothing."""
@@ -291,10 +309,13 @@ def _publish(order: Order, others: dict[str, Any]) -> None:
     """In the thread of rank 0: the small files, the name, and the end of what is older."""
     partial = partial_of(order.final)
     try:
-        if others["hf"] is not None:
+        model, layout = others["model"], others["layout"]
+        if model.hf_checkpoint is not None:
             (partial / HF_FILES).mkdir()
-            copy_all_but_weights(others["hf"], partial / HF_FILES, others["dtype"])
-        (partial / LAYOUT).write_text(json.dumps(others["layout"]), encoding="utf-8")
+            copy_all_but_weights(model.hf_checkpoint, partial / HF_FILES, others["dtype"])
+        if described := describe_adapters(model):
+            layout = {**layout, "lora": described}
+        (partial / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
         run_state = {"step": order.step, **order.run_state}
         (partial / RUN_STATE).write_text(json.dumps(run_state), encoding="utf-8")
         write_integrity(partial)

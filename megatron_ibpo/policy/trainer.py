@@ -287,7 +287,7 @@ class Trainer:
                 weight,
                 batch.rows,
                 objective,
-                into_main_grad=True,
+                into_main_grad=weight.requires_grad,  # it is frozen beside adapters
                 **self._vocabulary(len(weight)),
             )
         else:

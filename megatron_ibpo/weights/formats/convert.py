@@ -39,7 +39,7 @@ from megatron_ibpo.weights.formats.hugging_face import (
     file_names,
     write_index,
 )
-from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, read_layout
 from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
 from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
 from megatron_ibpo.weights.layout.regions import TensorMeta, consecutive_runs
@@ -176,8 +176,13 @@ def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelS
     """Where the configuration and tokenizer of a Megatron checkpoint lie, and the model's dimensions.
 
     Raises:
-        CheckpointError: the checkpoint holds none and no `origin` is given.
+        CheckpointError: the checkpoint holds none and no `origin` is given, or adapters alone.
     """
+    if read_layout(stored_dir).get("lora"):
+        raise CheckpointError(
+            f"{stored_dir} holds adapters alone: its run exports merged weights (--export-interval, and hf "
+            "at the end), and PEFT merges what is in adapter"
+        )
     if origin is None:
         origin = stored_dir / HF_FILES
         if not origin.is_dir():

@@ -16,6 +16,7 @@ from megatron_ibpo.weights.formats.hugging_face import (
     file_names,
     write_index,
 )
+from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
 from megatron_ibpo.world import World
@@ -24,13 +25,18 @@ SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file."""
 
 
-def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) -> None:
+def save_hf(
+    export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path, adapters: Adapters | None = None
+) -> None:
     """Write the weights to `out_dir` with the configuration and tokenizer of `origin_hf_dir`, and with those
     of its tensors that are carried and not trained. Collective.
 
     Written beside `out_dir` and moved there when complete; an `out_dir` that exists is replaced then.
     Weights keep the trainer's dtype, which config.json then names, carried tensors their own.
     `integrity.json` holds checksums.
+
+    Args:
+        adapters: that PEFT is to find beside the weights, in a folder; `export` has them merged.
 
     Raises:
         DiskSpaceError: before anything is written, if the disk cannot hold it.
@@ -53,7 +59,10 @@ def save_hf(export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path) 
     needed = sum(meta.num_bytes for meta in metadata)
 
     def write(directory: Path) -> dict[str, str]:
-        return _write(chain(export, _read(origin, carried)), files, directory, world)
+        digests = _write(chain(export, _read(origin, carried)), files, directory, world)
+        if adapters is not None:
+            save_peft(adapters, directory / DIRECTORY)
+        return digests
 
     write_directory(out_dir, world, needed, write, finish)
 

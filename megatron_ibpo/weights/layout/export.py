@@ -4,7 +4,7 @@ Names are those of Hugging Face checkpoints with one tensor per expert, which bo
 vLLM's `load_weights` take.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,16 @@ class HFExport:
         shape: ModelShape,
         *,
         mtp: Any = None,
+        values: Mapping[str, Callable[[], Tensor]] | None = None,
+        entries: Sequence[Entry] | None = None,
         bucket_bytes: int = 512 * 1024**2,
     ):
         """Collective. `chunks`: from `build_model`, wrapped by DDP or not.
 
         Args:
             mtp: from `build_mtp`: its weights are given too, after the policy's. None: none are.
+            values: by global name, functions for what takes the place of a parameter's contents on this rank.
+            entries: what to offer, in this order; all weights of the model if None.
             bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
                 tensor. Two such buckets exist: one that is being used, and the next one on its way.
         """
@@ -90,14 +94,16 @@ class HFExport:
         self._parameters = dict(parameters_by_global_name(chunks, holding))
         if mtp is not None:
             self._parameters |= named_globally(mtp, 0, holding)
+        self._values = values or {}
         first = next(iter(self._parameters.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
         holdings: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(holdings, holding)
         layers = int(mtp is not None)
-        self._tasks = _plan(shape, holdings, layers)
-        self._metadata = metadata_of(shape, self.dtype, layers)
+        offered = _entries(shape, layers, holding.vocab_rows) if entries is None else entries
+        self._tasks = _plan(offered, holdings)
+        self._metadata = _metadata(offered, self.dtype)
         self._regions = _regions(self._tasks)
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
 
@@ -113,7 +119,9 @@ class HFExport:
             if shard is None:
                 yield from ({} for _ in task.entry.pieces)
                 continue
-            parameter = self._parameters[task.entry.name].detach()
+            name = task.entry.name
+            read = self._values.get(name)
+            parameter = self._parameters[name].detach() if read is None else read()
             padding = task.entry.padding(shard, len(task.holders))
             parts = task.entry.take_apart(parameter[: len(parameter) - padding], shard, len(task.holders))
             for number, part in enumerate(parts):
@@ -125,13 +133,16 @@ class HFExport:
 
 def metadata_of(shape: ModelShape, dtype: torch.dtype, mtp_layers: int = 0) -> list[TensorMeta]:
     """The tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
-    entries = _entries(shape, mtp_layers)
-    return [TensorMeta(piece.name, dtype, piece.shape) for entry in entries for piece in entry.pieces]
+    return _metadata(_entries(shape, mtp_layers), dtype)
 
 
 def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
     """Who holds which part of each tensor when rank r holds `holdings[r]`, in checkpoint order."""
-    return _regions(_plan(shape, holdings))
+    return _regions(_plan(_entries(shape, 0, holdings[0].vocab_rows), holdings))
+
+
+def _metadata(entries: Sequence[Entry], dtype: torch.dtype) -> list[TensorMeta]:
+    return [TensorMeta(piece.name, dtype, piece.shape) for entry in entries for piece in entry.pieces]
 
 
 def _regions(tasks: list[_Task]) -> list[tuple[Region, ...]]:
@@ -147,8 +158,7 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 
 
-def _plan(shape: ModelShape, holdings: list[Holding], mtp_layers: int = 0) -> list[_Task]:
-    entries = _entries(shape, mtp_layers, holdings[0].vocab_rows)
+def _plan(entries: Sequence[Entry], holdings: list[Holding]) -> list[_Task]:
     return [_Task(*task) for task in zip(entries, shard_holders(entries, holdings), strict=True)]
 
 

@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
+from megatron_ibpo.models.lora import is_adapter
 from megatron_ibpo.models.weight_map import Entry, global_name
 
 
@@ -114,7 +115,7 @@ def _unwrapped(chunk: Any) -> Any:
 
 
 def parameters_by_global_name(chunks: Sequence[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters under their names in the whole model."""
+    """This rank's parameters under their names in the whole model; adapters are beside it."""
     for chunk, layers in zip(chunks, holding.layers, strict=True):
         yield from named_globally(chunk, layers.start, holding)
 
@@ -123,7 +124,8 @@ def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[t
     """The same of one model chunk whose layers begin with `first_layer`, or of the multi-token prediction
     layer, which has none of those."""
     for name, parameter in model.named_parameters():
-        yield global_name(name, first_layer, holding.first_expert), parameter
+        if not is_adapter(name):
+            yield global_name(name, first_layer, holding.first_expert), parameter
 
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:

@@ -1,0 +1,178 @@
+"""Where low-rank adapters stand in a model: which matrices have them, under which names, and how ranks divide
+them.
+
+Beside a matrix W [out, in] stand A [rank, in] and B [out, rank]; the model computes with W + alpha/rank · B·A
+(Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021). Every Hugging Face matrix has a pair
+of its own, also where Megatron joins several in one parameter, so that what is trained is what PEFT stores.
+The experts of a layer are the exception that transformers makes: it holds gate and up of all experts as one
+tensor, PEFT gives each expert one pair for both, and so does this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ibpo.config import ConfigError, ModelConfig, ParallelConfig, nearest
+from megatron_ibpo.models.layout import pipeline_layers
+from megatron_ibpo.models.shape import ModelShape
+from megatron_ibpo.models.weight_map import COLUMNS, Cut, Entry, Piece, weight_map
+
+ALL = "all"
+EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a run."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Names of HF modules, sorted; `experts` for the routed experts of all layers."""
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied by."""
+        return self.alpha / self.rank
+
+
+def chosen_lora(model: ModelConfig, shape: ModelShape) -> Lora | None:
+    """The adapters that --lora-* ask for; None where nothing does.
+
+    Raises:
+        ConfigError: a target that the model has not.
+    """
+    if model.lora_rank is None:
+        return None
+    known = sorted({target_of(piece) for entry in weight_map(shape).values() for piece in adapted(entry)})
+    if unknown := [name for name in model.lora_targets if name not in (ALL, *known)]:
+        raise ConfigError(
+            f"--lora-targets: {shape.family} has no {unknown[0]!r}{nearest(unknown[0], known)}; it has "
+            f"{', '.join(known)}, and {ALL} means all of them"
+        )
+    chosen = known if ALL in model.lora_targets else sorted(set(model.lora_targets))
+    alpha = 2.0 * model.lora_rank if model.lora_alpha is None else model.lora_alpha
+    return Lora(model.lora_rank, alpha, tuple(chosen))
+
+
+def check_lora(
+    model: ModelConfig, shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1
+) -> list[str]:
+    """What is wrong with training these adapters under a layout that holds the model; empty if nothing is."""
+    try:
+        lora = chosen_lora(model, shape)
+    except ConfigError as error:
+        return [str(error)]
+    return [] if lora is None else list(_layout_problems(lora, shape, parallel, virtual_stages))
+
+
+def _layout_problems(
+    lora: Lora, shape: ModelShape, parallel: ParallelConfig, virtual_stages: int
+) -> Iterator[str]:
+    tensor = parallel.tensor_model_parallel_size
+    uneven = [name for name in ("q_proj", "k_proj", "v_proj") if name in lora.targets]
+    if tensor > shape.num_key_value_heads and uneven:
+        yield (
+            f"--lora-targets {uneven[0]}: --tensor-model-parallel-size={tensor} is more than the "
+            f"{shape.num_key_value_heads} key/value heads, and then ranks hold uneven parts of it; use "
+            "fewer, or leave q_proj, k_proj and v_proj out"
+        )
+    adapted_layers = {entry.layer for entry in weight_map(shape).values() if pairs(entry, lora)}
+    for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, virtual_stages)):
+        if any(adapted_layers.isdisjoint(layers) for layers in ranges):
+            yield (
+                f"--lora-targets {' '.join(lora.targets)}: no layer of pipeline stage {stage} has one of "
+                "them, and it would have nothing to train; name more of them, or use fewer stages"
+            )
+
+
+def adapted(entry: Entry) -> tuple[Piece, ...]:
+    """The HF matrices of a Megatron parameter that may have adapters: those of the layers' linear modules,
+    and of an expert what transformers holds of it in one tensor. Routers and gates, which no rank divides,
+    have none."""
+    if entry.layer is None or entry.cut is None or len(entry.shape) != 2:
+        return ()
+    if entry.expert is None:
+        return entry.pieces
+    fused = entry.pieces[0].fused
+    assert fused is not None  # so are all experts
+    return (Piece(f"{fused.name}.{entry.expert}.weight", entry.shape, entry.cut),)
+
+
+def target_of(piece: Piece) -> str:
+    """By what name --lora-targets chooses an HF matrix."""
+    parts = piece.name.split(".")
+    return EXPERTS if EXPERTS in parts else parts[-2]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A and B beside one HF matrix, which is number `number` of those that its Megatron parameter joins."""
+
+    number: int
+    a: Entry
+    b: Entry
+    """B's rows are those of the matrix: a rank holds them section by section (`Cut.sections`)."""
+
+    def sections(self) -> tuple[int, ...]:
+        """Rows of B that ranks divide on their own."""
+        cut = self.b.cut
+        return cut.sections if cut is not None and cut.sections else (self.b.shape[0],)
+
+
+def pairs(entry: Entry, lora: Lora) -> list[Pair]:
+    """The adapters beside a Megatron parameter. Their entries are named after it, `….lora.A0` and `….lora.B0`
+    for its first HF matrix, with the expert's number behind; pieces are named after that matrix,
+    `….lora_A.weight` and `….lora_B.weight`."""
+    found = []
+    for number, piece in enumerate(adapted(entry)):
+        if target_of(piece) not in lora.targets:
+            continue
+        out_features, in_features = piece.shape
+        by_columns = piece.cut is not None and piece.cut.dim == COLUMNS.dim
+        cut_a, cut_b = (COLUMNS, None) if by_columns else (None, piece.cut)
+        a = _factor(entry, piece, f"A{number}", (lora.rank, in_features), cut_a)
+        b = _factor(entry, piece, f"B{number}", (out_features, lora.rank), cut_b)
+        found.append(Pair(number, a, b))
+    return found
+
+
+def lora_entries(shape: ModelShape, lora: Lora) -> Iterator[Entry]:
+    """All adapters of the model, A and B in turn, in checkpoint order."""
+    for entry in weight_map(shape).values():
+        for pair in pairs(entry, lora):
+            yield from (pair.a, pair.b)
+
+
+def adapter_elements(model: ModelConfig, shape: ModelShape) -> int:
+    """Of all adapters of a run that has some, each counted once.
+
+    Raises:
+        ConfigError: as `chosen_lora`.
+    """
+    lora = chosen_lora(model, shape)
+    return 0 if lora is None else sum(math.prod(entry.shape) for entry in lora_entries(shape, lora))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a Megatron model is a part of an adapter."""
+    return ".lora." in name
+
+
+def module_of(entry: Entry) -> str:
+    """The name of the Megatron module that holds a parameter."""
+    return entry.name.rpartition(".")[0]
+
+
+def _factor(entry: Entry, beside: Piece, name: str, shape: tuple[int, int], cut: Cut | None) -> Entry:
+    number = "" if entry.expert is None else f".{entry.expert}"
+    piece = Piece(f"{beside.name.removesuffix('.weight')}.lora_{name[0]}.weight", shape, cut)
+    return Entry(
+        f"{module_of(entry)}.lora.{name}{number}",
+        (piece,),
+        layer=entry.layer,
+        expert=entry.expert,
+        num_experts=entry.num_experts,
+    )

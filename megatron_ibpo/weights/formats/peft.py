@@ -1,0 +1,102 @@
+"""Adapters as a directory that PEFT loads: `adapter_model.safetensors` and `adapter_config.json`."""
+
+import json
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.lora import EXPERTS, Lora, adapted, pairs, target_of
+from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.layout.export import HFExport
+
+DIRECTORY = "adapter"
+"""Where a checkpoint or an export has it."""
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+_EXPERT = re.compile(rf"(.*\.{EXPERTS})\.(\w+)\.(\d+)\.(lora_[AB])\.weight$")
+_WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
+"""PEFT wraps a module once for each of its tensors that has an adapter, in the order of these."""
+_RENAMED = ("gate_proj", "up_proj", "down_proj")
+"""PEFT 0.21 takes these among the modules of a mixture of experts for what its experts were called before
+transformers 5 fused them, even where they are a shared expert's."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model under training."""
+
+    export: HFExport
+    """That offers `lora_entries`."""
+    shape: ModelShape
+    lora: Lora
+    base: Path
+    """The model that they belong to."""
+
+
+def save_peft(adapters: Adapters, directory: Path) -> None:
+    """Write the adapters to `directory`, which must not exist, from rank 0. Collective.
+
+    Raises:
+        OSError: on rank 0, when all ranks have done their part.
+    """
+    found = {name: tensor.cpu() for name, tensor in adapters.export if tensor is not None}
+    if found:
+        directory.mkdir()
+        tensors = {f"base_model.model.{name}": own for name, own in _stacked(found).items()}
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(peft_config(adapters.shape, adapters.lora, adapters.base), indent=2)
+        (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def peft_config(shape: ModelShape, lora: Lora, base: Path) -> dict[str, Any]:
+    """PEFT's `LoraConfig` of the adapters."""
+    as_tensors = {*(_RENAMED if shape.is_moe else ()), EXPERTS}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [name for name in lora.targets if name not in as_tensors],
+        "target_parameters": _tensors(shape, lora, as_tensors) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _tensors(shape: ModelShape, lora: Lora, targets: Container[str]) -> list[str]:
+    """Of what has adapters, that which PEFT is to find as tensors of a module and not as modules: the ends of
+    their names, after the layer's."""
+    found = set()
+    for entry in weight_map(shape).values():
+        for pair in pairs(entry, lora):
+            piece = adapted(entry)[pair.number]
+            if target_of(piece) in targets:
+                tensor = piece.name.removesuffix(f".{entry.expert}.weight")
+                found.add(re.sub(r".*\.layers\.\d+\.", "", tensor))
+    return sorted(found)
+
+
+def _stacked(factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By PEFT's names. It has the factors of a layer's experts in one tensor: A with one expert's rows behind
+    the other's, B with all experts' first columns before their second ones."""
+    found: dict[str, Tensor] = {}
+    experts: dict[tuple[str, str], list[Tensor]] = {}
+    for name, factor in factors.items():
+        if match := _EXPERT.match(name):
+            module, tensor, _, kind = match.groups()
+            experts.setdefault((f"{module}{_WRAPPED[tensor]}.{kind}.weight", kind), []).append(factor)
+        else:
+            found[name] = factor.contiguous()
+    for (name, kind), own in experts.items():
+        found[name] = torch.cat(own) if kind == "lora_A" else torch.stack(own, dim=-1).flatten(1)
+    return found

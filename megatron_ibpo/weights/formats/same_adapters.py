@@ -1,0 +1,91 @@
+"""Whether the adapters of a checkpoint are those of a run: the same rank, scale and places, and base."""
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.config import ModelConfig
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.lora import chosen_lora
+from megatron_ibpo.weights.errors import CheckpointError
+
+BLOCKS, BLOCK_BYTES = 256, 64 * 1024
+"""What is read of a file of weights to know it again: evenly spaced blocks; all of it where it is small."""
+
+
+def describe_adapters(model: ModelConfig) -> dict[str, Any] | None:
+    """What `layout.json` says of a run's adapters; None where it has none.
+
+    Raises:
+        ConfigError: a target that the model has not.
+    """
+    if model.lora_rank is None or model.hf_checkpoint is None:
+        return None
+    lora = chosen_lora(model, read_hf_config(model.hf_checkpoint))
+    assert lora is not None
+    return {
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "targets": list(lora.targets),
+        "base": str(model.hf_checkpoint),
+        "base_digest": weights_digest(model.hf_checkpoint),
+    }
+
+
+def check_same_adapters(saved: Any, model: ModelConfig, checkpoint: Path) -> None:
+    """
+    Args:
+        saved: what the checkpoint's `layout.json` has under "lora".
+
+    Raises:
+        CheckpointError: training cannot go on with these adapters; says what differs.
+    """
+    present = describe_adapters(model)
+    if saved is None and present is None:
+        return
+    if present is None:
+        raise CheckpointError(
+            f"--load {checkpoint}: holds adapters alone; go on with its --lora-rank, or start from a merged "
+            "export"
+        )
+    if not isinstance(saved, dict):
+        raise CheckpointError(
+            f"--load {checkpoint}: holds weights and no adapters; convert it to Hugging Face format and give "
+            "that as --hf-checkpoint, or drop --lora-rank"
+        )
+    flags = {"rank": "--lora-rank", "alpha": "--lora-alpha", "targets": "--lora-targets"}
+    for name, flag in flags.items():
+        if saved.get(name) != present[name]:
+            raise CheckpointError(
+                f"--load {checkpoint}: its adapters have {flag} {_shown(saved.get(name))}, this run "
+                f"{_shown(present[name])}; go on with the same"
+            )
+    if saved.get("base_digest") != present["base_digest"]:
+        raise CheckpointError(
+            f"--load {checkpoint}: its adapters belong to the weights that were in {saved.get('base')}, and "
+            f"--hf-checkpoint {model.hf_checkpoint} has others"
+        )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+@lru_cache(maxsize=1)  # of every checkpoint of a run
+def weights_digest(hf_dir: Path) -> str:
+    """What tells the weights of one model from another's: a hash of their files' sizes and of evenly spaced
+    parts. Names and places of files do not count, and a change between those parts goes unseen."""
+    found = sorted(_file_digest(path) for path in hf_dir.iterdir() if path.suffix in (".safetensors", ".bin"))
+    return hashlib.sha256("".join(found).encode()).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.sha256()
+    digest.update(str(size).encode())
+    step = max(BLOCK_BYTES, size // BLOCKS)
+    with path.open("rb") as file:
+        for start in range(0, size, step):
+            file.seek(start)
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
