@@ -158,6 +158,7 @@ class WeightCount:
         return self.layers + self.experts + self.table * (1 if self.tied else 2)
 
 
+@lru_cache(maxsize=64)
 def weight_count(shape: ModelShape) -> WeightCount:
     mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
     expert = 3 * shape.hidden_size * shape.expert_hidden_size
@@ -171,6 +172,7 @@ def weight_count(shape: ModelShape) -> WeightCount:
     )
 
 
+@lru_cache(maxsize=64)
 def mixer_flops(shape: ModelShape) -> tuple[int, int]:
     """(operations of all mixers for each token beyond products with weights, for each pair of tokens)"""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]

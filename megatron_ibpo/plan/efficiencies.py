@@ -44,8 +44,10 @@ class Efficiencies:
     """The same of a layer whose results several GPUs add up, twice."""
     engine_sequence: float = 2e-5
     """Seconds of a step for each running sequence: sampling, scheduling, detokenizing."""
+    engine_request: float = 5e-3
+    """Seconds that a request costs an engine, however long it is."""
     gather: float = 0.1
-    """Of the network's bandwidth, in a weight update that gathers every tensor and broadcasts it."""
+    """Of the bandwidth between trainers and engines, in a weight update that gathers every tensor and broadcasts it."""
     reshard: float = 0.5
     """The same, in one that sends each region to where it belongs."""
     ipc: float = 0.1
@@ -67,7 +69,8 @@ class Fitted:
 
     efficiencies: Efficiencies
     intervals: dict[str, tuple[float, float]]
-    """Parameter → where nine of ten resamplings of the rows put it. Those that no row moves have none."""
+    """Parameter → its interval of 90 %, from the scatter of the fitted rows and how much each moves it. Those
+    that no row moves have none."""
     error: dict[str, float]
     """Kind of row → factor within which nine of ten held-out predictions lie, both ways."""
 
@@ -86,18 +89,13 @@ def fitted() -> Fitted:
 
 
 def save(outcome: Fitted) -> None:
-    parameters = {
-        name: {"value": float(f"{value:.4g}")}
-        | (
-            {
-                "low": float(f"{outcome.intervals[name][0]:.4g}"),
-                "high": float(f"{outcome.intervals[name][1]:.4g}"),
-            }
-            if name in outcome.intervals
-            else {}
-        )
-        for name, value in asdict(outcome.efficiencies).items()
-    }
+    """Into `FILE`."""
+
+    def entry(name: str, value: float) -> dict[str, float]:
+        bounds = zip(("low", "high"), outcome.intervals.get(name, ()), strict=False)
+        return {key: float(f"{number:.4g}") for key, number in (("value", value), *bounds)}
+
+    parameters = {name: entry(name, value) for name, value in asdict(outcome.efficiencies).items()}
     head = "# Made by tools/fit_planner.py --save; megatron_ibpo/plan/efficiencies.py says what each is.\n"
     raw = {"parameters": parameters, "error": outcome.error}
     FILE.write_text(head + yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")

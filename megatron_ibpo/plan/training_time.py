@@ -1,4 +1,4 @@
-"""Seconds of training passes: roofline of products, attention and memory, what ranks send, the pipeline's bubble.
+"""Seconds of training passes: a roofline of what is computed, what ranks send, the pipeline's bubble.
 
 Sources of the terms: operations as `models.cost` counts them; recomputation, the pipeline's bubble
 (p - 1) / (v m) and the volumes of tensor, sequence and pipeline parallelism from Narayanan et al.
@@ -8,6 +8,7 @@ Sources of the terms: operations as `models.cost` counts them; recomputation, th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape
@@ -156,8 +157,7 @@ def pass_time(
     attention_passes = 1 + (1.0 if again == 1 else 0.0) + (_ATTENTION_BACKWARD if backward else 0)
     attention = attention_passes * per_pair * batch.pairs / parts / (peak * reached.attention * old)
     attention += passes * per_token * batch.tokens / parts / (peak * reached.attention)
-    kept = sum(kept_elements(shape, layout.parallel, layer) for layer in range(shape.num_layers))
-    elementwise = 2 * 2 * kept * rank_tokens / layout.pipeline * passes
+    elementwise = 2 * 2 * _kept(shape, layout.tensor) * rank_tokens / layout.pipeline * passes
     elementwise /= hardware.memory_bandwidth * reached.elementwise
     layers = shape.num_layers / layout.pipeline
     least = reached.train_layer * layers * micro_batches * passes
@@ -196,6 +196,13 @@ def own_parameters(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     count = weight_count(shape)
     dense = (count.total - count.experts) / (layout.tensor * layout.pipeline)
     return dense, count.experts / (layout.expert * layout.pipeline)
+
+
+@lru_cache(maxsize=256)
+def _kept(shape: ModelShape, tensor: int) -> float:
+    """Elements that all layers write for each token on a rank; as many are read."""
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor)
+    return sum(kept_elements(shape, parallel, layer) for layer in range(shape.num_layers))
 
 
 def _micro_batches(layout: Layout, batch: Batch, steps: int) -> float:
@@ -274,7 +281,8 @@ def _data_seconds(
     backward: bool,
 ) -> float:
     """Without FSDP: gradients in fp32 are reduced and weights gathered once a step, behind the backward pass
-    of the last micro-batch. With it: weights are gathered in every pass, behind computation."""
+    of the last micro-batch. With it: weights are gathered in every pass, behind computation; pipeline stages
+    gather them once a step."""
     dense, experts = own_parameters(shape, layout)
     copies = layout.data * layout.context
     if copies == 1:
@@ -283,7 +291,8 @@ def _data_seconds(
     share = (copies - 1) / copies
     if layout.fsdp:
         each = 2 * (2 if backward else 1) + (4 if backward else 0)
-        sent = (dense + experts) * each * share * micro_batches
+        gathers = micro_batches if layout.pipeline == 1 else steps  # a stage keeps what it has gathered
+        sent = (dense + experts) * each * share * gathers
         return max(0.0, sent / rate - computing)
     expert_copies = max(1, layout.gpus // (layout.expert * layout.pipeline))
     sent = steps * 6 * (dense * share + experts * (expert_copies - 1) / expert_copies)
