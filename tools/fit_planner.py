@@ -1,37 +1,41 @@
 """Fit the planner's efficiencies to one half of the published runs, and predict the other half.
 
-    python tools/fit_planner.py --save          # efficiencies.yaml, tools/results/fit_planner.json, docs/planner.md's tables
-    python tools/fit_planner.py                 # what is stored, against all rows again
+    python tools/fit_planner.py                 # fit, judge, print
+    python tools/fit_planner.py --save          # and keep it, with the tables of docs/planner.md
 
-The halves are whole sources, by the hash of their names (`plan.evidence.halves`). The fit sees the fitted half
-alone. Then every source is left out in turn. Rows whose open facts move a prediction by more than half
+The halves are whole sources, by the hash of their names (`plan.evidence.halves`). The fit sees the fitted
+half alone. Then every source is left out in turn. Rows whose open facts move a prediction by more than half
 (`LOOSE`) are judged by whether the measured figure lies in the predicted range, apart from the errors.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tyro
 from scipy.optimize import least_squares
 
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import Fields
-from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted
-from megatron_ibpo.plan.evidence import Row, model_dimensions
+from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted, save
+from megatron_ibpo.plan.evidence import Row, about, halves, model_dimensions, read_evidence
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.lengths import fixed, log_normal, shuffled, uniform
 from megatron_ibpo.plan.sampling_time import Engine, sample
 from megatron_ibpo.plan.step_time import Task, step_times, update_seconds
 from megatron_ibpo.plan.training_time import Batch, Layout, pass_time
+from megatron_ibpo.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools/results/fit_planner.json"
@@ -41,7 +45,8 @@ LOOSE = 1.5
 POINTS = 256
 """Lengths that stand for a step's."""
 SHARES = frozenset(PARAMETERS) - {
-    "routing", "train_layer", "engine_layer", "engine_tensor", "engine_sequence", "engine_request", "host_adam", "step",
+    "routing", "train_layer", "engine_layer", "engine_tensor", "engine_sequence", "engine_request",
+    "host_adam", "step",
 }  # fmt: skip
 PRIOR = 1.0
 """Standard deviation of a parameter's logarithm before any row is seen: the fit starts from the defaults, and
@@ -196,7 +201,7 @@ def from_logarithms(point: np.ndarray) -> Efficiencies:
     return Efficiencies(**dict(zip(PARAMETERS, map(float, np.exp(point)), strict=True)))
 
 
-def fit(rows: Sequence[Row], start: Efficiencies) -> Fitted:
+def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 15) -> Fitted:
     """Least squares of logarithms; every source weighs the same as the square root of its figures says, and
     what lies far off counts less (soft L1)."""
     origin = np.log([getattr(start, name) for name in PARAMETERS])
@@ -225,7 +230,7 @@ def fit(rows: Sequence[Row], start: Efficiencies) -> Fitted:
         bounds=(lower, upper),
         loss="soft_l1",
         diff_step=1e-3,
-        max_nfev=25,
+        max_nfev=evaluations,
     )
     moved = found.jac[: len(found.jac) - len(PARAMETERS)]
     spread = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
@@ -307,6 +312,123 @@ def factor(judged: Sequence[Judged]) -> float:
     )
 
 
-def kinds(judged: Sequence[Judged]) -> dict[str, Any]:
-    names = sorted({found.kind for found in judged})
-    return {kind: summary([found for found in judged if found.kind == kind]) for kind in names}
+def by(judged: Sequence[Judged], what: str) -> dict[str, Any]:
+    """The summary of each kind or source."""
+    names = sorted({getattr(found, what) for found in judged})
+    return {name: summary([found for found in judged if getattr(found, what) == name]) for name in names}
+
+
+def left_out(rows: Sequence[Row], start: Efficiencies, of: Mapping[str, str]) -> dict[str, Any]:
+    """Each source predicted by a fit to all the others."""
+    found = {}
+    for source in sorted({row.source for row in rows}):
+        others = fit([row for row in rows if row.source != source], start, evaluations=6)
+        found[source] = summary(judge([row for row in rows if row.source == source], others.efficiencies, of))
+        print(source, found[source], flush=True)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def line(name: str, found: Mapping[str, Any]) -> str:
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{100 * value:.0f} %"
+
+    within = f"{found['loose_within']} of {found['loose']}" if found["loose"] else "–"
+    return f"| {name} | {found['figures']} | {share(found['median'])} | {share(found['p90'])} | {within} |"
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Marker in the page → what stands behind it."""
+    head = "| {} | figures | median error | 90th percentile | loose, within range |\n|---|---|---|---|---|"
+    halves_ = [
+        line(f"{half}, {kind}", found)
+        for half in ("held out", "fitted")
+        for kind, found in results[half].items()
+    ]
+    sources = [line(f"{name} ({results['half'][name]})", f) for name, f in results["sources"].items()]
+    alone = [line(name, found) for name, found in results["left_out"].items()]
+    rows = [
+        f"| {row['source']} | {row['row']} | {row['figure']} | {row['measured']:.4g} | "
+        f"{row['predicted']:.4g} | {100 * row['error']:+.0f} % | "
+        f"{row['low']:.4g} to {row['high']:.4g}{' *' if row['loose'] else ''} |"
+        for row in results["rows"]
+    ]
+    parameters = [
+        f"| `{name}` | {entry['value']:.3g} | "
+        + (f"{entry['low']:.3g} to {entry['high']:.3g}" if "low" in entry else "not seen: the start")
+        + f" | {entry['start']:.3g} |"
+        for name, entry in results["parameters"].items()
+    ]
+    return {
+        "halves": "\n".join([head.format("half and kind"), *halves_]),
+        "sources": "\n".join([head.format("source"), *sources]),
+        "left out": "\n".join([head.format("source left out"), *alone]),
+        "parameters": "\n".join(["| parameter | fitted | 90 % | start |\n|---|---|---|---|", *parameters]),
+        "rows": "\n".join(
+            [
+                "| source | row | figure | published | predicted | error | over what is open |",
+                "|---|---|---|---|---|---|---|",
+                *rows,
+            ]
+        ),
+    }
+
+
+def write_page(results: Mapping[str, Any]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in tables(results).items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)"
+        text = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text, flags=re.S)  # type: ignore[misc]
+    PAGE.write_text(text, encoding="utf-8")
+
+
+@dataclass
+class Arguments:
+    save: bool = False
+    """Keep what comes out: efficiencies.yaml, tools/results/fit_planner.json, tables of docs/planner.md."""
+    leave_out: bool = True
+    """Also fit without each source in turn."""
+
+
+def main(arguments: Arguments) -> None:
+    everything = read_evidence()
+    rows, of = known(everything), halves(everything)
+    outcome = fit([row for row in rows if of[row.source] == "fitted"], Efficiencies())
+    judged = judge(rows, outcome.efficiencies, of)
+    unseen = [found for found in judged if found.half == "held out"]
+    errors = {
+        kind: factor([f for f in unseen if f.kind == kind]) for kind in ("training", "generation", "step")
+    }
+    outcome = replace(outcome, error={kind: round(value, 3) for kind, value in errors.items()})
+    start = asdict(Efficiencies())
+    results: dict[str, Any] = {
+        "machine": machine("numpy", "scipy"),
+        "rows_in_all": len(everything),
+        "half": of,
+        "about": about(),
+        "parameters": {
+            name: {"value": value, "start": start[name]}
+            | dict(zip(("low", "high"), outcome.intervals.get(name, ()), strict=False))
+            for name, value in asdict(outcome.efficiencies).items()
+        },
+        "error_factor": outcome.error,
+    }
+    for half in ("held out", "fitted"):
+        results[half] = by([found for found in judged if found.half == half], "kind")
+        print(half, json.dumps(results[half]), flush=True)
+    results["sources"] = by(judged, "source")
+    print(json.dumps(results["sources"], indent=1), flush=True)
+    results["rows"] = [
+        asdict(found) | {"error": round(found.error, 4), "loose": found.loose} for found in judged
+    ]
+    results["left_out"] = left_out(rows, outcome.efficiencies, of) if arguments.leave_out else {}
+    if arguments.save:
+        save(outcome)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_page(results)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

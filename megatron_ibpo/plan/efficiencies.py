@@ -47,7 +47,7 @@ class Efficiencies:
     engine_request: float = 5e-3
     """Seconds that a request costs an engine, however long it is."""
     gather: float = 0.1
-    """Of the bandwidth between trainers and engines, in a weight update that gathers every tensor and broadcasts it."""
+    """Of the bandwidth between trainers and engines, in a weight update that gathers and broadcasts all."""
     reshard: float = 0.5
     """The same, in one that sends each region to where it belongs."""
     ipc: float = 0.1

@@ -9,7 +9,8 @@ al., arXiv 2309.06180); speculation is Leviathan et al.'s (arXiv 2211.17192).
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from megatron_ibpo.models.cost import mixer_cost, mixer_flops, weight_count
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.hardware import Hardware
 
+FloatOrArray = TypeVar("FloatOrArray", float, np.ndarray)
 GIB = 1024**3
 MOST_SEQUENCES = 1024
 """That vLLM runs at once by default on GPUs of 70 GiB and more (256 on A100)."""
@@ -88,7 +90,7 @@ class Engine:
             )
         return min(self.most_running, int(fitting))
 
-    def step_seconds(self, running: float, context: float) -> float:
+    def step_seconds(self, running: FloatOrArray, context: FloatOrArray) -> FloatOrArray:
         """One step that writes a token of each of `running` sequences of `context` tokens on average."""
         shape, reached, count = self.shape, self.reached, weight_count(self.shape)
         bandwidth = self.tensor * self.hardware.memory_bandwidth * reached.decode
@@ -101,7 +103,7 @@ class Engine:
         products = 2 * tokens * (count.layers + count.chosen + count.table) / rate
         caches = running * (context * self.cache_per_token + 2 * self.state_per_sequence)
         return (
-            max(read / bandwidth, products)
+            np.maximum(read / bandwidth, products)
             + caches / bandwidth
             + shape.num_layers * reached.engine_layer
             + self._between(tokens)
@@ -126,7 +128,7 @@ class Engine:
         """Tokens of a response that a step writes on average."""
         return 1 + sum(self.accepted**place for place in range(1, self.drafted + 1))
 
-    def _between(self, tokens: float) -> float:
+    def _between(self, tokens: FloatOrArray) -> FloatOrArray:
         """Sums over the GPUs, two in every layer."""
         if self.tensor == 1:
             return 0.0
@@ -182,33 +184,49 @@ def sample(
     slots = min(slots, concurrency or slots)
     room = max(1, round(slots / weight))
     reading = weight * (engine.prompt_seconds(prompt) / shared + engine.reached.engine_request)
-    steps_each = lengths / engine.per_step()
-    return _run(engine, steps_each, float(lengths.sum() * weight), prompt, reading, weight, room, slots)
+    plan = _schedule((lengths / engine.per_step()).tobytes(), room)
+    each = engine.step_seconds(plan.running * weight, prompt + engine.per_step() * plan.written)
+    spent = plan.steps * each
+    prompts = reading * len(lengths)
+    seconds = float(spent.sum()) + prompts
+    return Sampled(
+        seconds=seconds,
+        prompts=prompts,
+        tail=float(spent[plan.running < room / 2].sum()),
+        tokens=float(lengths.sum() * weight),
+        mean_running=float((spent * plan.running).sum() * weight) / seconds,
+        slots=slots,
+    )
 
 
-def _run(
-    engine: Engine,
-    lengths: np.ndarray,
-    tokens: float,
-    prompt: float,
-    reading: float,
-    weight: float,
-    room: int,
-    slots: int,
-) -> Sampled:
-    """Until the next response ends all running ones go on together; then the next one begins."""
-    waiting = iter(lengths.tolist())
-    ends: list[tuple[float, float]] = []
-    """(step with which it ends, step with which it began)"""
-    step = seconds = prompts = tail = running_seconds = begun = 0.0
+@dataclass(frozen=True)
+class _Schedule:
+    """Stretches in which the same sequences run, in order."""
+
+    steps: np.ndarray
+    running: np.ndarray
+    written: np.ndarray
+    """Steps that a running sequence has taken on average, in the middle of the stretch."""
+
+
+@lru_cache(maxsize=4096)
+def _schedule(lengths: bytes, room: int) -> _Schedule:
+    """Until the next response ends all running ones go on together; then the next one begins. This does not
+    depend on how long a step takes.
+
+    Args:
+        lengths: steps of each response, float64.
+    """
+    waiting = iter(np.frombuffer(lengths).tolist())
+    ends: list[tuple[float, float]] = []  # (step with which it ends, step with which it began)
+    step = begun = 0.0
+    stretches = []
 
     def begin() -> bool:
-        nonlocal prompts, seconds, begun
+        nonlocal begun
         length = next(waiting, None)
         if length is None:
             return False
-        prompts += reading
-        seconds += reading
         begun += step
         heapq.heappush(ends, (step + length, step))
         return True
@@ -216,25 +234,13 @@ def _run(
     while len(ends) < room and begin():
         pass
     while ends:
-        count = len(ends)
-        context = prompt + engine.per_step() * ((step + ends[0][0]) / 2 - begun / count)
-        each = engine.step_seconds(count * weight, context)
-        spent = (ends[0][0] - step) * each
-        seconds += spent
-        running_seconds += spent * count * weight
-        if count < room / 2:
-            tail += spent
+        count, end = len(ends), ends[0][0]
+        stretches.append((end - step, count, (step + end) / 2 - begun / count))
         step, started = heapq.heappop(ends)
         begun -= started
         begin()
-    return Sampled(
-        seconds=seconds,
-        prompts=prompts,
-        tail=tail,
-        tokens=tokens,
-        mean_running=running_seconds / seconds,
-        slots=slots,
-    )
+    steps, running, written = np.array(stretches).T
+    return _Schedule(steps, running, written)
 
 
 def _thinned(lengths: np.ndarray, count: int) -> np.ndarray:

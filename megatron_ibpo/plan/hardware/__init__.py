@@ -1,6 +1,7 @@
 """GPUs as data: one file each, figures of their makers' data sheets, for dense products."""
 
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def hardware_names() -> list[str]:
     return sorted(path.stem for path in _PLACE.glob("*.yaml"))
 
 
+@cache
 def read_hardware(name: str) -> Hardware:
     """Raises ValueError for a name that no file has."""
     path = _PLACE / f"{name.lower()}.yaml"
