@@ -103,7 +103,9 @@ def _mix(
     sizes = [query_size + key_size + value_size, *others]
     qkv, gate, beta, alpha = projected.squeeze(1).split(sizes, dim=-1)
 
-    own_conv = partial(_convolved, conv, layer.conv1d.weight.squeeze(1))
+    def own_conv(x_NF: Tensor, boundaries: Tensor) -> Tensor:
+        return conv(x_NF, layer.conv1d.weight.squeeze(1), boundaries)
+
     if layer.cp_size > 1:
         slices = _slices(cu_seqlens, layer.pg_collection.cp, layer.conv_kernel_dim - 1)
         qkv = state_passing.convolve(own_conv, qkv, slices)
@@ -131,10 +133,6 @@ def _slices(cu_seqlens: Any, group: Any, width: int) -> state_passing.Slices:
         cu_seqlens.slices = state_passing.make_slices(cu_seqlens, group, width)
     slices: state_passing.Slices = cu_seqlens.slices
     return slices
-
-
-def _convolved(conv: Callable[..., Tensor], weight_FK: Tensor, x_NF: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return conv(x_NF, weight_FK, cu_seqlens)
 
 
 def _torch_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:
