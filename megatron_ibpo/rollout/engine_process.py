@@ -162,11 +162,11 @@ class SamplingEngine:
         """An update has begun and is not finished."""
         self._updates = 0
         """Begun so far."""
+        if self._records_itself:
+            self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
-        if self._records_itself:
-            self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
         gc.collect()
         gc.freeze()
 
