@@ -118,7 +118,7 @@ class Sampled:
 Entry = Begin | Sampled | ClosedBatch
 
 _TOKENS, _FLOATS, _FLAGS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
-_EXPERTS = np.dtype("u1"), np.dtype("<u2")
+_EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
 """By their bytes, less one."""
 
 
@@ -207,8 +207,7 @@ def _choices_fields(ids: ExpertIds) -> list[Any]:
 
 
 def _choices(itemsize: int, shape: list[int], ids: bytes) -> ExpertIds:
-    held: ExpertIds = np.frombuffer(ids, _EXPERTS[itemsize - 1]).reshape(shape).copy()
-    return held
+    return np.frombuffer(ids, _EXPERTS[itemsize - 1]).reshape(shape).copy()
 
 
 def _sample(

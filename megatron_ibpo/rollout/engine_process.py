@@ -165,11 +165,11 @@ class SamplingEngine:
         self._updates = 0
         """Begun so far."""
         self._drafted, self._accepted = 0, 0
+        if self._records_itself:
+            self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
-        if self._records_itself:
-            self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
         gc.collect()
         gc.freeze()
 
