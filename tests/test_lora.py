@@ -118,13 +118,13 @@ def gradients_of_both_forms(world, hf_dir):
 def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(checkpoints, model):
     """W' = W + s·BA gives dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, beside every matrix of the layers."""
     ((found, apart),) = run_ranks(gradients_of_both_forms, 1, checkpoints[model], timeout=400)
-    assert apart < 1e-6
+    assert apart < 1e-10
     worst = 0
     for name, (own, expected) in found.items():
         assert expected.abs().max() > 0, name
         worst = max(worst, ((own - expected).abs().max() / expected.abs().max()).item())
     print(len(found), "factors; worst relative difference", worst, "logits", apart)
-    assert worst < 1e-6
+    assert worst < 1e-10
 
 
 def saved_and_computed(world, hf_dir, directory, targets):
