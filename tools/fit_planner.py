@@ -201,7 +201,7 @@ def from_logarithms(point: np.ndarray) -> Efficiencies:
     return Efficiencies(**dict(zip(PARAMETERS, map(float, np.exp(point)), strict=True)))
 
 
-def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 15) -> Fitted:
+def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 12) -> Fitted:
     """Least squares of logarithms; every source weighs the same as the square root of its figures says, and
     what lies far off counts less (soft L1)."""
     origin = np.log([getattr(start, name) for name in PARAMETERS])
@@ -319,10 +319,10 @@ def by(judged: Sequence[Judged], what: str) -> dict[str, Any]:
 
 
 def left_out(rows: Sequence[Row], start: Efficiencies, of: Mapping[str, str]) -> dict[str, Any]:
-    """Each source predicted by a fit to all the others."""
+    """Each source predicted by a fit to all the others, from where the fit to one half ended."""
     found = {}
     for source in sorted({row.source for row in rows}):
-        others = fit([row for row in rows if row.source != source], start, evaluations=6)
+        others = fit([row for row in rows if row.source != source], start, evaluations=3)
         found[source] = summary(judge([row for row in rows if row.source == source], others.efficiencies, of))
         print(source, found[source], flush=True)
     return found
@@ -384,6 +384,11 @@ def write_page(results: Mapping[str, Any]) -> None:
     PAGE.write_text(text, encoding="utf-8")
 
 
+def keep(results: Mapping[str, Any]) -> None:
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_page(results)
+
+
 @dataclass
 class Arguments:
     save: bool = False
@@ -423,11 +428,14 @@ def main(arguments: Arguments) -> None:
     results["rows"] = [
         asdict(found) | {"error": round(found.error, 4), "loose": found.loose} for found in judged
     ]
-    results["left_out"] = left_out(rows, outcome.efficiencies, of) if arguments.leave_out else {}
+    results["left_out"] = {}
     if arguments.save:
         save(outcome)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        write_page(results)
+        keep(results)
+    if arguments.leave_out:
+        results["left_out"] = left_out(rows, outcome.efficiencies, of)
+        if arguments.save:
+            keep(results)
 
 
 if __name__ == "__main__":
