@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ibpo.config import parse_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import forward_flops, weight_count
+from megatron_ibpo.plan.__main__ import main as plan_command
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.hardware import read_hardware
 from megatron_ibpo.plan.lengths import fixed, log_normal, recorded, uniform
+from megatron_ibpo.plan.prediction import changes, lines, setting_of
 from megatron_ibpo.plan.sampling_time import GIB, Engine, sample
 from megatron_ibpo.plan.step_time import Task, step_times, update_seconds
 from megatron_ibpo.plan.training_time import Batch, Layout, pass_time
@@ -175,3 +178,63 @@ def test_a_weight_update_sends_what_its_transport_must():
     assert update_seconds(DENSE, H100, ALL, transport="resharded", **given) == pytest.approx(whole / 4 / 50e9)
     with pytest.raises(ValueError, match="no transport 'pigeon'"):
         update_seconds(DENSE, H100, ALL, transport="pigeon", **given)
+
+
+RECIPE = Path(__file__).parents[1] / "examples/recipes/qwen3_4b_ibpo.yaml"
+
+
+def setting(*flags):
+    asked = [
+        "--config",
+        str(RECIPE),
+        "--hf-checkpoint",
+        str(MODELS / "qwen3_4b"),
+        "--dry-run-hardware",
+        "h100",
+    ]
+    return setting_of(parse_config([*asked, *flags]), DENSE, 8)
+
+
+def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
+    asked = setting("--recompute-granularity", "full")
+    total = asked.times().total
+    said = "\n".join(lines(asked, steps=100, price=2.0))
+    hours = total * 100 * 8 / 3600
+    assert f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 an hour" in said
+    assert "a step: " in said
+    assert "between" in said
+    helping = changes(asked)
+    assert len(helping) <= 3
+    assert all(change.seconds < total for change in helping)
+    assert "--recompute-granularity none" in {change.flag for change in changes(asked, most=99)}
+
+
+def test_a_mean_length_above_the_longest_is_refused():
+    with pytest.raises(ValueError, match="--dry-run-response-len=99999 exceeds --rollout-max-response-len"):
+        setting("--dry-run-response-len", "99999")
+
+
+def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_path, capsys):
+    asked = ["search", "--gpus", "2", "--hardware", "h200", "--hf-checkpoint", str(MODELS / "qwen3_0_6b")]
+    recipe = tmp_path / "best.yaml"
+    assert plan_command([*asked, "--save", str(recipe), "--top", "3"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    seconds = [float(line.split()[1]) for line in out[:3]]
+    assert seconds == sorted(seconds)
+    best = parse_config(["--config", str(recipe)])
+    assert f"TP{best.parallel.tensor_model_parallel_size} " in out[0]
+    assert (
+        plan_command(
+            [
+                "search",
+                "--gpus",
+                "1",
+                "--hardware",
+                "h100",
+                "--hf-checkpoint",
+                str(MODELS / "qwen3_235b_a22b"),
+            ]
+        )
+        == 2
+    )
+    assert "no layout of qwen3_235b_a22b fits 1 GPUs of h100" in capsys.readouterr().err

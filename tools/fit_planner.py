@@ -28,7 +28,7 @@ from scipy.optimize import least_squares
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import Fields
-from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted, fitted
+from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted, fitted, save
 from megatron_ibpo.plan.evidence import Row, about, halves, model_dimensions, read_evidence
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.lengths import fixed, log_normal, shuffled, uniform
@@ -407,6 +407,8 @@ def main(arguments: Arguments) -> None:
         kind: factor([f for f in unseen if f.kind == kind]) for kind in ("training", "generation", "step")
     }
     outcome = replace(outcome, error={kind: round(value, 3) for kind, value in errors.items()})
+    if arguments.save:
+        save(outcome)
     start = asdict(Efficiencies())
     results: dict[str, Any] = {
         "machine": machine("numpy", "scipy"),
