@@ -229,7 +229,7 @@ def _tensor_seconds(
     backward pass, which gathers the input once more for the gradient of the weights."""
     if layout.tensor == 1:
         return 0.0
-    times = 4 * (1 + (again == 1)) + (6 if backward else 0)
+    times = 4.0 * (1 + (again == 1)) + (6 if backward else 0)
     if shape.is_moe:
         times /= 2  # experts exchange tokens instead
     sent = times * 2 * tokens * shape.hidden_size * (layout.tensor - 1) / layout.tensor
