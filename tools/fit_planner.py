@@ -28,7 +28,7 @@ from scipy.optimize import least_squares
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import Fields
-from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted, save
+from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted, fitted, save
 from megatron_ibpo.plan.evidence import Row, about, halves, model_dimensions, read_evidence
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.lengths import fixed, log_normal, shuffled, uniform
@@ -201,7 +201,7 @@ def from_logarithms(point: np.ndarray) -> Efficiencies:
     return Efficiencies(**dict(zip(PARAMETERS, map(float, np.exp(point)), strict=True)))
 
 
-def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 15) -> Fitted:
+def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 12) -> Fitted:
     """Least squares of logarithms; every source weighs the same as the square root of its figures says, and
     what lies far off counts less (soft L1)."""
     origin = np.log([getattr(start, name) for name in PARAMETERS])
@@ -278,10 +278,11 @@ class Judged:
 def judge(rows: Sequence[Row], reached: Efficiencies, of: Mapping[str, str]) -> list[Judged]:
     judged = []
     for row in rows:
-        values = predict(row.facts, row.kind, _times(row), reached)
+        found = predict(row.facts, row.kind, _times(row), reached)
+        values = {name: float(value) for name, value in found.items()}
         ranges = open_range(row, reached)
         for name, value in values.items():
-            low, high = min(ranges[name][0], value), max(ranges[name][1], value)
+            low, high = float(min(ranges[name][0], value)), float(max(ranges[name][1], value))
             judged.append(
                 Judged(
                     row.source, row.name, of[row.source], row.kind, name, row.measured[name],
@@ -318,14 +319,10 @@ def by(judged: Sequence[Judged], what: str) -> dict[str, Any]:
     return {name: summary([found for found in judged if getattr(found, what) == name]) for name in names}
 
 
-def left_out(rows: Sequence[Row], start: Efficiencies, of: Mapping[str, str]) -> dict[str, Any]:
-    """Each source predicted by a fit to all the others."""
-    found = {}
-    for source in sorted({row.source for row in rows}):
-        others = fit([row for row in rows if row.source != source], start, evaluations=6)
-        found[source] = summary(judge([row for row in rows if row.source == source], others.efficiencies, of))
-        print(source, found[source], flush=True)
-    return found
+def left_out(rows: Sequence[Row], source: str, start: Efficiencies, of: Mapping[str, str]) -> dict[str, Any]:
+    """A source predicted by a fit to all the others, from where the fit to one half ended."""
+    others = fit([row for row in rows if row.source != source], start, evaluations=3)
+    return summary(judge([row for row in rows if row.source == source], others.efficiencies, of))
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -384,10 +381,17 @@ def write_page(results: Mapping[str, Any]) -> None:
     PAGE.write_text(text, encoding="utf-8")
 
 
+def keep(results: Mapping[str, Any]) -> None:
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_page(results)
+
+
 @dataclass
 class Arguments:
     save: bool = False
     """Keep what comes out: efficiencies.yaml, tools/results/fit_planner.json, tables of docs/planner.md."""
+    stored: bool = False
+    """Judge the efficiencies that are stored instead of fitting them."""
     leave_out: bool = True
     """Also fit without each source in turn."""
 
@@ -395,13 +399,16 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     everything = read_evidence()
     rows, of = known(everything), halves(everything)
-    outcome = fit([row for row in rows if of[row.source] == "fitted"], Efficiencies())
+    own = [row for row in rows if of[row.source] == "fitted"]
+    outcome = fitted() if arguments.stored else fit(own, Efficiencies())
     judged = judge(rows, outcome.efficiencies, of)
     unseen = [found for found in judged if found.half == "held out"]
     errors = {
         kind: factor([f for f in unseen if f.kind == kind]) for kind in ("training", "generation", "step")
     }
     outcome = replace(outcome, error={kind: round(value, 3) for kind, value in errors.items()})
+    if arguments.save:
+        save(outcome)
     start = asdict(Efficiencies())
     results: dict[str, Any] = {
         "machine": machine("numpy", "scipy"),
@@ -423,11 +430,13 @@ def main(arguments: Arguments) -> None:
     results["rows"] = [
         asdict(found) | {"error": round(found.error, 4), "loose": found.loose} for found in judged
     ]
-    results["left_out"] = left_out(rows, outcome.efficiencies, of) if arguments.leave_out else {}
-    if arguments.save:
-        save(outcome)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        write_page(results)
+    results["left_out"] = {}
+    for source in [None, *(sorted(results["sources"]) if arguments.leave_out else ())]:
+        if source is not None:
+            results["left_out"][source] = left_out(rows, source, outcome.efficiencies, of)
+            print("left out:", source, results["left_out"][source], flush=True)
+        if arguments.save:
+            keep(results)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.backends import LOCAL
+from megatron_ibpo.models.cost import weight_count
+from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.policy.overrides import CHUNKS, model_chunks
 from megatron_ibpo.world import World
 
@@ -140,6 +142,37 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
             for stage in range(stages)
         ]
     return Census(whole.parameters, trained, whole.largest, parts, parallel, world_size)
+
+
+def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Census:
+    """The same from the shape alone, in no time: norms, biases and short convolutions are left out, all
+    layers of a model are taken to have as much, and adapters to be whole on every rank. For comparing many
+    layouts."""
+    parallel, count = config.parallel, weight_count(shape)
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    expert = shape.hidden_size * shape.expert_hidden_size
+    largest = max(count.table, 2 * shape.hidden_size * shape.ffn_hidden_size, 2 * expert)
+    adapters = adapter_elements(config.model, shape)
+    parts = []
+    for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config))):
+        layers = sum(map(len, ranges))
+        ends = (stage == 0) + (stage == stages - 1)
+        tables = min(ends, 1) if shape.tie_word_embeddings else ends
+        dense = (count.layers * layers // shape.num_layers + tables * count.table) // tensor
+        experts = count.experts * layers // shape.num_layers // expert_ranks
+        parts.append(
+            StagePart(
+                pipeline=stage,
+                dense=dense + adapters * layers // shape.num_layers,
+                experts=experts,
+                frozen_dense=dense if adapters else 0,
+                frozen_experts=experts if adapters else 0,
+                layers=layers,
+                largest=largest // tensor,
+            )
+        )
+    return Census(count.total, adapters or count.total, largest, parts, parallel, world_size)
 
 
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:

@@ -110,9 +110,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 def _say_time(plan: Plan, say: Callable[[str], None]) -> None:
     config = plan.config
-    say(
-        f"Time on {config.run.dry_run_hardware}, predicted; docs/planner.md has the errors of such predictions"
-    )
+    say(f"Time on {config.run.dry_run_hardware}, predicted; its errors are in docs/planner.md")
     try:
         setting = setting_of(config, plan.shape, plan.world_size)
         said = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class Engine:
         shape, reached, count = self.shape, self.reached, weight_count(self.shape)
         bandwidth = self.tensor * self.hardware.memory_bandwidth * reached.decode
         tokens = running * (1 + self.drafted)
-        read = count.layers * self.weight_bytes + 2 * count.table
+        read: Any = count.layers * self.weight_bytes + 2 * count.table
         if shape.is_moe:
             touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** tokens
             read += count.experts * touched * self.weight_bytes
@@ -128,7 +128,7 @@ class Engine:
         """Tokens of a response that a step writes on average."""
         return 1 + sum(self.accepted**place for place in range(1, self.drafted + 1))
 
-    def _between(self, tokens: FloatOrArray) -> FloatOrArray:
+    def _between(self, tokens: Any) -> Any:
         """Sums over the GPUs, two in every layer."""
         if self.tensor == 1:
             return 0.0

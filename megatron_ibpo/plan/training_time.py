@@ -103,7 +103,7 @@ class PassTime:
     """Gradients and weights between data-parallel ranks, where computation does not hide them."""
     optimizer: float
     layers: float
-    """What a layer takes at least."""
+    """Where computing waits for what starts it: a layer takes `Efficiencies.train_layer` at least."""
 
     @property
     def total(self) -> float:
@@ -166,7 +166,8 @@ def pass_time(
     tensor = _tensor_seconds(shape, layout, hardware, reached, rank_tokens, backward, again)
     expert = _expert_seconds(shape, layout, hardware, reached, rank_tokens, backward, again) * routing
     context = max(0.0, _context_seconds(shape, layout, hardware, reached, rank_tokens, backward) - attention)
-    busy = computing + tensor + expert + context + least
+    waiting = max(0.0, least - computing)
+    busy = computing + tensor + expert + context + waiting
     bubble = busy * (layout.pipeline - 1) / (layout.chunks * micro_batches / steps)
     boundary = 0.0
     if layout.pipeline > 1:
@@ -187,7 +188,7 @@ def pass_time(
         pipeline=bubble + boundary,
         data=data,
         optimizer=optimizer,
-        layers=least,
+        layers=waiting,
     )
 
 
@@ -228,7 +229,7 @@ def _tensor_seconds(
     backward pass, which gathers the input once more for the gradient of the weights."""
     if layout.tensor == 1:
         return 0.0
-    times = 4 * (1 + (again == 1)) + (6 if backward else 0)
+    times = 4.0 * (1 + (again == 1)) + (6 if backward else 0)
     if shape.is_moe:
         times /= 2  # experts exchange tokens instead
     sent = times * 2 * tokens * shape.hidden_size * (layout.tensor - 1) / layout.tensor

@@ -55,7 +55,9 @@ def read_hardware(name: str) -> Hardware:
     if name.lower() not in hardware_names():
         raise ValueError(f"no hardware {name!r}; there are {', '.join(hardware_names())}")
     raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    numbers = {field.name for field in fields(Hardware)} - {"name", "about", "source", "linked"}
-    return Hardware(
-        name=name.lower(), **{key: float(raw[key]) if key in numbers else raw[key] for key in raw}
-    )
+    read: dict[str, Any] = {
+        field.name: field.type(raw[field.name]) if callable(field.type) else raw[field.name]
+        for field in fields(Hardware)
+        if field.name != "name"
+    }
+    return Hardware(name=name.lower(), **read)
