@@ -83,6 +83,13 @@ def engine_settings(
     # sampled after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset").
     # On GPUs prefix caching of such models is experimental and finds next to nothing.
     recurrent = read_hf_config(hf_dir).is_recurrent
+    arguments = _taking_new_weights(vllm_arguments(rollout.vllm_arg))
+    if on_cpu and recurrent and "speculative_config" in arguments:
+        # its log-probs of such samples are not those of the model, and it says nothing
+        raise ValueError(
+            "--vllm-arg speculative-config: on CPUs vLLM samples wrongly from models with delta nets when it "
+            "speculates; leave it out, or speculate on GPUs"
+        )
     return EngineSettings(
         model=str(hf_dir),
         eos_token_ids=read_eos_token_ids(hf_dir),
@@ -101,7 +108,7 @@ def engine_settings(
         prefix_caching=not recurrent,
         recompute_kv_after_update=rollout.recompute_kv_after_update,
         stall_timeout=rollout.engine_stall_timeout,
-        extra_arguments=_taking_new_weights(vllm_arguments(rollout.vllm_arg)),
+        extra_arguments=arguments,
     )
 
 
