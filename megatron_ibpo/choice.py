@@ -58,7 +58,8 @@ RECIPES = (
     Recipe("qwen3_4b_ibpo", mixture=False, largest=9e9, gpus=8),
     Recipe("qwen3_32b_ibpo", mixture=False, largest=math.inf, gpus=32),
     Recipe("qwen3_30b_a3b_ibpo", mixture=True, largest=40e9, gpus=8),
-    Recipe("qwen3_next_80b_a3b_ibpo", mixture=True, largest=math.inf, gpus=32),
+    Recipe("qwen3_next_80b_a3b_ibpo", mixture=True, largest=120e9, gpus=32),
+    Recipe("qwen3_235b_a22b_ibpo", mixture=True, largest=math.inf, gpus=64),
 )
 
 

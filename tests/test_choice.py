@@ -30,6 +30,7 @@ def test_parameters_are_counted_from_the_shape():
         "qwen3_30b_a3b": 30.2e9,  # of 30.5 B; input embeddings of its own are left out
         "qwen3_32b": 32.0e9,  # Qwen3-32B has 32.8 B, .78 B of them input embeddings
         "qwen3_next_80b_a3b": 79.4e9,
+        "qwen3_235b_a22b": 234.5e9,  # of 235.1 B
     }
     for name, expected in counts.items():
         assert count_parameters(read_hf_config(MODELS / name)) == pytest.approx(expected, rel=0.01)
@@ -86,6 +87,7 @@ def test_the_recipe_follows_kind_and_size_of_the_model_and_how_many_gpus_there_a
     assert {taken("qwen3_32b", gpus) for gpus in (1, 32, 512)} == {"qwen3_32b_ibpo"}
     assert {taken("qwen3_30b_a3b", gpus) for gpus in (1, 8, 64)} == {"qwen3_30b_a3b_ibpo"}
     assert taken("qwen3_next_80b_a3b", 8) == "qwen3_next_80b_a3b_ibpo"
+    assert {taken("qwen3_235b_a22b", gpus) for gpus in (32, 64, 128)} == {"qwen3_235b_a22b_ibpo"}
 
 
 def test_a_plan_without_gpus_gets_those_of_the_recipe(monkeypatch):

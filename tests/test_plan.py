@@ -42,19 +42,33 @@ NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
 DENSE_32B = REPOSITORY / "examples/models/qwen3_32b"
 DENSE_4B = REPOSITORY / "examples/models/qwen3_4b"
 MIXTURE_30B = REPOSITORY / "examples/models/qwen3_30b_a3b"
-WRITTEN_FOR = {"qwen3_0_6b": 1, "qwen3_4b": 8, "qwen3_30b_a3b": 8, "qwen3_32b": 32, "qwen3_next_80b_a3b": 32}
+WRITTEN_FOR = {
+    "qwen3_0_6b": 1,
+    "qwen3_4b": 8,
+    "qwen3_30b_a3b": 8,
+    "qwen3_32b": 32,
+    "qwen3_next_80b_a3b": 32,
+    "qwen3_235b_a22b": 64,
+}
 """GPUs of the recipe of each model."""
 RECIPES = {
     REPOSITORY / "examples/models" / name: REPOSITORY / f"examples/recipes/{name}_ibpo.yaml"
     for name in WRITTEN_FOR
 }
-QWEN3_5 = {"qwen3_5_0_8b": "qwen3_0_6b", "qwen3_5_27b": "qwen3_32b", "qwen3_5_35b_a3b": "qwen3_30b_a3b"}
+LIKE = {
+    "qwen3_5_0_8b": "qwen3_0_6b",
+    "qwen3_5_27b": "qwen3_32b",
+    "qwen3_5_35b_a3b": "qwen3_30b_a3b",
+    **dict.fromkeys(("llama_3_1_8b", "qwen2_5_7b"), "qwen3_4b"),
+    **dict.fromkeys(("llama_3_1_70b", "qwen2_5_32b"), "qwen3_32b"),
+}
 """Models for which examples/run.sh takes the recipe of another."""
 RECIPES |= {
     REPOSITORY / "examples/models" / name: RECIPES[REPOSITORY / "examples/models" / other]
-    for name, other in QWEN3_5.items()
+    for name, other in LIKE.items()
 }
 GIB = 1024**3
+IN_HOST = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +145,23 @@ def test_qwen3_5_fits_by_the_recipes_for_models_of_its_size(planner, name, gpus,
     assert plan.census.total == hybrid_parameters(text) == parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "flags", "parameters"),
+    [
+        ("llama_3_1_8b", 8, ["--tensor-model-parallel-size", "2"], 8_030_261_248),
+        ("llama_3_1_70b", 64, IN_HOST, 70_553_706_496),
+        ("qwen2_5_7b", 8, ["--tensor-model-parallel-size", "2"], 7_615_616_512),
+        ("qwen2_5_32b", 32, [], 32_763_876_352),
+    ],
+)
+def test_llama_and_qwen2_fit_by_the_recipes_for_models_of_their_size(planner, name, gpus, flags, parameters):
+    """With as many parameters as their makers say."""
+    plan = planner(plan_of, REPOSITORY / "examples/models" / name, gpus, *flags)
+    assert plan.problems == []
+    assert tightest(plan).left > 5 * GIB
+    assert plan.census.total == parameters
+
+
 @pytest.mark.parametrize("name", WRITTEN_FOR)
 def test_a_recipe_says_what_it_needs_and_fits(planner, name):
     model, gpus = REPOSITORY / "examples/models" / name, WRITTEN_FOR[name]
@@ -149,8 +180,7 @@ def planned_in_short(model: Path, gpus: int) -> tuple[Plan, str]:
 def test_a_4b_model_trains_on_one_gpu(planner):
     """By the recipe that examples/run.sh takes for it."""
     recipe = str(RECIPES[REPOSITORY / "examples/models/qwen3_0_6b"])
-    in_host = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]
-    plan = planner(plan_of, DENSE_4B, 1, "--config", recipe, *in_host)
+    plan = planner(plan_of, DENSE_4B, 1, "--config", recipe, *IN_HOST)
     assert plan.problems == []
     assert tightest(plan).left > 20 * GIB
 

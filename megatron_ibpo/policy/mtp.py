@@ -123,7 +123,13 @@ class Mtp:
             rows_R.split(HEAD_ROWS), labels_R.split(HEAD_ROWS), drafted_R.split(HEAD_ROWS), strict=True
         ):
             part, accepted = checkpoint(
-                self._loss_of_rows, whole_NH[rows], weight, labels, drafted, use_reentrant=False
+                self._loss_of_rows,
+                whole_NH[rows],
+                weight,
+                labels,
+                drafted,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
             total = total + part
             sums.append(torch.stack([part.detach(), accepted]))

@@ -225,7 +225,7 @@ class SamplingEngine:
     def step(self) -> list[tuple[Any, ...]]:
         """One token for every running request: (number, ids int32, log-probs float32, finish reason, version
         spans, experts that routers chose or None) of those that end with it."""
-        ended = [output for output in self._llm.step() if output.finished]
+        ended: list[Any] = [output for output in self._llm.step() if output.finished]
         for output in ended:
             if (drafts := output.outputs[0].spec_decode_metrics) is not None:
                 self._drafted += drafts.num_draft_tokens

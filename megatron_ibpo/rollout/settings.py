@@ -88,6 +88,19 @@ def engine_settings(
     # On GPUs prefix caching of such models is experimental and finds next to nothing. There vLLM keeps what
     # routers chose by the blocks of that cache, and records nothing without it.
     prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
+    arguments = _taking_new_weights(vllm_arguments(rollout.vllm_arg))
+    if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
+        # its log-probs of such samples are not those of the model, and it says nothing
+        raise ValueError(
+            "--vllm-arg speculative-config: on CPUs vLLM samples wrongly from models with delta nets when it "
+            "speculates; leave it out, or speculate on GPUs"
+        )
+    if on_cpu and recorded and "speculative_config" in arguments:
+        # a position may be computed for a draft that is rejected, and the record keeps its first choice
+        raise ValueError(
+            "--use-rollout-routing-replay: on CPUs routing is not recorded while vLLM speculates; leave "
+            "--vllm-arg speculative-config out"
+        )
     return EngineSettings(
         model=str(hf_dir),
         eos_token_ids=read_eos_token_ids(hf_dir),
@@ -107,7 +120,7 @@ def engine_settings(
         recompute_kv_after_update=rollout.recompute_kv_after_update,
         stall_timeout=rollout.engine_stall_timeout,
         recorded_experts=recorded,
-        extra_arguments=_taking_new_weights(vllm_arguments(rollout.vllm_arg)),
+        extra_arguments=arguments,
     )
 
 
