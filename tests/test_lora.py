@@ -422,6 +422,7 @@ def test_adapters_that_a_model_or_layout_cannot_have_are_refused(targets, parall
         (["--lora-targets", "q_proj"], "--lora-targets: has no meaning without --lora-rank"),
         (["--lora-rank", "8", "--advantages", "critic", "--loss-variant", "grpo"], "--lora-rank: a critic"),
         (["--lora-rank", "8", "--moe-aux-loss-coeff", "0.1"], "--moe-aux-loss-coeff: balances routers"),
+        (["--lora-rank", "8", "--mtp-num-layers", "1"], "--mtp-num-layers: is trained with all its weights"),
         (
             ["--lora-rank", "8", "--model-override", "moe_shared_expert_overlap=true"],
             "--model-override moe_shared_expert_overlap: computes around",

@@ -330,3 +330,5 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path):
     assert "qwen3 has no multi-token prediction layer" in problem
     (problem,) = check_layout(read_hf_config(bare), layout(pp=2), 2, mtp_layers=1)
     assert "--pipeline-model-parallel-size=2" in problem
+    (problem,) = check_layout(read_hf_config(bare), layout(cp=2), 2, mtp_layers=1)
+    assert "--context-parallel-size=2" in problem

@@ -164,6 +164,11 @@ def _lora_problems(config: Config) -> list[str]:
             "--lora-rank: a critic is trained with all its weights, and adapters are not built for it; take "
             "another --advantages, or drop --lora-rank"
         )
+    if model.mtp_num_layers:
+        problems.append(
+            "--mtp-num-layers: is trained with all its weights, and --lora-rank trains adapters alone; drop "
+            "one of them"
+        )
     if model.moe_aux_loss_coeff > 0:
         problems.append(
             "--moe-aux-loss-coeff: balances routers, which --lora-rank leaves as they are; drop one of them"

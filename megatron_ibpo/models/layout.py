@@ -140,6 +140,11 @@ def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
             f"--mtp-num-layers and --pipeline-model-parallel-size={stages}: the layer takes embedding and "
             "head, which lie on different stages; use 1 stage, or leave the layer untrained"
         )
+    if parallel.context_parallel_size > 1:
+        yield (
+            f"--mtp-num-layers and --context-parallel-size={parallel.context_parallel_size}: the token after "
+            "the next may lie on another rank, and it is not asked for it; use 1, or leave the layer untrained"
+        )
 
 
 def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
