@@ -114,7 +114,7 @@ def gradients_of_both_forms(world, hf_dir):
     return pairs_of, (outputs[0] - outputs[1]).abs().max().item()
 
 
-@pytest.mark.parametrize("model", ["dense", "next", "3.5"])
+@pytest.mark.parametrize("model", ["dense", "next", pytest.param("3.5", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(checkpoints, model):
     """W' = W + s·BA gives dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, beside every matrix of the layers."""
     ((found, apart),) = run_ranks(gradients_of_both_forms, 1, checkpoints[model], timeout=400)
@@ -151,10 +151,10 @@ SOME = ("q_proj", "v_proj", "down_proj", "experts")
     ("model", "targets", "tolerance"),
     [
         ("dense", ("all",), 1e-5),
-        ("dense", ("q_proj", "v_proj"), 1e-5),
         ("next", ("all",), 5e-5),
-        ("next", SOME, 5e-5),
-        ("3.5", ("all",), 5e-5),
+        pytest.param("dense", ("q_proj", "v_proj"), 1e-5, marks=pytest.mark.slow),
+        pytest.param("next", SOME, 5e-5, marks=pytest.mark.slow),
+        pytest.param("3.5", ("all",), 5e-5, marks=pytest.mark.slow),
     ],
 )
 def test_peft_computes_the_same_with_what_is_saved(checkpoints, tmp_path, model, targets, tolerance):
