@@ -9,12 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from test_engine import CheckpointSource, connect, make_config, make_requests, update
 from test_loop import finished, rows_of, start_script
+from test_routing_replay import all_updated, replaying
+from test_trainer import layout
 from test_weights import make_qwen3_moe
 from tiny_models import make_qwen3_next
 
-from megatron_ibpo.records import SampleRequest, no_expert, token_ids
+from megatron_ibpo.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.settings import engine_settings
 
@@ -49,12 +52,14 @@ def agreement(recorded, expected):
     return float((np.sort(recorded, -1) == expected).all(-1).mean())
 
 
-@pytest.mark.slow
-def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(tmp_path):
-    """In bfloat16, so that some choices are not those of float32; chance would be 1 in 6."""
-    old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """(checkpoints before and after an update, samples of the first, one that was running at the update, some
+    of the second), in bfloat16."""
+    place = tmp_path_factory.mktemp("hybrid")
+    old, new = (make_qwen3_next(place / str(seed), seed) for seed in (0, 1))
     requests = make_requests(31)
-    engine = recording_engine(old, tmp_path / "engine.log", "bfloat16")
+    engine = recording_engine(old, place / "engine.log", "bfloat16")
     try:
         samples = engine.generate(requests, version=0, timeout=TIMEOUT)
         source = CheckpointSource(new)
@@ -69,6 +74,13 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
         again = engine.generate([requests[2], requests[1]], version=2, timeout=TIMEOUT)
     finally:
         engine.close()
+    return (old, new), samples, across, again
+
+
+@pytest.mark.slow
+def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(hybrid):
+    """Some choices of bfloat16 are not those of float32; chance would be 1 in 6."""
+    (old, new), samples, across, again = hybrid
     for sample in [*samples, *again]:
         tokens = len(sample.prompt_token_ids) + len(sample.token_ids) - 1
         assert sample.routed_experts.shape == (tokens, 4, 2)
@@ -111,6 +123,39 @@ def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     assert 100 < cached < 200  # whole blocks, and never the last token of the prompt
     assert absent[:cached].all()
     assert agreement(second.routed_experts[cached:], of_second[cached:]) > 0.995
+
+
+def as_rows(samples):
+    return [
+        TrainSequence(
+            sample.prompt_token_ids,
+            sample.token_ids,
+            sample.loss_mask,
+            advantage=1.0 if number % 2 else -1.0,
+            weight=1 / len(samples),
+            prompt_index=number,
+            group=number,
+            index=0,
+            rollout_logprobs=sample.logprobs,
+            routed_experts=sample.routed_experts,
+        )
+        for number, sample in enumerate(samples)
+    ]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs(hybrid):
+    """Under TP2 and EP2: the trainer computes in float32, the engine in bfloat16."""
+    (old, _), samples, _, _ = hybrid
+    parallel = layout(tp=2, ep=2)
+    configs = [replaying(parallel, rollout=replays) for replays in (False, True)]
+    (alone, *_), (replayed, *_) = run_ranks(all_updated, 2, old, configs, as_rows(samples), timeout=600)[0]
+    for name in ("logprob_diff_abs_mean", "logprob_diff_abs_max", "logprob_diff_k3"):
+        print(name, alone[name], replayed[name])
+    print({name: value for name, value in replayed.items() if name.startswith("routing_")})
+    assert replayed["logprob_diff_abs_mean"] < 0.7 * alone["logprob_diff_abs_mean"]
+    assert replayed["routing_live"] == 0
+    assert 0 < replayed["routing_changed"] < 0.1
 
 
 LOOP = ["--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
