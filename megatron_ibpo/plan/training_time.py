@@ -77,7 +77,7 @@ class Batch:
     sequences: float
 
     @classmethod
-    def of(cls, lengths: Sequence[float]) -> "Batch":
+    def of(cls, lengths: Sequence[float] | npt.NDArray[np.float64]) -> "Batch":
         return cls(float(sum(lengths)), float(sum(n * (n + 1) / 2 for n in lengths)), float(len(lengths)))
 
     def scaled(self, share: float) -> "Batch":

@@ -90,7 +90,7 @@ def engine_settings(
     prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
     arguments = _taking_new_weights(vllm_arguments(rollout.vllm_arg))
     if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
-        # its log-probs of such samples are not those of the model, and it says nothing
+        # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and it says nothing
         raise ValueError(
             "--vllm-arg speculative-config: on CPUs vLLM samples wrongly from models with delta nets when it "
             "speculates; leave it out, or speculate on GPUs"
