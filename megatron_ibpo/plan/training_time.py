@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.cost import kept_elements, mixer_flops, weight_count
