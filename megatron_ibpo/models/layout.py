@@ -143,7 +143,7 @@ def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
     if parallel.context_parallel_size > 1:
         yield (
             f"--mtp-num-layers and --context-parallel-size={parallel.context_parallel_size}: the token after "
-            "the next may lie on another rank, and it is not asked for it; use 1, or leave the layer untrained"
+            "the next may lie on another rank, which is not asked; use 1, or leave the layer untrained"
         )
 
 
