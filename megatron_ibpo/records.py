@@ -16,11 +16,34 @@ Floats = npt.NDArray[np.float32]
 """Log-probs: engines and trainers compute them in float32."""
 Weights = npt.NDArray[np.float64]
 """Credit is computed in float64; packing rounds it once, to float32."""
+ExpertIds = npt.NDArray[np.unsignedinteger[Any]]
+"""[tokens read, layers, experts per token]: the experts that a mixture's routers chose for each token that
+was read, which are all of prompt and response but the last. In the smallest type that holds their numbers and
+one more value, `no_expert`."""
 
 
 def token_ids(ids: Any) -> TokenIds:
     """`ids` (any sequence of integers) as records hold them; an int32 array is not copied."""
     return np.asarray(ids, dtype=np.int32)
+
+
+def expert_ids(ids: Any, num_experts: int) -> ExpertIds:
+    """`ids` (any array of integers) as records hold them; negative ones say that there is no record.
+
+    Raises:
+        ValueError: more experts than two bytes count.
+    """
+    if num_experts > np.iinfo(np.uint16).max:
+        raise ValueError(f"routers that choose among {num_experts} experts: two bytes count to 65,535")
+    dtype = np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
+    ids = np.asarray(ids)
+    held: ExpertIds = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
+    return held
+
+
+def no_expert(ids: ExpertIds) -> int:
+    """What stands in `ids` where there is no record, such as of a token that was taken from a cache."""
+    return int(np.iinfo(ids.dtype).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +108,8 @@ class Sample:
     loss_mask: Flags
     """False for tokens that the policy did not write (tool output): they are context and not trained on.
     Same length as `token_ids`."""
+    routed_experts: ExpertIds | None = None
+    """What the engine's routers chose when the log-probs were sampled; None where it does not record."""
     index: int = 0
     """Its index among the responses, or the corrections, of its group."""
     reward: float | None = None
@@ -215,6 +240,8 @@ class TrainSequence:
     """What a critic should have predicted before each response token; None where there is no critic."""
     values: Floats | None = None
     """What it did predict, before the update."""
+    routed_experts: ExpertIds | None = None
+    """As in `Sample`; the routers of the policy choose these again (--use-rollout-routing-replay)."""
 
     @property
     def num_tokens(self) -> int:

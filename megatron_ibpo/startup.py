@@ -420,6 +420,11 @@ def sampling_settings(config: Config) -> str:
 
 
 def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
+    if config.replays_routing and not shape.is_moe:
+        raise ValueError(
+            f"--use-rollout-routing-replay and --use-routing-replay: {shape.family} is dense and routes "
+            "nothing; drop them"
+        )
     if problems := check_layout(shape, config.parallel, world_size, model_chunks(config)):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
 

@@ -209,6 +209,25 @@ def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_co
     assert "gdn_prefill_backend" not in _device_arguments(hybrid)
 
 
+def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    for replays, experts in ((False, 0), (True, 4)):
+        rollout.use_rollout_routing_replay = replays
+        on_gpu, on_cpu = (
+            engine_settings(rollout, checkpoints["next 0"], transport, gpus=(), num_threads=1)
+            for transport in ("ipc", "gloo")
+        )
+        assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
+        assert (on_gpu.prefix_caching, on_cpu.prefix_caching) == (replays, False)
+        assert _device_arguments(on_gpu).get("enable_return_routed_experts", False) == replays
+        assert "enable_return_routed_experts" not in _device_arguments(on_cpu)
+    rollout.vllm_arg = ("enable_return_routed_experts=true",)
+    with pytest.raises(ValueError, match="use --use-rollout-routing-replay"):
+        engine_settings(rollout, checkpoints["next 0"], "ipc", gpus=(0,), num_threads=1)
+
+
 def test_weights_that_are_quantized_before_they_are_loaded_are_refused_at_once(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -106,6 +106,13 @@ floats32 = st.integers(0, 2**32 - 1)
 int64 = st.integers(-(2**63), 2**63 - 1)
 
 
+any_choices = st.none() | st.builds(
+    lambda shape, dtype: np.arange(np.prod(shape)).astype(dtype).reshape(shape),
+    st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 2)),
+    st.sampled_from([np.uint8, np.uint16]),
+)
+
+
 @st.composite
 def any_sample(draw: st.DrawFn) -> Sample:
     tokens = draw(st.lists(st.tuples(st.integers(-(2**31), 2**31 - 1), floats32, st.booleans()), max_size=9))
@@ -122,6 +129,7 @@ def any_sample(draw: st.DrawFn) -> Sample:
         correct=draw(st.booleans()),
         reward_error=draw(st.none() | st.text(st.characters() | st.characters(categories=["Cs"]))),
         reward_details=draw(st.dictionaries(st.text(), st.floats(), max_size=2)),
+        routed_experts=draw(any_choices),
     )
 
 

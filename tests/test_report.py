@@ -488,6 +488,7 @@ def samples(draw, index=0):
         correct=draw(st.booleans()),
         reward_error=draw(st.none() | st.text()),
         reward_details=draw(st.dictionaries(st.text(), floats, max_size=2)),
+        routed_experts=draw(st.sampled_from([None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)])),
     )
 
 

@@ -233,6 +233,9 @@ def _lean_problems(config: Config) -> list[str]:
         "--num-trainers: one process trains": (config.cluster.num_trainers or 1) > 1,
         "--ray-address: it uses no Ray": config.cluster.ray_address is not None,
         "--vllm-arg: it uses no vLLM": bool(config.rollout.vllm_arg),
+        "--use-rollout-routing-replay: it samples dense models alone": (
+            config.rollout.use_rollout_routing_replay
+        ),
         "--load-debug-rollout-data: a replay samples nothing": (
             config.run.load_debug_rollout_data is not None
         ),
@@ -249,6 +252,11 @@ def _contradictory_corrections(loss: LossConfig) -> list[str]:
         problems.append(
             f"--old-logprobs engine: {' and '.join(loss.corrections)} would correct what recomputed "
             "log-probs and the engine's differ by, and nothing is recomputed; drop one or the other"
+        )
+    if loss.use_routing_replay and loss.old_logprobs == "engine":
+        problems.append(
+            "--use-routing-replay: replays the trainer's pass for old log-probs, and --old-logprobs engine "
+            "has none; use --use-rollout-routing-replay"
         )
     return problems
 

@@ -199,6 +199,11 @@ class LossConfig:
     weights at the first of a rollout's optimizer steps, in a forward pass where one is needed; what the
     engine did differently is left to the importance corrections. "engine": those that the engine sampled by,
     which saves the pass, and ratios and clips then act on that difference too."""
+    use_routing_replay: bool = False
+    """For mixtures of experts: in a rollout's optimizer steps the routers choose the experts that they chose
+    in the pass for the old log-probs, so that a ratio is not one between two different models. Off: each pass
+    routes by itself. A mini-batch whose own pass gives its old log-probs (the first, without importance
+    corrections) has nothing to replay."""
     use_tis: bool = False
     """Importance correction: the gradient of each token is weighted by its ratio of trainer to engine, at
     most --tis-clip (ibpo step 14, token by token). Off, as in the paper."""
@@ -488,6 +493,11 @@ class RolloutConfig:
     """When new weights come while responses run, compute their caches anew, so that every later token is the
     new policy's alone. Off: what was asked before the update goes on from the old policy's cache, which saves
     that time; what is asked after it shares nothing with that."""
+    use_rollout_routing_replay: bool = False
+    """For mixtures of experts: engines record which experts their routers chose for each token, and the
+    trainer's routers choose them again, for old log-probs and in the optimizer steps (R3, arXiv 2510.11370).
+    Off: it takes layers x experts per token bytes (two each above 255 experts) of record a token, on the way,
+    in the journal and in the driver's memory: 960 for Qwen3-Next-80B."""
     update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""
@@ -642,3 +652,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def replays_routing(self) -> bool:
+        """The trainer's routers choose experts that were chosen before."""
+        return self.rollout.use_rollout_routing_replay or self.loss.use_routing_replay

@@ -50,6 +50,7 @@ def plain_prompt_sequences(
             sequence,
             prompt_token_ids=group.responses[group.corrections[sequence.index].target].prompt_token_ids,
             off_policy=True,
+            routed_experts=None,  # of tokens that are no longer read
         )
         for sequence in train_sequences(group, number, "correction", columns, weight)
     ]

@@ -36,6 +36,7 @@ def train_sequences(
             reward=reward,
             rollout_logprobs=sample.logprobs,
             token_weights=token_weights,
+            routed_experts=sample.routed_experts,
         )
         for index, (sample, reward, advantage, token_weights) in enumerate(credited)
         if advantage is not None and sample.num_trained_tokens

@@ -7,7 +7,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.records import Sample
+from megatron_ibpo.records import ExpertIds, Sample
 
 FORMAT = 1
 GroupId = tuple[int, int]
@@ -118,6 +118,8 @@ class Sampled:
 Entry = Begin | Sampled | ClosedBatch
 
 _TOKENS, _FLOATS, _FLAGS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
+_EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
+"""By their bytes, less one."""
 
 
 def encode(entry: Entry) -> bytes:
@@ -193,7 +195,19 @@ def _sample_fields(sample: Sample) -> list[Any]:
         sample.reward_error,
     ]
     # left out where there are none, as by versions that knew of none
+    if sample.routed_experts is not None:
+        return [*fields, sample.reward_details, _choices_fields(sample.routed_experts)]
     return [*fields, sample.reward_details] if sample.reward_details else fields
+
+
+def _choices_fields(ids: ExpertIds) -> list[Any]:
+    if ids.dtype not in _EXPERTS or ids.ndim != 3:
+        raise TypeError(f"a sample's routed_experts is {ids.dtype} of shape {ids.shape}")
+    return [ids.dtype.itemsize, list(ids.shape), ids.tobytes()]
+
+
+def _choices(itemsize: int, shape: list[int], ids: bytes) -> ExpertIds:
+    return np.frombuffer(ids, _EXPERTS[itemsize - 1]).reshape(shape).copy()
 
 
 def _sample(
@@ -209,6 +223,7 @@ def _sample(
     correct: bool,
     reward_error: str | None,
     reward_details: dict[str, float] | None = None,
+    routed_experts: list[Any] | None = None,
 ) -> Sample:
     return Sample(
         prompt_token_ids=np.frombuffer(prompt_token_ids, _TOKENS).copy(),
@@ -223,6 +238,7 @@ def _sample(
         correct=correct,
         reward_error=reward_error,
         reward_details=reward_details or {},
+        routed_experts=None if routed_experts is None else _choices(*routed_experts),
     )
 
 

@@ -1,6 +1,7 @@
 """Packed micro-batches through a Megatron model, and its optimizer: what policy and critic share."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,13 @@ from megatron_ibpo.policy.packing import (
     lay_out,
     pack,
     response_values,
+    split_choices,
     split_sequences,
 )
 from megatron_ibpo.policy.param_gather import Waits, find_uncalled, wait_around
 from megatron_ibpo.policy.planning import MicroBatch
-from megatron_ibpo.records import Floats
+from megatron_ibpo.policy.routing_replay import RoutingReplay
+from megatron_ibpo.records import ExpertIds, Floats
 from megatron_ibpo.world import World
 
 Values = Callable[[PackedBatch, Tensor], Tensor]
@@ -105,11 +108,17 @@ def infer(
     values: Values,
     device: torch.device,
     processor: Callable[..., Tensor] | None = None,
+    routing: RoutingReplay | None = None,
+    *,
+    records: list[tuple[int, ExpertIds]] | None = None,
 ) -> list[tuple[int, Floats]]:
     """`values` of every response token in a pass without gradients and dropout. Collective.
 
     Args:
         processor: GPTModel's `output_processor`, instead of its output layer.
+        routing: of the model's routers, where they choose what the micro-batches say; None: by themselves.
+        records: where to put what they chose of each sequence of this rank ([tokens but the last, this rank's
+            layers, K], by its index), on every stage; needs `routing`.
 
     Returns:
         (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
@@ -126,10 +135,15 @@ def infer(
         chunk.eval()
     try:
         with torch.no_grad():
-            found = _run(chunks, batches, output, processor, forward_only=True)
+            found = _run(
+                chunks, batches, output, processor, routing, forward_only=True, records=records is not None
+            )
     finally:
         for chunk in chunks:
             chunk.train()
+    if routing is not None and records is not None:
+        chosen = zip(packs, routing.recorded(batches), strict=True)
+        records += [own for arrays, ids in chosen for own in split_choices(arrays, ids)]
     if not parallel_state.is_pipeline_last_stage():
         return []
     pairs = zip(packs, response_values(batches, found), strict=True)
@@ -143,9 +157,13 @@ def accumulate_gradients(
     loss: Loss,
     world: World,
     processor: Callable[..., Tensor] | None = None,
+    routing: RoutingReplay | None = None,
 ) -> list[dict[str, float]]:
     """Fill the gradient buffers with the gradient of the sum of losses over the micro-batches of all ranks,
     which must not be empty, reduced over the ranks; what was in them is gone. Collective.
+
+    Args:
+        routing: as for `infer`.
 
     Returns:
         what was observed of every rank's micro-batches, in the order of ranks and micro-batches, the same on
@@ -157,7 +175,7 @@ def accumulate_gradients(
     optimizer.zero_grad()
     # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
-    observed = _run(chunks, batches, partial(loss, scale), processor, forward_only=False)
+    observed = _run(chunks, batches, partial(loss, scale), processor, routing, forward_only=False)
     parts = world.all_gather(_on_host(observed) if is_reporting_rank() else [])
     return [piece for part in parts for piece in part]
 
@@ -183,8 +201,10 @@ def _run(
     batches: list[PackedBatch],
     output: Callable[[PackedBatch, Tensor], tuple[Tensor, Any]],
     processor: Callable[..., Tensor] | None,
+    routing: RoutingReplay | None,
     *,
     forward_only: bool,
+    records: bool = False,
 ) -> list[Any]:
     """Every micro-batch through the pipeline.
 
@@ -197,21 +217,23 @@ def _run(
 
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         batch: PackedBatch = next(iterator)
-        return _forward(model, batch, processor), partial(output, batch)
+        with nullcontext() if routing is None else routing.forward(batch):
+            return _forward(model, batch, processor), partial(output, batch)
 
     interleaved = len(chunks) > 1
     schedule = get_forward_backward_func(
         parallel_state.get_pipeline_model_parallel_world_size(), len(chunks) if interleaved else None
     )
-    return schedule(
-        forward_step_func=forward,
-        data_iterator=[iter(batches) for _ in chunks] if interleaved else iter(batches),
-        model=chunks,
-        num_microbatches=len(batches),
-        seq_length=max(batch.input_ids_1N.shape[1] for batch in batches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with nullcontext() if routing is None else routing.schedule(trains=not forward_only, records=records):
+        return schedule(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in chunks] if interleaved else iter(batches),
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=max(batch.input_ids_1N.shape[1] for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
 
 def _forward(model: Any, batch: PackedBatch, processor: Callable[..., Tensor] | None) -> Tensor:

@@ -68,6 +68,7 @@ MODEL_OURS = {
     "recompute_granularity": "use --recompute-granularity",
     "recompute_method": "use --recompute-method",
     "recompute_num_layers": "use --recompute-num-layers",
+    "moe_enable_routing_replay": "use --use-rollout-routing-replay or --use-routing-replay",
     "moe_aux_loss_coeff": "use --moe-aux-loss-coeff",
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
@@ -231,6 +232,27 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
+def _check_replay(config: Config) -> None:
+    """
+    Raises:
+        ValueError: replay of routing with what decides on experts, or repeats it, out of its sight.
+    """
+    if not config.replays_routing:
+        return
+    overrides = model_overrides(config)
+    for name in ("moe_router_fusion", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if overrides.get(name) not in (None, False, "none"):
+            raise ValueError(
+                f"{MODEL} {name}={overrides[name]}: a kernel or a graph would choose experts by itself, and "
+                "--use-rollout-routing-replay and --use-routing-replay choose for it; drop one of both"
+            )
+
+
+def _check_model(config: Config) -> None:
+    _check_pipeline(config)
+    _check_replay(config)
+
+
 def check_overrides(config: Config) -> None:
     """Refuse what cannot be overridden.
 
@@ -239,7 +261,7 @@ def check_overrides(config: Config) -> None:
             cannot run.
     """
     problems = []
-    for read in (_check_pipeline, optimizer_overrides):
+    for read in (_check_model, optimizer_overrides):
         try:
             read(config)
         except ValueError as error:

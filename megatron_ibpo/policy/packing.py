@@ -5,7 +5,7 @@ tokens, N rows of the model's output.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ibpo.loss import LossRows, RowIndex
 from megatron_ibpo.policy.planning import MicroBatch
-from megatron_ibpo.records import Flags, Floats, TokenIds, TrainSequence, Weights
+from megatron_ibpo.records import ExpertIds, Flags, Floats, TokenIds, TrainSequence, Weights, no_expert
 
 Lengths = npt.NDArray[np.int64]
 
@@ -52,6 +52,9 @@ class PackedArrays:
     them, and so has the loss that is reported."""
     off_policy_S: Flags | None = None
     """Sequences that were sampled from another prompt; None where there are none."""
+    routed_experts: ExpertIds | None = None
+    """[tokens but the last of each sequence, layers, experts per token]: what the routers are to choose; None
+    where no sequence has any, and `no_expert` throughout a sequence that has none."""
 
     @property
     def off_policy_R(self) -> Flags | None:
@@ -83,6 +86,15 @@ class PackedBatch:
     """[R] int64, rising: rows in the loss whose rollout log-probs were sampled from this very prompt."""
     rows_R: Lengths
     """Row of each response token."""
+    routed_experts_NLK: ExpertIds | None = None
+    """[N, layers, experts per token] on the host: what the routers are to choose. `no_expert` in the
+    padding."""
+
+    @property
+    def num_rows(self) -> int:
+        """Without the padding."""
+        assert self.rows.index is not None  # `lay_out` made it
+        return self.rows.index.bounds[self.num_sequences]
 
     def loss_rows(self) -> Tensor:
         """[T] int64, rising: the rows that are in the loss. Taking them by number asks nothing of the device;
@@ -119,6 +131,7 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
         values_R=_of_all([s.values for s in chosen]),
         members_S=np.array(micro_batch.members, np.int64),
         off_policy_S=np.array([s.off_policy for s in chosen]) if any(s.off_policy for s in chosen) else None,
+        routed_experts=_joined_choices(chosen),
     )
 
 
@@ -135,6 +148,19 @@ def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.N
 def _of_all(parts: Sequence[npt.NDArray[Any] | None]) -> Floats | None:
     found = [part for part in parts if part is not None]
     return _joined(found, np.float32) if parts and len(found) == len(parts) else None
+
+
+def _joined_choices(sequences: Sequence[TrainSequence]) -> ExpertIds | None:
+    known = next((s.routed_experts for s in sequences if s.routed_experts is not None), None)
+    if known is None:
+        return None
+
+    def of(sequence: TrainSequence) -> ExpertIds:
+        if sequence.routed_experts is not None:
+            return sequence.routed_experts
+        return np.full((sequence.num_tokens - 1, *known.shape[1:]), no_expert(known), known.dtype)
+
+    return np.concatenate([of(sequence) for sequence in sequences])
 
 
 def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> Weights:
@@ -164,6 +190,11 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
         values_N = np.zeros(bounds[-1], np.float32)
         values_N[rows_R] = values_R
         return tensor(values_N, torch.float32)
+
+    def choices(ids: ExpertIds | None) -> ExpertIds | None:
+        if ids is None or not padding:
+            return ids
+        return np.concatenate([ids, np.full((padding, *ids.shape[1:]), no_expert(ids), ids.dtype)])
 
     def sequences(values_S: npt.NDArray[Any], fill: float) -> Tensor:
         return tensor(np.append(values_S, fill) if padding else values_S.copy(), torch.float32)
@@ -210,6 +241,7 @@ def lay_out(arrays: PackedArrays, *, multiple: int, device: torch.device) -> Pac
         num_sequences=len(lengths),
         compared_rows_R=compared_rows_R,
         rows_R=rows_R,
+        routed_experts_NLK=choices(arrays.routed_experts),
     )
 
 
@@ -237,6 +269,25 @@ def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, F
     starts = ends - arrays.response_lengths_S
     spans = zip(arrays.members_S.tolist(), starts.tolist(), ends.tolist(), strict=True)
     return [(member, values_R[start:end]) for member, start, end in spans]
+
+
+def split_choices(arrays: PackedArrays, ids: ExpertIds) -> list[tuple[int, ExpertIds]]:
+    """(index in the list that was planned, what routers chose for its tokens but the last) of each
+    sequence."""
+    ends = (arrays.prompt_lengths_S + arrays.response_lengths_S - 1).cumsum()
+    return list(zip(arrays.members_S.tolist(), np.split(ids, ends[:-1]), strict=True)) if len(ends) else []
+
+
+def with_choices(packs: Sequence[PackedArrays], found: Sequence[tuple[int, ExpertIds]]) -> list[PackedArrays]:
+    """Each micro-batch with what routers are to choose, from choices by sequence as `split_choices` gives
+    them."""
+    by_member = dict(found)
+    return [
+        replace(arrays, routed_experts=np.concatenate([by_member[m] for m in arrays.members_S.tolist()]))
+        if len(arrays.members_S)
+        else arrays
+        for arrays in packs
+    ]
 
 
 def packed_values(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Floats]]) -> list[Floats | None]:

@@ -136,7 +136,8 @@ def plan_update(
     loss = config.loss
     _check(sequences)
     parts = split_minibatches(sequences, loss.num_steps_per_rollout)
-    live = [[_without(s, "returns", "values") for s in part if _is_trained_on(s)] for part in parts]
+    unread = _unread(config)
+    live = [[_without(s, *unread) for s in part if _is_trained_on(s)] for part in parts]
     _check_rollout_logprobs((s for part in live for s in part), loss)
     # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
     needs_old = [
@@ -356,7 +357,12 @@ def _is_trained_on(sequence: TrainSequence) -> bool:
     return sequence.has_advantage and bool(sequence.loss_mask.any())
 
 
-OF_POLICY = ("rollout_logprobs", "token_weights", "token_advantages")
+OF_POLICY = ("rollout_logprobs", "token_weights", "token_advantages", "routed_experts")
+
+
+def _unread(config: Config) -> list[str]:
+    """What an update of the policy does not read."""
+    return ["returns", "values", *([] if config.rollout.use_rollout_routing_replay else ["routed_experts"])]
 
 
 def _without(sequence: TrainSequence, *names: str) -> TrainSequence:
@@ -410,7 +416,7 @@ def _blocks(
     if count < 2:
         return blocks
     for groups in _cut_groups(sequences, count):
-        live = [s for s in sequences if s.group in groups and _is_trained_on(s)]
+        live = [_without(s, *_unread(config)) for s in sequences if s.group in groups and _is_trained_on(s)]
         for own, cut in zip(blocks, _cuts(live, config, num_ranks, cost), strict=True):
             own.append(Block(len(groups), cut))
     return blocks
@@ -451,6 +457,11 @@ def _check(sequences: Iterable[TrainSequence]) -> None:
                     f"sequence {number}: {name} has {len(values)} entries for "
                     f"{len(s.response_token_ids)} response tokens; it needs one for each"
                 )
+        if s.routed_experts is not None and len(s.routed_experts) != s.num_tokens - 1:
+            raise ValueError(
+                f"sequence {number}: routed_experts has {len(s.routed_experts)} entries for {s.num_tokens} "
+                "tokens; it needs one for each but the last"
+            )
 
 
 def _check_rollout_logprobs(sequences: Iterable[TrainSequence], loss: LossConfig) -> None:

@@ -36,11 +36,18 @@ from megatron_ibpo.policy.forward_backward import (
 )
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
-from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, packed, packed_values
+from megatron_ibpo.policy.packing import (
+    PackedArrays,
+    PackedBatch,
+    packed,
+    packed_values,
+    with_choices,
+)
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
-from megatron_ibpo.records import Floats
+from megatron_ibpo.policy.routing_replay import CHANGED, CHOICES, LIVE, RoutingReplay
+from megatron_ibpo.records import ExpertIds, Floats
 from megatron_ibpo.world import World
 
 
@@ -64,7 +71,8 @@ class Trainer:
             reference: its log-probs go with every micro-batch into the loss; None without a KL penalty.
 
         Raises:
-            ValueError: a loss that is unknown, or that its flags do not fit.
+            ValueError: a loss that is unknown, or that its flags do not fit; replay of routing without
+                routers.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
         self.reference = reference
@@ -75,6 +83,7 @@ class Trainer:
         self.chunks, self.optimizer, self.scheduler = make_trainable(
             chunks, config, lr, total_updates, self._processor
         )
+        self.routing = RoutingReplay(self.chunks) if config.replays_routing else None
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """One rollout's optimizer steps. Collective.
@@ -84,6 +93,8 @@ class Trainer:
             because the loss or the gradient was not finite.
         """
         started = time.perf_counter()
+        if self.routing is not None:
+            self.routing.take_counts()  # of passes that measured the gradient
         # all before the first step, when the weights are still those that the ratios are to
         prepared = [self._prepared(part) for part in share]
         seconds_logprobs = time.perf_counter() - started
@@ -99,7 +110,7 @@ class Trainer:
         metrics = totals.metrics()
         metrics["loss"] /= len(share)
         metrics["seconds_old_logprobs"] = seconds_logprobs
-        return metrics | correction_metrics(corrected)
+        return metrics | correction_metrics(corrected) | self._routing_metrics()
 
     def logprobs(self, share: RankForward) -> list[tuple[int, Floats]]:
         """Log-probs of the response tokens under the present weights. Collective.
@@ -115,7 +126,7 @@ class Trainer:
         """As the first optimizer step of an update trains on them: with the engine's log-probs as old ones,
         or without old log-probs, at ratio 1, and with importance corrections. Collective."""
         loss = self.config.loss
-        packs = packed(cut.micro_batches)
+        packs = self._packed(cut.micro_batches)
         if loss.old_logprobs == "engine":
             packs = _with_engine_logprobs(packs)
         elif loss.corrections:
@@ -124,19 +135,43 @@ class Trainer:
         return self._with_reference(packs, cut)
 
     def _prepared(self, part: MiniBatch) -> list[PackedArrays]:
-        packs = packed(part.cut.micro_batches)
+        packs = self._packed(part.cut.micro_batches)
         if self.config.loss.old_logprobs == "engine":
             return _with_engine_logprobs(packs)
         return self._with_old_logprobs(packs, part.cut) if part.needs_old_logprobs else packs
 
+    def _packed(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
+        """With what the routers of this rank are to choose, where the sequences say it."""
+        packs = packed(micro_batches)
+        if self.routing is None:
+            return packs
+        return [
+            arrays
+            if arrays.routed_experts is None
+            else replace(arrays, routed_experts=self.routing.of_own_layers(arrays.routed_experts))
+            for arrays in packs
+        ]
+
     def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Floats]]:
-        """As `infer`."""
+        """As `infer`; routers choose by themselves."""
         packs = packed(micro_batches)
         return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
-        found = packed_values(packs, self._logprobs(cut.forward_batches))
-        return [replace(a, old_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
+        """Also with what the routers chose on the way, under --use-routing-replay."""
+        chosen: list[tuple[int, ExpertIds]] | None = [] if self.config.loss.use_routing_replay else None
+        own = infer(
+            self.chunks,
+            self._packed(cut.forward_batches),
+            self._logprob_output,
+            self.world.device,
+            self._processor,
+            self.routing,
+            records=chosen,
+        )
+        found = packed_values(packs, own)
+        packs = [replace(a, old_logprobs_R=values) for a, values in zip(packs, found, strict=True)]
+        return packs if chosen is None else with_choices(packs, chosen)
 
     def _with_reference(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
         if self.reference is None or not packs:
@@ -191,7 +226,19 @@ class Trainer:
         which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
         was observed of each micro-batch (`_observed`), the same on every rank."""
         output = partial(self._loss_output, objective)
-        return accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world, self._processor)
+        return accumulate_gradients(
+            self.chunks, self.optimizer, packs, output, self.world, self._processor, self.routing
+        )
+
+    def _routing_metrics(self) -> dict[str, float]:
+        """Of the choices that routers made in an update on all ranks: `routing_changed`, the share of those
+        replayed that they would have made otherwise by themselves, and `routing_live`, the share of all that
+        they made by themselves, since nothing was recorded of them."""
+        if self.routing is None:
+            return {}
+        counts = self.world.all_gather(self.routing.take_counts())
+        changed, live, choices = (sum(own[name] for own in counts) for name in (CHANGED, LIVE, CHOICES))
+        return {CHANGED: changed / max(1.0, choices - live), LIVE: live / max(1.0, choices)}
 
     def gradient_norm(self) -> float:
         """Norm of what the gradient buffers hold, each parameter of the whole model counted once."""

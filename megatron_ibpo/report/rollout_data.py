@@ -4,6 +4,7 @@ Token ids stand alongside their text; the text is for readers and is not read ba
 reading gives the same bits; in a prompt's metadata tuples and lists stay what they were.
 """
 
+import base64
 import dataclasses
 import json
 import re
@@ -16,6 +17,7 @@ import numpy as np
 
 from megatron_ibpo.records import (
     Correction,
+    ExpertIds,
     Floats,
     Group,
     Prompt,
@@ -199,6 +201,10 @@ def _sample_to_json(
 ) -> dict[str, Any]:
     """Without what goes without saying: the group's own prompt, a mask that hides nothing, no details."""
     content = {"decoded": decode(sample.token_ids)} | _fields(sample)
+    if sample.routed_experts is None:
+        content = _without(content, "routed_experts")
+    else:
+        content["routed_experts"] = _packed(sample.routed_experts)
     if np.array_equal(sample.prompt_token_ids, usual_prompt):
         content["prompt_token_ids"] = None
     if sample.loss_mask.all():
@@ -210,6 +216,8 @@ def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) 
     sample = _without(item, "decoded")
     if "policy_version" in sample:  # format 1
         sample["versions"] = ((0, sample.pop("policy_version")),)
+    if "routed_experts" in sample:
+        sample["routed_experts"] = _unpacked(**sample["routed_experts"])
     own_prompt, mask = sample.get("prompt_token_ids"), sample.get("loss_mask")
     sample["prompt_token_ids"] = usual_prompt if own_prompt is None else token_ids(own_prompt)
     sample["token_ids"] = token_ids(sample["token_ids"])
@@ -217,6 +225,16 @@ def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) 
     sample["loss_mask"] = np.ones(len(sample["token_ids"]), bool) if mask is None else np.asarray(mask, bool)
     sample["versions"] = tuple((first, version) for first, version in sample["versions"])
     return Sample(**{"index": index} | sample)
+
+
+def _packed(ids: ExpertIds) -> dict[str, Any]:
+    """As text of 4/3 characters a byte: nobody reads so many numbers."""
+    text = base64.b64encode(ids.tobytes()).decode("ascii")
+    return {"dtype": ids.dtype.str, "shape": list(ids.shape), "base64_text": text}
+
+
+def _unpacked(dtype: str, shape: list[int], base64_text: str) -> ExpertIds:
+    return np.frombuffer(base64.b64decode(base64_text), np.dtype(dtype)).reshape(shape).copy()
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -306,7 +306,7 @@ class _Inbox:
             self._news.notify_all()
 
     def _sampled(self, finished: Sequence[tuple[Any, ...]]) -> None:
-        for number, token_ids, logprobs, finish_reason, versions in finished:
+        for number, token_ids, logprobs, finish_reason, versions, routed_experts in finished:
             request = self._open.pop(number, None)
             if request is None:  # aborted after it had been sent
                 continue
@@ -318,6 +318,7 @@ class _Inbox:
                 temperature=request.temperature,
                 versions=versions,
                 loss_mask=np.ones(len(token_ids), dtype=np.bool_),
+                routed_experts=routed_experts,
             )
             self._samples.append((number, sample))
 

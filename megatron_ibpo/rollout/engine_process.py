@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ibpo.records import ExpertIds, expert_ids
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.rollout.settings import EngineSettings
 from megatron_ibpo.weights.transfer.order import NCCL_BACKEND, TransportName
@@ -38,6 +39,8 @@ FLASHINFER_KERNELS = "flashinfer_jit_cache"
 """Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
 net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
 PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
+RECORDING_PLUGIN = "megatron_ibpo.rollout.routing_recorder.RecordingWorker"
+"""The same, and keeps what routers choose, where vLLM's own way is not to be had: on CPUs."""
 NO_VERSION = "none"
 """Of weights that are being replaced."""
 PROGRESS_S = 1.0
@@ -159,6 +162,8 @@ class SamplingEngine:
         """An update has begun and is not finished."""
         self._updates = 0
         """Begun so far."""
+        if self._records_itself:
+            self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
         self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
         while self.busy:  # what is built at first use is built now
             self.step()
@@ -210,14 +215,34 @@ class SamplingEngine:
     def abort(self, numbers: list[int]) -> None:
         """Drop these requests if they have not finished yet."""
         self._llm.abort_request([str(number) for number in numbers])
+        if self._records_itself:
+            self._llm.collective_rpc("forget_routing", args=([str(number) for number in numbers],))
         self._rest_if_idle()
 
     def step(self) -> list[tuple[Any, ...]]:
         """One token for every running request: (number, ids int32, log-probs float32, finish reason, version
-        spans) of those that end with it."""
-        finished = [_finished(output) for output in self._llm.step() if output.finished]
+        spans, experts that routers chose or None) of those that end with it."""
+        outputs = [output for output in self._llm.step() if output.finished]
+        choices = self._routed_experts(outputs)
+        finished = [_finished(output, own) for output, own in zip(outputs, choices, strict=True)]
         self._rest_if_idle()
         return finished
+
+    def _routed_experts(self, outputs: list[Any]) -> list[ExpertIds | None]:
+        """Of each finished request, as `Sample.routed_experts`."""
+        count = self._settings.recorded_experts
+        if not count or not outputs:
+            return [None] * len(outputs)
+        reads = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs]
+        if not self._records_itself:  # vLLM's own; not run
+            return [_native_choices(o, n, count) for o, n in zip(outputs, reads, strict=True)]
+        asked = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
+        of_workers = self._llm.collective_rpc("take_routing", args=(asked,))
+        return [_sent_choices(sent) for sent in of_workers[0]]  # tensor-parallel workers route alike
+
+    @property
+    def _records_itself(self) -> bool:
+        return _records_itself(self._settings)
 
     def _rest_if_idle(self) -> None:
         if not self.busy:
@@ -321,7 +346,30 @@ class SamplingEngine:
         self._llm.engine_core.shutdown()
 
 
-def _finished(output: Any) -> tuple[Any, ...]:
+def _records_itself(settings: EngineSettings) -> bool:
+    """vLLM's own record of routing needs its second model runner, which CPUs do not have."""
+    return settings.recorded_experts > 0 and settings.device == "cpu"
+
+
+def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None:
+    """What a worker recorded of a request."""
+    if sent is None:
+        return None
+    dtype, shape, ids = sent
+    return np.frombuffer(ids, np.dtype(dtype)).reshape(shape)
+
+
+def _native_choices(output: Any, reads: int, num_experts: int) -> ExpertIds:
+    """What vLLM's own record says of a finished request (enable_return_routed_experts). Not run: there was no
+    GPU."""
+    ids = output.outputs[0].routed_experts
+    if ids is None or len(ids) != reads:
+        there = "none" if ids is None else f"{len(ids)}"
+        raise RuntimeError(f"vLLM recorded the routing of {there} of {reads} tokens of a response")
+    return expert_ids(ids, num_experts)
+
+
+def _finished(output: Any, routed_experts: ExpertIds | None) -> tuple[Any, ...]:
     from vllm.logprobs import FlatLogprobs
 
     (completion,) = output.outputs
@@ -334,6 +382,7 @@ def _finished(output: Any) -> tuple[Any, ...]:
         np.array(completion.logprobs.logprobs, dtype=np.float32),
         completion.finish_reason,
         tuple((span.start, int(span.version)) for span in completion.weight_versions),
+        routed_experts,
     )
 
 
@@ -348,6 +397,8 @@ def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
         batched_tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
         return {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
     arguments: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    if settings.recorded_experts:
+        arguments["enable_return_routed_experts"] = True
     if importlib.util.find_spec(FLASHINFER_KERNELS) is None:
         arguments["gdn_prefill_backend"] = "triton"
     return arguments
@@ -374,7 +425,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         disable_log_stats=True,
         seed=0,
         weight_transfer_config=WeightTransferConfig(backend=_backend(settings.transport)),
-        worker_extension_cls=PLUGIN,
+        worker_extension_cls=RECORDING_PLUGIN if _records_itself(settings) else PLUGIN,
         language_model_only=True,  # a vision tower would wait for weights that no update brings
         **{**arguments, **settings.extra_arguments},
     )

@@ -60,6 +60,8 @@ class EngineSettings:
     """Requests that run when new weights come are computed anew with them."""
     stall_timeout: float
     """Seconds in which an engine that has requests must write a token."""
+    recorded_experts: int = 0
+    """Record which of so many experts the routers of every layer choose for each token. 0: nothing."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, as `vllm_arguments` returns them."""
 
@@ -79,10 +81,13 @@ def engine_settings(
         ValueError: the checkpoint names no end-of-sequence token, or --vllm-arg cannot be used.
     """
     on_cpu = transport == "gloo"
+    shape = read_hf_config(hf_dir)
+    recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
     # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token
     # sampled after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset").
-    # On GPUs prefix caching of such models is experimental and finds next to nothing.
-    recurrent = read_hf_config(hf_dir).is_recurrent
+    # On GPUs prefix caching of such models is experimental and finds next to nothing. There vLLM keeps what
+    # routers chose by the blocks of that cache, and records nothing without it.
+    prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
     return EngineSettings(
         model=str(hf_dir),
         eos_token_ids=read_eos_token_ids(hf_dir),
@@ -98,9 +103,10 @@ def engine_settings(
         gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
         enforce_eager=on_cpu or rollout.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
-        prefix_caching=not recurrent,
+        prefix_caching=prefix_caching,
         recompute_kv_after_update=rollout.recompute_kv_after_update,
         stall_timeout=rollout.engine_stall_timeout,
+        recorded_experts=recorded,
         extra_arguments=_taking_new_weights(vllm_arguments(rollout.vllm_arg)),
     )
 

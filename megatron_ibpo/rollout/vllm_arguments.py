@@ -23,6 +23,7 @@ OURS = {
     "weight_transfer_config": None,
     "worker_extension_cls": None,
     "language_model_only": None,
+    "enable_return_routed_experts": "--use-rollout-routing-replay",
 }
 """What every engine is given anyway → the flag that sets it; None: it follows from the rest."""
 

@@ -1,0 +1,213 @@
+"""Routers that choose again what was chosen before: in the engine that sampled, or in an earlier pass.
+
+Only *which* experts is replayed. Their weights are the trainer's own, of its own logits at those experts, so
+that gradients flow through them (R3, arXiv 2510.11370); an expert keeps its slot, and with it its weight.
+
+Megatron's own RouterReplay keeps all routers of a process in one list and what they replay in another, by the
+order of construction and of calls. This takes its place in the routers of one model, layer by layer, and
+knows which micro-batch each call is of.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_ibpo.policy.packing import PackedBatch
+from megatron_ibpo.records import ExpertIds, expert_ids, no_expert
+
+CHANGED, LIVE, CHOICES = "routing_changed", "routing_live", "routing_choices"
+"""What is counted, of choices (one of a token in a layer) in passes that train: those where the router would
+have chosen other experts than it was told, those it was told nothing of, and all."""
+
+
+class RoutingReplay:
+    """The routers of this rank's part of a model."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        """
+        Args:
+            chunks: the model's parts on this rank, wrapped or not.
+
+        Raises:
+            ValueError: they have no routers.
+        """
+        found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        if not found:
+            raise ValueError("replay of routing: the model has no routers")
+        self.layers = [router.layer_number - 1 for router in found]
+        """Of each router here, among the layers of the whole model."""
+        self.num_experts: int = found[0].config.num_moe_experts
+        self._routers = [_Router(self, column) for column in range(len(found))]
+        for router, own in zip(found, self._routers, strict=True):
+            router.router_replay = own
+        self.trains = False
+        self.records = False
+        self.given_NLK: Tensor | None = None
+        """int32 of the rows that routers of this rank see; negative: nothing to replay."""
+        self.real_rows = 0
+        self.in_forward = False
+        self._changed: Tensor | float = 0.0
+        self._live: Tensor | float = 0.0
+        self._choices = 0.0
+
+    def of_own_layers(self, choices: ExpertIds) -> ExpertIds:
+        """[.., layers of the model, K] → [.., layers here, K]."""
+        return choices[:, self.layers]
+
+    @contextmanager
+    def schedule(self, *, trains: bool, records: bool) -> Iterator[None]:
+        """Around all micro-batches of a pass.
+
+        Args:
+            trains: there is a backward pass, which may compute parts of the forward pass again.
+            records: keep what the routers choose for `recorded`.
+
+        Raises:
+            RuntimeError: the backward pass computed another part again than the forward pass announced.
+        """
+        self.trains, self.records = trains, records
+        for router in self._routers:
+            router.chosen.clear()
+        try:
+            yield
+        finally:
+            self.trains = self.records = False
+            left = [len(router.to_recompute) for router in self._routers]
+            for router in self._routers:
+                router.to_recompute.clear()
+        if any(left):
+            raise RuntimeError(f"routers were not asked again of {sum(left)} micro-batches of a checkpoint")
+
+    @contextmanager
+    def forward(self, batch: PackedBatch) -> Iterator[None]:
+        """Around the forward pass of one micro-batch through one chunk."""
+        rows = _own_rows(batch.input_ids_1N.shape[1])
+        self.given_NLK = None
+        if batch.routed_experts_NLK is not None:
+            ids = batch.routed_experts_NLK[rows]
+            wide = np.where(ids == no_expert(ids), -1, ids.astype(np.int32))
+            self.given_NLK = torch.from_numpy(wide).to(batch.input_ids_1N.device)
+        self.real_rows = min(max(batch.num_rows - rows.start, 0), rows.stop - rows.start)
+        self.in_forward = True
+        try:
+            yield
+        finally:
+            self.in_forward = False
+            self.given_NLK = None
+
+    def count(self, changed: Tensor | float, live: Tensor | float, choices: int) -> None:
+        """Add to what `take_counts` gives; nothing waits for the device."""
+        self._changed = self._changed + changed
+        self._live = self._live + live
+        self._choices += choices
+
+    def take_counts(self) -> dict[str, float]:
+        """This rank's counts since the last call. They add up over all ranks, since each sees rows and layers
+        of its own."""
+        counts = {CHANGED: float(self._changed), LIVE: float(self._live), CHOICES: self._choices}
+        self._changed = self._live = self._choices = 0.0
+        return counts
+
+    def recorded(self, batches: Sequence[PackedBatch]) -> list[ExpertIds]:
+        """[rows without padding, layers here, K] of each micro-batch of the pass before, which recorded; the
+        same on all tensor-parallel ranks. Collective among these."""
+        whole = []
+        for number, batch in enumerate(batches):
+            own_NLK = torch.stack([router.chosen[number] for router in self._routers], 1)
+            ids = _all_rows(own_NLK)[: batch.num_rows].cpu().numpy()
+            whole.append(expert_ids(ids, self.num_experts))
+        for router in self._routers:
+            router.chosen.clear()
+        return whole
+
+
+class _Router:
+    """What one router asks in place of Megatron's RouterReplay."""
+
+    def __init__(self, replay: RoutingReplay, column: int) -> None:
+        self._replay, self._column = replay, column
+        self.chosen: list[Tensor] = []
+        """int32 [rows, K] of each micro-batch of a pass that records."""
+        self.to_recompute: deque[Tensor | None] = deque()
+        """What was given in forward passes that a checkpoint will compute again, in order: a chunk's backward
+        passes take the micro-batches in the order of its forward passes, under every schedule."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As RouterReplay's: (scores [rows, K] of the chosen, their ids int64 [rows, K])."""
+        assert default_compute_topk is not None
+        replay = self._replay
+        given = self._given()
+        if given is None:
+            values, ids = default_compute_topk(scores, topk, num_groups, group_topk)
+        else:
+            with torch.no_grad():
+                _, live = default_compute_topk(scores, topk, num_groups, group_topk)
+            ids = torch.where(given[:, :1] < 0, live, given.long())
+            values = scores.gather(1, ids)
+            if replay.trains and replay.in_forward:
+                self._count(given, live, ids)
+        if replay.records and replay.in_forward:
+            self.chosen.append(ids.int())
+        elif given is None and replay.trains and replay.in_forward:
+            replay.count(0.0, float(replay.real_rows), replay.real_rows)
+        return values, ids
+
+    def _given(self) -> Tensor | None:
+        replay = self._replay
+        if not replay.in_forward:
+            if not replay.trains:
+                return None
+            if not self.to_recompute:
+                raise RuntimeError(
+                    "a router was asked again in a backward pass whose forward pass did not announce it: "
+                    "replay of routing knows Megatron's own recomputation only"
+                )
+            return self.to_recompute.popleft()
+        given = None if replay.given_NLK is None else replay.given_NLK[:, self._column]
+        if replay.trains and not torch.is_grad_enabled():  # Megatron's checkpoints run forward without
+            self.to_recompute.append(given)
+        return given
+
+    def _count(self, given: Tensor, live: Tensor, ids: Tensor) -> None:
+        rows = self._replay.real_rows
+        absent = given[:rows, 0] < 0
+        differs = (live[:rows].sort(1).values != ids[:rows].sort(1).values).any(1)
+        self._replay.count(differs.sum(), absent.sum(), rows)
+
+
+def _own_rows(rows: int) -> slice:
+    """The rows that the routers of this rank see: its part of them under sequence parallelism, which mixtures
+    always have under tensor parallelism."""
+    size, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return slice(rows // size * rank, rows // size * (rank + 1))
+
+
+def _all_rows(own_NLK: Tensor) -> Tensor:
+    """Those of all tensor-parallel ranks, in order."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1:
+        return own_NLK
+    whole = own_NLK.new_empty(size * own_NLK.shape[0], *own_NLK.shape[1:])
+    group = parallel_state.get_tensor_model_parallel_group()
+    dist.all_gather_into_tensor(whole, own_NLK.contiguous(), group=group)
+    return whole
