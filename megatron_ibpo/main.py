@@ -36,6 +36,9 @@ COMMANDS = {
         "benchmarks and held-out prompts, without training; comparison of two results",
     ),
     "plan": Command(("-m", "megatron_ibpo.train", "--dry-run"), "what a run would need, without running it"),
+    "search": Command(
+        ("-m", "megatron_ibpo.plan", "search"), "layouts that fit a cluster, by the predicted time of a step"
+    ),
     "convert to-megatron": Command(
         _tool("convert_hf_to_megatron.py"), "Hugging Face checkpoint → Megatron's distributed checkpoint"
     ),

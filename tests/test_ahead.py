@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,15 +24,13 @@ from megatron_ibpo.credit import (
     leaves_gradient,
 )
 from megatron_ibpo.journal import Journal, read_journal
+from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules
 from megatron_ibpo.sampling.memory import JournalMemory, UnderWay
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 STEP = StepTime(fixed=0.01, per_sequence=0.001)
 WANTED, SIZE, STEPS = 3, 2, 6

@@ -20,6 +20,7 @@ from megatron_ibpo.choice import Devices, choose
 from megatron_ibpo.config import parse_config
 from megatron_ibpo.evaluate.__main__ import Comparison
 from megatron_ibpo.main import COMMANDS
+from megatron_ibpo.plan.__main__ import Search
 from megatron_ibpo.report import __main__ as report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,6 +91,8 @@ def check_ibpo(words: list[str]) -> None:
         length += 1  # a policy
     if python[:2] == ("-m", "megatron_ibpo.report"):
         tyro.cli(report.Arguments, args=[*python[2:], *words[length:]])
+    elif python[:2] == ("-m", "megatron_ibpo.plan"):
+        tyro.cli(Search, args=words[length:])
     elif python[0] == "-m":
         parse_config([*python[2:], *words[length:]])
     else:

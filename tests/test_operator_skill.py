@@ -15,6 +15,7 @@ import pytest
 from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary
 from megatron_ibpo.data import PromptSource
+from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.report.page.sources import open_source
 from megatron_ibpo.rollout.plans import group_requests
@@ -31,9 +32,6 @@ from megatron_ibpo.study.operator_skill import (
     success_rate,
     try_corrections,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 ROOT = Path(__file__).resolve().parents[1]
 RIGHT, EOS, HEADING = 50, 1, 40

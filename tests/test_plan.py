@@ -23,6 +23,7 @@ from megatron_ibpo.config import Config, ParallelConfig, parse_config
 from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
+from megatron_ibpo.plan.census import estimate_census
 from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
 from megatron_ibpo.plan.main_memory import census_by_names
 from megatron_ibpo.plan.memory import (
@@ -553,3 +554,22 @@ def test_several_nodes_need_a_shared_run_directory():
     done = run_script("run_qwen3_32b_ibpo.sh", MASTER_PORT="0", NODE_RANK="1", RUN_DIR="")
     assert done.returncode == 2
     assert "set RUN_DIR to a directory that all 4 nodes share" in done.stderr
+
+
+def test_an_estimate_of_the_parameters_is_near_the_count_on_the_real_model(plan_80b):
+    counted = plan_80b.census
+    estimated = estimate_census(plan_80b.shape, plan_80b.config, 32)
+    assert estimated.total == pytest.approx(counted.total, rel=0.002)
+    assert estimated.largest == counted.largest
+    for about, real in zip(estimated.stages, counted.stages, strict=True):
+        assert about.parameters == pytest.approx(real.parameters, rel=0.01)
+        assert (about.layers, about.pipeline) == (real.layers, real.pipeline)
+
+
+def test_the_dry_run_predicts_time_where_hardware_is_named():
+    status, text = printed(DENSE_4B, "--dry-run-hardware", "h100", "--dry-run-world-size", "8")
+    assert status == FITS
+    assert "Time on h100, predicted" in text
+    assert "GPU-hours" in text
+    status, text = printed(DENSE_4B, "--dry-run-hardware", "abacus", "--dry-run-world-size", "8")
+    assert "not predicted: no hardware 'abacus'; there are a100" in text

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron_ibpo.credit import (
     is_informative,
     leaves_gradient,
 )
+from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError
 from megatron_ibpo.rollout.plans import group_requests
@@ -36,9 +36,6 @@ from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 STEP = StepTime(fixed=0.01, per_sequence=0.001)
 ROLLOUT = RolloutConfig(rollout_batch_size=6, n_samples_per_prompt=4, rollout_max_response_len=40)

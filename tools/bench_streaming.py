@@ -22,7 +22,6 @@ from typing import Any
 
 import psutil
 import tyro
-from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import (
@@ -33,6 +32,7 @@ from megatron_ibpo.credit import (
     Vocabulary,
     any_group,
 )
+from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.settings import engine_settings

@@ -619,6 +619,14 @@ class RunConfig:
     """Memory of one GPU that the plan must fit."""
     dry_run_gpus_per_node: Annotated[int, at_least(1)] = 8
     """GPUs of one node in a dry run."""
+    dry_run_hardware: str | None = None
+    """Kind of GPU, such as h100, for which a dry run predicts the seconds of a step; docs/planner.md lists
+    them, with the errors of its predictions. None: time is not predicted."""
+    dry_run_response_len: Annotated[int | None, at_least(1)] = None
+    """Mean tokens of a response in that prediction. None: half of --rollout-max-response-len, since nothing
+    tells before the first step."""
+    gpu_hour_price: Annotated[float | None, NOT_NEGATIVE] = None
+    """Price of a GPU for an hour, in any currency: a predicted run's cost is shown in it."""
 
 
 @dataclass

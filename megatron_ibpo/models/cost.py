@@ -136,3 +136,44 @@ def largest_module(shape: ModelShape) -> int:
     hidden = shape.hidden_size
     experts = 3 * shape.num_experts * shape.expert_hidden_size
     return hidden * max(shape.vocab_size, experts, 2 * shape.ffn_hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCount:
+    """Weights of a model's matrices; norms, biases and short convolutions are left out."""
+
+    layers: int
+    """Of all layers, without the experts that tokens choose."""
+    experts: int
+    """Of all these."""
+    chosen: int
+    """Of those that one token goes through."""
+    table: int
+    """Of the embeddings, and again of the head."""
+    tied: bool
+    """Both are one."""
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.experts + self.table * (1 if self.tied else 2)
+
+
+@lru_cache(maxsize=64)
+def weight_count(shape: ModelShape) -> WeightCount:
+    mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
+    expert = 3 * shape.hidden_size * shape.expert_hidden_size
+    chosen = shape.num_layers * shape.experts_per_token * expert
+    return WeightCount(
+        layers=mixers + shape.num_layers * _mlp_weights(shape) - chosen,
+        experts=shape.num_layers * shape.num_experts * expert,
+        chosen=chosen,
+        table=shape.hidden_size * shape.vocab_size,
+        tied=shape.tie_word_embeddings,
+    )
+
+
+@lru_cache(maxsize=64)
+def mixer_flops(shape: ModelShape) -> tuple[int, int]:
+    """(operations of all mixers for each token beyond products with weights, for each pair of tokens)"""
+    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
+    return sum(mixer.flops_per_token for mixer in mixers), sum(mixer.flops_per_pair for mixer in mixers)

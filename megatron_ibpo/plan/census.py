@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models.cost import weight_count
 from megatron_ibpo.policy.overrides import CHUNKS, model_chunks
 from megatron_ibpo.world import World
 
@@ -121,6 +122,28 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
             for stage in range(stages)
         ]
     return Census(whole.parameters, whole.largest, parts, parallel, world_size)
+
+
+def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Census:
+    """The same from the shape alone, in no time: norms, biases and short convolutions are left out, and all
+    layers of a model are taken to have as much. For comparing many layouts."""
+    parallel, count = config.parallel, weight_count(shape)
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    expert = shape.hidden_size * shape.expert_hidden_size
+    largest = max(count.table, 2 * shape.hidden_size * shape.ffn_hidden_size, 2 * expert)
+    parts = []
+    for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config))):
+        layers = sum(map(len, ranges))
+        ends = (stage == 0) + (stage == stages - 1)
+        tables = min(ends, 1) if shape.tie_word_embeddings else ends
+        dense = (count.layers * layers // shape.num_layers + tables * count.table) // tensor
+        parts.append(
+            StagePart(
+                stage, dense, count.experts * layers // shape.num_layers // experts, layers, largest // tensor
+            )
+        )
+    return Census(count.total, largest, parts, parallel, world_size)
 
 
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:

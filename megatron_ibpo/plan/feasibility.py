@@ -4,7 +4,7 @@ A rank's part of every stage of the real model is built on the meta device (`cen
 it (`memory`), and what training and vLLM would refuse is refused here, with the reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
@@ -52,8 +52,15 @@ class Plan:
         return 0 if self.placement is None else len(self.placement.engines)
 
 
-def make_plan(config: Config, world_size: int) -> Plan:
+def make_plan(
+    config: Config,
+    world_size: int,
+    count: Callable[[ModelShape, Config, int], Census] = take_census,
+) -> Plan:
     """Work out the plan of a run on `world_size` ranks.
+
+    Args:
+        count: counts parameters, on the real model unless another is given.
 
     Raises:
         ModelConfigError: there is no usable config.json.
@@ -69,7 +76,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     problems += _context_problems(shape, config.rollout, context)
     if problems:
         return Plan(config, shape, world_size, problems)
-    census = take_census(shape, config, world_size)
+    census = count(shape, config, world_size)
     max_tokens = max(config.model.max_tokens_per_gpu, context)
     stages = [rank_memory(shape, config, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)

@@ -30,6 +30,7 @@ from megatron_ibpo.plan.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
+from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.plan.uncounted import not_counted
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes, kept_at_once
@@ -90,6 +91,9 @@ def _print_plan(plan: Plan, console: Console) -> None:
         say()
         for line in _remarks(plan, plan.census):
             say(line)
+        if config.run.dry_run_hardware is not None:
+            say()
+            _say_time(plan, say)
     say()
     if not plan.problems:
         least = tightest(plan)
@@ -102,6 +106,18 @@ def _print_plan(plan: Plan, console: Console) -> None:
     say("This cannot work:")
     for problem in plan.problems:
         say(f"  - {problem}")
+
+
+def _say_time(plan: Plan, say: Callable[[str], None]) -> None:
+    config = plan.config
+    say(f"Time on {config.run.dry_run_hardware}, predicted; its errors are in docs/planner.md")
+    try:
+        setting = setting_of(config, plan.shape, plan.world_size)
+        said = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
+    except ValueError as error:
+        said = [f"not predicted: {error}"]
+    for line in said:
+        say(line)
 
 
 def in_short(plan: Plan) -> str:

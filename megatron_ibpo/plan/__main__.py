@@ -1,0 +1,91 @@
+"""Search the layouts of a run before it is started.
+
+    python -m megatron_ibpo.plan search --gpus 64 --hardware h100 --hf-checkpoint DIR
+
+Only config.json of the checkpoint is read. docs/planner.md says what predictions are worth.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron_ibpo.choice import choose_recipe
+from megatron_ibpo.config import parse_config, write_config
+from megatron_ibpo.models import ModelConfigError, read_hf_config
+from megatron_ibpo.plan.prediction import lines
+from megatron_ibpo.plan.search import Found, search
+
+BAD_INPUT = 2
+
+
+@dataclass
+class Search:
+    """Layouts of a run on so many GPUs, fastest first, and the best as a recipe."""
+
+    gpus: int
+    """GPUs in all, trainers' and engines'."""
+    hardware: str
+    """Kind of GPU; docs/planner.md lists them."""
+    hf_checkpoint: Path
+    """Directory with the model's config.json."""
+    config: Path | None = None
+    """Recipe with batch and lengths; that for the model and the GPUs when None."""
+    response_len: int | None = None
+    """Mean tokens of a response; half of the longest when None."""
+    top: int = 8
+    """Layouts that are shown."""
+    save: Path | None = None
+    """File for the best as a recipe."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] != ["search"]:
+        print(__doc__)
+        return 0 if words in (["-h"], ["--help"]) else BAD_INPUT
+    try:
+        return run(tyro.cli(Search, args=words[1:], description=__doc__))
+    except (ModelConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def run(arguments: Search) -> int:
+    shape = read_hf_config(arguments.hf_checkpoint)
+    recipe = arguments.config or choose_recipe(shape, arguments.gpus).path
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(arguments.hf_checkpoint)])
+    config.run.dry_run_response_len = arguments.response_len
+    found = search(config, arguments.gpus, arguments.hardware, arguments.top)
+    for place, layout in enumerate(found, 1):
+        print(f"{place}. {layout.seconds:,.1f} s a step: {described(layout)}")
+    best = found[0]
+    print("\nThe first:")
+    print("\n".join(lines(best.setting, best.config.run.num_rollout)))
+    if arguments.save is not None:
+        write_config(best.config, arguments.save)
+        print(f"its recipe: {arguments.save}")
+    return 0
+
+
+def described(found: Found) -> str:
+    """A layout in a line."""
+    layout, engine, task = found.setting.layout, found.setting.engine, found.setting.task
+    words = [f"TP{layout.tensor} PP{layout.pipeline} EP{layout.expert} DP{layout.data}"]
+    if layout.recompute != "none":
+        words.append("recomputed")
+    if layout.offload_optimizer:
+        words.append("optimizer in main memory")
+    where = (
+        "on the same GPUs" if found.setting.colocated else f"on {found.setting.engine_gpus} GPUs of their own"
+    )
+    words.append(f"engines of {engine.tensor} {where}")
+    if task.staleness:
+        words.append(f"staleness {task.staleness}")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

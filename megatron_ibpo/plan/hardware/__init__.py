@@ -1,0 +1,63 @@
+"""GPUs as data: one file each, figures of their makers' data sheets, for dense products."""
+
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_PLACE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A kind of GPU and what joins several of them. What of it a program reaches is fitted, not here
+    (`plan.efficiencies`)."""
+
+    name: str
+    about: str
+    source: str
+    memory_gib: float
+    """That a program sees."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    peak_bf16: float
+    """Floating-point operations per second of dense products."""
+    peak_fp8: float
+    linked: int
+    """GPUs that `link` joins: those of a node, or of a rack."""
+    link: float
+    """Bytes per second that a GPU sends to the others of these."""
+    network: float
+    """The same to all other GPUs."""
+    host_link: float
+    """The same to main memory."""
+
+    def peak(self, precision: str) -> float:
+        """Of products in `bf16`, or in any kind of fp8."""
+        return self.peak_bf16 if precision == "bf16" else self.peak_fp8
+
+    def between(self, gpus: int) -> float:
+        """Bytes per second that each of so many neighbouring GPUs sends to the others at once."""
+        return self.link if gpus <= self.linked else self.network
+
+
+def hardware_names() -> list[str]:
+    """What `read_hardware` knows."""
+    return sorted(path.stem for path in _PLACE.glob("*.yaml"))
+
+
+@cache
+def read_hardware(name: str) -> Hardware:
+    """Raises ValueError for a name that no file has."""
+    path = _PLACE / f"{name.lower()}.yaml"
+    if name.lower() not in hardware_names():
+        raise ValueError(f"no hardware {name!r}; there are {', '.join(hardware_names())}")
+    raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    read: dict[str, Any] = {
+        field.name: field.type(raw[field.name]) if callable(field.type) else raw[field.name]
+        for field in fields(Hardware)
+        if field.name != "name"
+    }
+    return Hardware(name=name.lower(), **read)

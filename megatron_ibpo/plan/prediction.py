@@ -1,0 +1,210 @@
+"""What a run would take on given hardware: seconds of a step by stage, GPU-hours, and what would help."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.plan.efficiencies import Fitted, fitted
+from megatron_ibpo.plan.hardware import Hardware, read_hardware
+from megatron_ibpo.plan.lengths import log_normal
+from megatron_ibpo.plan.sampling_time import Engine
+from megatron_ibpo.plan.step_time import StepTimes, Task, step_times
+from megatron_ibpo.plan.training_time import Batch, Layout
+from megatron_ibpo.policy.overrides import model_chunks, model_overrides
+
+WRONG = 0.5
+"""Share of responses taken to be wrong, each of which is corrected --ibpo-corrections times."""
+_POINTS = 512
+"""Lengths that stand for a step's responses."""
+_PROMPT = 200
+"""Tokens that a prompt is taken to have: a question of mathematics."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a prediction needs; alternatives change a part of it."""
+
+    shape: ModelShape
+    layout: Layout
+    engine: Engine
+    task: Task
+    hardware: Hardware
+    engine_gpus: int
+    colocated: bool
+    known: Fitted
+
+    def times(self) -> StepTimes:
+        """Raises ValueError where an engine does not hold weights and a sequence."""
+        return step_times(
+            self.shape,
+            self.layout,
+            self.engine,
+            self.task,
+            self.hardware,
+            self.known.efficiencies,
+            engine_gpus=self.engine_gpus,
+            colocated=self.colocated,
+        )
+
+    @property
+    def batch(self) -> Batch:
+        """What the update goes over."""
+        lengths = np.asarray(self.task.responses) + self.task.prompt
+        return Batch.of(lengths).scaled(self.task.count * (1 + self.task.corrections) / len(lengths))
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.gpus + (0 if self.colocated else self.engine_gpus)
+
+    @property
+    def factor(self) -> float:
+        """Within which nine of ten published steps of the held-out half lay, both ways."""
+        return self.known.error.get("step", 2.0)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another setting of a flag."""
+
+    flag: str
+    seconds: float
+    """Of a step with it."""
+
+
+def setting_of(config: Config, shape: ModelShape, world_size: int) -> Setting:
+    """Of a configuration whose device and context are resolved (`plan.feasibility`).
+
+    Raises:
+        ValueError: no such hardware, or a mean length above the longest.
+    """
+    assert config.run.dry_run_hardware is not None
+    hardware, known = read_hardware(config.run.dry_run_hardware), fitted()
+    rollout, parallel = config.rollout, config.parallel
+    longest = rollout.rollout_max_response_len
+    mean = config.run.dry_run_response_len or max(1, longest // 2)
+    if mean > longest:
+        raise ValueError(f"--dry-run-response-len={mean} exceeds --rollout-max-response-len={longest}")
+    corrections = config.algorithm.ibpo_corrections * WRONG
+    reference = 1 if config.loss.kl_coef > 0 else 0
+    task = Task(
+        responses=log_normal(mean, longest, _POINTS),
+        count=rollout.rollout_batch_size * rollout.n_samples_per_prompt,
+        prompt=_PROMPT,
+        group=rollout.n_samples_per_prompt,
+        corrections=corrections,
+        correction_prompt=mean * config.algorithm.ibpo_k if corrections else 0,
+        updates=config.loss.num_steps_per_rollout,
+        passes_without_gradient=1 + reference,
+        staleness=rollout.max_staleness,
+    )
+    layout = Layout(
+        gpus=world_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        chunks=model_chunks(config),
+        precision="fp8" if model_overrides(config).get("fp8") else "bf16",
+        recompute=config.model.recompute_granularity,
+        offload_optimizer=config.optimizer.optimizer_cpu_offload,
+        micro_batch=config.model.max_tokens_per_gpu,
+    )
+    engine = Engine(
+        shape=shape,
+        hardware=hardware,
+        reached=known.efficiencies,
+        tensor=rollout.rollout_num_gpus_per_engine,
+        memory_share=rollout.vllm_gpu_memory_utilization,
+        most_running=rollout.vllm_max_num_seqs,
+    )
+    own = rollout.rollout_num_gpus or world_size
+    engine_gpus = world_size if rollout.colocate else own
+    return Setting(shape, layout, engine, task, hardware, engine_gpus, rollout.colocate, known)
+
+
+def changes(setting: Setting, most: int = 3) -> list[Change]:
+    """Those of a few single changes that would save most, best first; whether memory allows them is the dry
+    run's to say once they are made."""
+    before = setting.times().total
+    found = []
+    for flag, other in _others(setting):
+        try:
+            seconds = other.times().total
+        except ValueError:  # an engine does not hold it
+            continue
+        if seconds < 0.99 * before:
+            found.append(Change(flag, seconds))
+    return sorted(found, key=lambda change: change.seconds)[:most]
+
+
+def _others(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    layout, engine, task = setting.layout, setting.engine, setting.task
+    if layout.recompute != "none":
+        yield "--recompute-granularity none", replace(setting, layout=replace(layout, recompute="none"))
+    if layout.offload_optimizer:
+        yield (
+            "--no-optimizer-cpu-offload",
+            replace(setting, layout=replace(layout, offload_optimizer=False)),
+        )
+    for tensor in (layout.tensor // 2, layout.tensor * 2):
+        if 1 <= tensor <= setting.hardware.linked and layout.gpus % (tensor * layout.pipeline) == 0:
+            yield (
+                f"--tensor-model-parallel-size {tensor}",
+                replace(setting, layout=replace(layout, tensor=tensor)),
+            )
+    for tensor in (engine.tensor // 2, engine.tensor * 2):
+        if tensor >= 1 and setting.engine_gpus % tensor == 0 and tensor <= setting.hardware.linked:
+            yield (
+                f"--rollout-num-gpus-per-engine {tensor}",
+                replace(setting, engine=replace(engine, tensor=tensor)),
+            )
+    if engine.most_running < 1024:
+        yield (
+            f"--vllm-max-num-seqs {2 * engine.most_running}",
+            replace(setting, engine=replace(engine, most_running=2 * engine.most_running)),
+        )
+    if layout.precision == "bf16" and setting.hardware.peak_fp8 > setting.hardware.peak_bf16:
+        yield "--model-override fp8=hybrid", replace(setting, layout=replace(layout, precision="fp8"))
+    if not setting.colocated and task.staleness < 4:
+        staleness = task.staleness + 1
+        yield f"--max-staleness {staleness}", replace(setting, task=replace(task, staleness=staleness))
+    if task.corrections:
+        yield "--ibpo-corrections 0", replace(setting, task=replace(task, corrections=0.0))
+
+
+def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]:
+    """For people to read.
+
+    Args:
+        steps: of the whole run.
+        price: of a GPU for an hour, in any currency.
+    """
+    times, factor = setting.times(), setting.factor
+    total, tokens = times.total, setting.task.count * float(np.mean(setting.task.responses))
+    hours = total * steps * setting.gpus / 3600
+    said = [
+        f"a step: {_seconds(total)}, between {_seconds(total / factor)} and {_seconds(total * factor)}; "
+        f"{tokens / total / setting.gpus:,.0f} response tokens a second and GPU",
+    ]
+    for stage, seconds in times.stages().items():
+        if seconds >= 0.005 * total:
+            what = times.bound.get(stage)
+            said.append(f"  {stage.replace('_', '-')}: {_seconds(seconds)}{f' ({what})' if what else ''}")
+    if not setting.colocated and setting.task.staleness:
+        said.append("  engines and trainers work at the same time: a step takes less than the sum")
+    sampled = times.sampled
+    said.append(
+        f"an engine runs {sampled.mean_running:.0f} sequences on average, of {sampled.slots} slots; "
+        f"{100 * sampled.tail / max(sampled.seconds, 1e-9):.0f} % of sampling waits for the longest responses"
+    )
+    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
+    said.append(f"the run of {steps} steps: {hours:,.0f} GPU-hours{cost}")
+    better = changes(setting)
+    said += [f"would help: {change.flag}, {_seconds(change.seconds)} a step" for change in better]
+    return said
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"

@@ -1,0 +1,143 @@
+"""Layouts of a run on so many GPUs, ranked by the predicted seconds of a step; those whose memory fits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.plan.census import estimate_census
+from megatron_ibpo.plan.feasibility import Plan, make_plan
+from megatron_ibpo.plan.hardware import Hardware, read_hardware
+from megatron_ibpo.plan.prediction import Setting, setting_of
+from megatron_ibpo.plan.training_time import pass_time
+
+SIZES = (1, 2, 4, 8)
+"""Of tensor and pipeline parallelism."""
+EXPERTS = (1, 2, 4, 8, 16, 32, 64)
+ENGINES = (1, 2, 4, 8, 16)
+"""GPUs of an engine."""
+SHARES = (0.25, 0.5, 0.75)
+"""Of the GPUs, for engines of their own."""
+STALENESS = (0, 1, 4)
+"""Steps that engines of their own sample ahead."""
+_TRAINERS = 12
+"""Fastest layouts of the trainer that are combined with every kind of engines."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits."""
+
+    config: Config
+    seconds: float
+    """Of a step."""
+    setting: Setting
+    plan: Plan
+
+
+def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Found]:
+    """The fastest layouts that fit, fastest first. Context parallelism is not searched: trainers have none.
+
+    Args:
+        config: model, batch and lengths; its layout is replaced.
+
+    Raises:
+        ValueError: no such hardware, or nothing fits.
+    """
+    assert config.model.hf_checkpoint is not None
+    shape, kind = read_hf_config(config.model.hf_checkpoint), read_hardware(hardware)
+    run = replace(
+        config.run,
+        dry_run_hardware=kind.name,
+        dry_run_gpu_memory_gib=kind.memory_gib,
+        dry_run_gpus_per_node=min(8, kind.linked, gpus),
+    )
+    timed = [
+        (setting.times().total, number, setting, candidate)
+        for number, (setting, candidate) in enumerate(
+            _candidates(replace(config, run=run), shape, kind, gpus)
+        )
+    ]
+    found: list[Found] = []
+    problems: list[str] = []
+    for seconds, _, setting, candidate in sorted(timed, key=lambda entry: entry[:2]):
+        plan = make_plan(candidate, setting.layout.gpus, estimate_census)
+        if plan.problems:
+            problems = problems or plan.problems
+            continue
+        found.append(Found(candidate, seconds, setting, plan))
+        if len(found) == most:
+            break
+    if not found:
+        reason = f": {problems[0]}" if problems else ""
+        raise ValueError(
+            f"no layout of {config.model.hf_checkpoint.name} fits {gpus} GPUs of {kind.name}{reason}"
+        )
+    return found
+
+
+def _candidates(
+    config: Config, shape: ModelShape, hardware: Hardware, gpus: int
+) -> Iterator[tuple[Setting, Config]]:
+    """Engines of every kind beside the trainer's fastest layouts that have room."""
+    for own in (0, *(int(gpus * share) for share in SHARES if gpus * share >= 1)):
+        trainers = _trainers(config, shape, gpus - own)
+        for trainer, size, staleness in product(trainers, ENGINES, STALENESS if own else (0,)):
+            if size > (own or gpus) or (own or gpus) % size:
+                continue
+            rollout = replace(
+                trainer.rollout,
+                colocate=not own,
+                rollout_num_gpus=own or None,
+                rollout_num_gpus_per_engine=size,
+                max_staleness=staleness,
+            )
+            candidate = replace(trainer, rollout=rollout)
+            setting = setting_of(candidate, shape, gpus - own)
+            try:
+                setting.times()
+            except ValueError:  # an engine does not hold weights and a sequence
+                continue
+            yield setting, candidate
+
+
+def _trainers(config: Config, shape: ModelShape, gpus: int) -> list[Config]:
+    """The fastest whose training fits by itself."""
+    timed = []
+    for number, candidate in enumerate(_layouts(config, shape, gpus)):
+        setting = setting_of(candidate, shape, gpus)
+        reached, steps = setting.known.efficiencies, setting.task.updates
+        passes = pass_time(shape, setting.layout, setting.hardware, reached, setting.batch, steps=steps)
+        timed.append((passes.total, number, candidate))
+    fitting = []
+    for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):
+        plan = make_plan(candidate, gpus, estimate_census)
+        if not any(problem.startswith("training takes") for problem in plan.problems):
+            fitting.append(candidate)
+        if len(fitting) == _TRAINERS:
+            break
+    return fitting
+
+
+def _layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Config]:
+    experts = EXPERTS if shape.is_moe else (1,)
+    for tensor, pipeline, expert in product(SIZES, SIZES, experts):
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            use_distributed_optimizer=True,
+        )
+        if tensor > gpus or check_layout(shape, parallel, gpus, 1):
+            continue
+        for recompute, offload in product(("none", "full"), (False, True)):
+            model = replace(config.model, recompute_granularity=recompute)
+            optimizer = replace(
+                config.optimizer, optimizer_cpu_offload=offload, use_precision_aware_optimizer=offload
+            )
+            yield replace(config, parallel=parallel, model=model, optimizer=optimizer)

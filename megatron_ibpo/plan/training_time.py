@@ -1,0 +1,311 @@
+"""Seconds of training passes: a roofline of what is computed, what ranks send, the pipeline's bubble.
+
+Sources of the terms: operations as `models.cost` counts them; recomputation, the pipeline's bubble
+(p - 1) / (v m) and the volumes of tensor, sequence and pipeline parallelism from Narayanan et al.
+(arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198); sharded state from Rajbhandari et al. (arXiv
+1910.02054). Nothing is hidden behind computation but what the names say.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.cost import kept_elements, mixer_flops, weight_count
+from megatron_ibpo.plan.efficiencies import Efficiencies
+from megatron_ibpo.plan.hardware import Hardware
+
+_BACKWARD = 2.0
+"""Operations of a backward pass over those of the forward pass, in products with weights."""
+_ATTENTION_BACKWARD = 2.5
+"""The same in flash attention, which computes the scores anew (Dao, arXiv 2307.08691)."""
+_SELECTIVE = 0.35
+"""Share of the forward pass that selective recomputation repeats: every second product, in torchtitan."""
+_OLD_ATTENTION = 0.6
+"""FlashAttention 2 over 3 on Hopper and later: the latter is 1.5 to 2 times as fast (Shah et al., arXiv
+2407.08608)."""
+_ADAM_BYTES = 26
+"""Of a parameter in an optimizer step: gradient, master weight and two means read, the latter three written,
+and the weight in bf16."""
+_HOST_BYTES = 6
+"""Of a parameter between GPU and main memory where the optimizer steps there: gradient out, weight back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a trainer lies on its GPUs, and what its passes do."""
+
+    gpus: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    chunks: int = 1
+    """Pieces of the model that each pipeline stage holds."""
+    fsdp: bool = False
+    """Weights are shared over the data-parallel ranks too and gathered layer by layer."""
+    precision: str = "bf16"
+    """bf16, fp8 or mxfp8, of products; attention stays in bf16."""
+    recompute: str = "none"
+    """none, selective or full."""
+    offload_optimizer: bool = False
+    micro_batch: int
+    """Tokens of a micro-batch, over all its context-parallel ranks."""
+    balanced_experts: bool = False
+    attention: int = 3
+    """Of FlashAttention."""
+
+    @property
+    def data(self) -> int:
+        """Copies of the model that share the batch."""
+        return max(1, self.gpus // (self.tensor * self.pipeline * self.context))
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """What a layer keeps depends on this."""
+        return ParallelConfig(tensor_model_parallel_size=self.tensor, expert_model_parallel_size=self.expert)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a pass goes over."""
+
+    tokens: float
+    pairs: float
+    """Of a token and one that it sees, itself among them."""
+    sequences: float
+
+    @classmethod
+    def of(cls, lengths: Sequence[float]) -> "Batch":
+        return cls(float(sum(lengths)), float(sum(n * (n + 1) / 2 for n in lengths)), float(len(lengths)))
+
+    def scaled(self, share: float) -> "Batch":
+        return Batch(self.tokens * share, self.pairs * share, self.sequences * share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTime:
+    """Seconds of one pass over a batch with the optimizer step after it, where there is one, by what takes
+    them. They add up."""
+
+    products: float
+    attention: float
+    elementwise: float
+    tensor: float
+    """Activations between tensor-parallel ranks."""
+    expert: float
+    """Tokens between the ranks of the experts, both ways."""
+    context: float
+    pipeline: float
+    """Between stages, and the bubble."""
+    data: float
+    """Gradients and weights between data-parallel ranks, where computation does not hide them."""
+    optimizer: float
+    layers: float
+    """Where computing waits for what starts it: a layer takes `Efficiencies.train_layer` at least."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.named().values())
+
+    def named(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def largest(self) -> str:
+        """What takes most."""
+        named = self.named()
+        return max(named, key=named.__getitem__)
+
+
+def pass_time(
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    reached: Efficiencies,
+    batch: Batch,
+    *,
+    backward: bool = True,
+    steps: int = 1,
+) -> PassTime:
+    """Forward passes over a batch, and with `backward` the backward passes and so many optimizer steps.
+
+    Micro-batches are as full as sequences of the mean length make them.
+    """
+    count, parts = weight_count(shape), layout.gpus
+    again = {"none": 0.0, "selective": _SELECTIVE, "full": 1.0}[layout.recompute] if backward else 0.0
+    passes = 1 + again + (_BACKWARD if backward else 0)
+    micro_batches = _micro_batches(layout, batch, steps)
+    rank_tokens = batch.tokens / (layout.data * layout.context)
+
+    peak = hardware.peak_bf16
+    dense_rate = peak * reached.matmul
+    if layout.precision != "bf16":
+        dense_rate = hardware.peak_fp8 * reached.matmul_fp8
+    expert_rate = dense_rate * reached.experts / reached.matmul
+    routing = 1.0 if layout.balanced_experts or layout.expert == 1 else reached.routing
+    per_token, per_pair = mixer_flops(shape)
+    products = (
+        2
+        * batch.tokens
+        * passes
+        / parts
+        * (count.layers / dense_rate + count.table / (peak * reached.matmul))
+        + 2 * batch.tokens * passes / parts * count.chosen * routing / expert_rate
+    )
+    old = _OLD_ATTENTION if layout.attention < 3 else 1.0
+    attention_passes = 1 + (1.0 if again == 1 else 0.0) + (_ATTENTION_BACKWARD if backward else 0)
+    attention = attention_passes * per_pair * batch.pairs / parts / (peak * reached.attention * old)
+    attention += passes * per_token * batch.tokens / parts / (peak * reached.attention)
+    elementwise = 2 * 2 * _kept(shape, layout.tensor) * rank_tokens / layout.pipeline * passes
+    elementwise /= hardware.memory_bandwidth * reached.elementwise
+    layers = shape.num_layers / layout.pipeline
+    least = reached.train_layer * layers * micro_batches * passes
+    computing = products + attention + elementwise
+
+    tensor = _tensor_seconds(shape, layout, hardware, reached, rank_tokens, backward, again)
+    expert = _expert_seconds(shape, layout, hardware, reached, rank_tokens, backward, again) * routing
+    context = max(0.0, _context_seconds(shape, layout, hardware, reached, rank_tokens, backward) - attention)
+    waiting = max(0.0, least - computing)
+    busy = computing + tensor + expert + context + waiting
+    bubble = busy * (layout.pipeline - 1) / (layout.chunks * micro_batches / steps)
+    boundary = 0.0
+    if layout.pipeline > 1:
+        sent = 2 * shape.hidden_size * rank_tokens / layout.tensor * (2 if backward else 1) * layout.chunks
+        boundary = sent / (hardware.between(layout.gpus) * reached.link)
+    data, optimizer = 0.0, 0.0
+    if backward or layout.fsdp:
+        data = _data_seconds(shape, layout, hardware, reached, micro_batches, steps, computing, backward)
+    if backward:
+        optimizer = steps * _optimizer_seconds(shape, layout, hardware, reached)
+    return PassTime(
+        products=products,
+        attention=attention,
+        elementwise=elementwise,
+        tensor=tensor,
+        expert=expert,
+        context=context,
+        pipeline=bubble + boundary,
+        data=data,
+        optimizer=optimizer,
+        layers=waiting,
+    )
+
+
+def own_parameters(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """(parameters of a GPU outside the experts, in the experts), not counting what FSDP shares out."""
+    count = weight_count(shape)
+    dense = (count.total - count.experts) / (layout.tensor * layout.pipeline)
+    return dense, count.experts / (layout.expert * layout.pipeline)
+
+
+@lru_cache(maxsize=256)
+def _kept(shape: ModelShape, tensor: int) -> float:
+    """Elements that all layers write for each token on a rank; as many are read."""
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor)
+    return sum(kept_elements(shape, parallel, layer) for layer in range(shape.num_layers))
+
+
+def _micro_batches(layout: Layout, batch: Batch, steps: int) -> float:
+    """Of each data-parallel rank, over all steps. On average half a sequence does not fit into one."""
+    tokens = batch.tokens / layout.data
+    mean = batch.tokens / batch.sequences
+    fill = layout.micro_batch if mean >= layout.micro_batch else layout.micro_batch - mean / 2
+    if layout.micro_batch % mean < 1e-9:
+        fill = layout.micro_batch
+    return max(float(steps), tokens / max(fill, mean))
+
+
+def _tensor_seconds(
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    reached: Efficiencies,
+    tokens: float,
+    backward: bool,
+    again: float,
+) -> float:
+    """Gathers and scatters of sequence parallelism around attention and MLP: 4 in a forward pass, and 6 in a
+    backward pass, which gathers the input once more for the gradient of the weights."""
+    if layout.tensor == 1:
+        return 0.0
+    times = 4.0 * (1 + (again == 1)) + (6 if backward else 0)
+    if shape.is_moe:
+        times /= 2  # experts exchange tokens instead
+    sent = times * 2 * tokens * shape.hidden_size * (layout.tensor - 1) / layout.tensor
+    return sent * shape.num_layers / layout.pipeline / (hardware.between(layout.tensor) * reached.link)
+
+
+def _expert_seconds(
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    reached: Efficiencies,
+    tokens: float,
+    backward: bool,
+    again: float,
+) -> float:
+    """Each token to its experts and back. What leaves the linked GPUs goes over the network."""
+    if layout.expert == 1:
+        return 0.0
+    times = 2 * (1 + (again == 1) + (1 if backward else 0))
+    chosen = times * 2 * shape.experts_per_token * shape.hidden_size * tokens / layout.tensor
+    near = min(1.0, hardware.linked / layout.expert)
+    seconds = near / hardware.link + (1 - near) / hardware.network
+    share = (layout.expert - 1) / layout.expert
+    return chosen * share * seconds * shape.num_layers / layout.pipeline / reached.link
+
+
+def _context_seconds(
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    reached: Efficiencies,
+    tokens: float,
+    backward: bool,
+) -> float:
+    """Keys and values of all other ranks, and in the backward pass again with their gradients."""
+    times = (layout.context - 1) * (3 if backward else 1)
+    elements = 2 * shape.num_key_value_heads * shape.head_dim * sum(shape.full_attention)
+    rate = hardware.between(layout.tensor * layout.context) * reached.link
+    return times * 2 * elements * tokens / layout.tensor / layout.pipeline / rate
+
+
+def _data_seconds(
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    reached: Efficiencies,
+    micro_batches: float,
+    steps: int,
+    computing: float,
+    backward: bool,
+) -> float:
+    """Without FSDP: gradients in fp32 are reduced and weights gathered once a step, behind the backward pass
+    of the last micro-batch. With it: weights are gathered in every pass, behind computation; pipeline stages
+    gather them once a step."""
+    dense, experts = own_parameters(shape, layout)
+    copies = layout.data * layout.context
+    if copies == 1:
+        return 0.0
+    rate = hardware.between(layout.gpus // layout.pipeline) * reached.link
+    share = (copies - 1) / copies
+    if layout.fsdp:
+        each = 2 * (2 if backward else 1) + (4 if backward else 0)
+        gathers = micro_batches if layout.pipeline == 1 else steps  # a stage keeps what it has gathered
+        sent = (dense + experts) * each * share * gathers
+        return max(0.0, sent / rate - computing)
+    expert_copies = max(1, layout.gpus // (layout.expert * layout.pipeline))
+    sent = steps * 6 * (dense * share + experts * (expert_copies - 1) / expert_copies)
+    hidden = steps * computing / micro_batches / 2
+    return max(0.0, sent / rate - hidden)
+
+
+def _optimizer_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, reached: Efficiencies) -> float:
+    dense, experts = own_parameters(shape, layout)
+    expert_copies = max(1, layout.gpus // (layout.expert * layout.pipeline))
+    copies = layout.data * layout.context
+    own = dense / copies + experts / (copies if layout.fsdp else expert_copies)
+    if not layout.offload_optimizer:
+        return own * _ADAM_BYTES / (hardware.memory_bandwidth * reached.elementwise)
+    return own * (_HOST_BYTES / (hardware.host_link * reached.host) + _ADAM_BYTES / reached.host_adam)

@@ -1,0 +1,45 @@
+"""Published runs as data: each row is cited, whole sources fall into a half, hardware is read as written."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_ibpo.plan.evidence import halves, read_evidence
+from megatron_ibpo.plan.hardware import hardware_names, read_hardware
+
+ROWS = read_evidence()
+
+
+def test_there_are_rows_enough_and_each_says_where_it_was_read():
+    assert len(ROWS) >= 80
+    assert all(row.cited and row.measured and row.facts["hardware"] in hardware_names() for row in ROWS)
+    assert not [name for name, count in Counter((row.source, row.name) for row in ROWS).items() if count > 1]
+
+
+def test_what_a_row_leaves_open_has_a_range_around_its_own_value():
+    for row in ROWS:
+        for fact, (low, high) in row.left_open.items():
+            value = row.facts.get(fact)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                assert low <= value <= high, (row.name, fact)
+
+
+def test_the_halves_hold_whole_sources_of_every_kind():
+    of = halves(ROWS)
+    kinds = {half: {row.kind for row in ROWS if of[row.source] == half} for half in ("fitted", "held out")}
+    assert kinds["fitted"] == {"training", "generation", "step", "update"}
+    assert kinds["held out"] >= {"training", "generation", "step"}
+    # by name alone: neither what a source says nor the order in which sources are read matters
+    assert halves(ROWS[::-1]) == of
+    assert of["torchtitan"] == "fitted"  # 00dd… comes before c62e…, that of megatron_bridge
+    assert of["megatron_bridge"] == "held out"
+
+
+def test_hardware_is_read_as_its_file_has_it():
+    h100 = read_hardware("H100")
+    assert (h100.peak("bf16"), h100.peak("mxfp8")) == (989e12, 1979e12)
+    assert (h100.between(8), h100.between(9)) == (450e9, 50e9)
+    with pytest.raises(ValueError, match="no hardware 'h1000'; there are a100, b200"):
+        read_hardware("h1000")
