@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
@@ -15,6 +16,7 @@ from megatron_ibpo.plan.training_time import pass_time
 SIZES = (1, 2, 4, 8)
 """Of tensor and pipeline parallelism."""
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
+RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 ENGINES = (1, 2, 4, 8, 16)
 """GPUs of an engine."""
 SHARES = (0.25, 0.5, 0.75)
@@ -135,7 +137,7 @@ def _layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Config]:
         )
         if tensor > gpus or check_layout(shape, parallel, gpus, 1):
             continue
-        for recompute, offload in product(("none", "full"), (False, True)):
+        for recompute, offload in product(RECOMPUTE, (False, True)):
             model = replace(config.model, recompute_granularity=recompute)
             optimizer = replace(
                 config.optimizer, optimizer_cpu_offload=offload, use_precision_aware_optimizer=offload

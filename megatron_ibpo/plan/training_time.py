@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.cost import kept_elements, mixer_flops, weight_count
@@ -77,7 +80,7 @@ class Batch:
     sequences: float
 
     @classmethod
-    def of(cls, lengths: Sequence[float]) -> "Batch":
+    def of(cls, lengths: Sequence[float] | npt.NDArray[np.float64]) -> "Batch":
         return cls(float(sum(lengths)), float(sum(n * (n + 1) / 2 for n in lengths)), float(len(lengths)))
 
     def scaled(self, share: float) -> "Batch":
