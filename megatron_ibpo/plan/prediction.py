@@ -12,7 +12,7 @@ from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.lengths import log_normal
 from megatron_ibpo.plan.sampling_time import Engine
 from megatron_ibpo.plan.step_time import StepTimes, Task, step_times
-from megatron_ibpo.plan.training_time import Batch, Layout
+from megatron_ibpo.plan.training_time import Layout
 from megatron_ibpo.policy.overrides import model_chunks, model_overrides
 
 WRONG = 0.5
@@ -48,12 +48,6 @@ class Setting:
             engine_gpus=self.engine_gpus,
             colocated=self.colocated,
         )
-
-    @property
-    def batch(self) -> Batch:
-        """What the update goes over."""
-        lengths = np.asarray(self.task.responses) + self.task.prompt
-        return Batch.of(lengths).scaled(self.task.count * (1 + self.task.corrections) / len(lengths))
 
     @property
     def gpus(self) -> int:

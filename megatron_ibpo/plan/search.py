@@ -110,7 +110,7 @@ def _trainers(config: Config, shape: ModelShape, gpus: int) -> list[Config]:
     for number, candidate in enumerate(_layouts(config, shape, gpus)):
         setting = setting_of(candidate, shape, gpus)
         reached, steps = setting.known.efficiencies, setting.task.updates
-        passes = pass_time(shape, setting.layout, setting.hardware, reached, setting.batch, steps=steps)
+        passes = pass_time(shape, setting.layout, setting.hardware, reached, setting.task.batch, steps=steps)
         timed.append((passes.total, number, candidate))
     fitting = []
     for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):

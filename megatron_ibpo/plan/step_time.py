@@ -14,7 +14,7 @@ from megatron_ibpo.plan.hardware import Hardware
 from megatron_ibpo.plan.lengths import shuffled
 from megatron_ibpo.plan.sampling_time import Engine, Sampled, sample
 from megatron_ibpo.plan.simulated_engines import StepTime
-from megatron_ibpo.plan.training_time import Batch, Layout, PassTime, own_parameters, pass_time
+from megatron_ibpo.plan.training_time import Batch, Layout, PassTime, own_parameters, own_state, pass_time
 
 _MOVED_BYTES = 14
 """Of a parameter that a colocated trainer moves out and in again: weight, master weight and two means."""
@@ -46,6 +46,12 @@ class Task:
     """Of one response on one verifier."""
     verifiers: int = 1
     staleness: int = 0
+
+    @property
+    def batch(self) -> Batch:
+        """What the update goes over: responses and corrections."""
+        lengths = np.asarray(self.responses, np.float64)
+        return Batch.of(lengths + self.prompt).scaled(self.count * (1 + self.corrections) / len(lengths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +114,9 @@ def step_times(
         task.prompt + task.correction_prompt,
     )
     mean = float(lengths.mean())
-    share = task.count * (1 + task.corrections) / len(lengths)
-    batch = Batch.of(lengths + task.prompt).scaled(share)
     without = replace(layout, recompute="none")
-    scoring = pass_time(shape, without, hardware, reached, batch, backward=False)
-    passes = pass_time(shape, layout, hardware, reached, batch, steps=task.updates)
+    scoring = pass_time(shape, without, hardware, reached, task.batch, backward=False)
+    passes = pass_time(shape, layout, hardware, reached, task.batch, steps=task.updates)
     log_probs = task.passes_without_gradient * scoring.total
     weights = update_seconds(
         shape,
@@ -209,11 +213,9 @@ def _sample(
 
 def _switching(shape: ModelShape, layout: Layout, hardware: Hardware, reached: Efficiencies) -> float:
     dense, experts = own_parameters(shape, layout)
-    copies = layout.data * layout.context
-    own = (dense + experts) * (2 / (copies if layout.fsdp else 1))
+    own = (dense + experts) * (2 / (layout.copies if layout.fsdp else 1))
     if not layout.offload_optimizer:
-        expert_copies = max(1, layout.gpus // (layout.expert * layout.pipeline))
-        own += (_MOVED_BYTES - 2) * (dense / copies + experts / (copies if layout.fsdp else expert_copies))
+        own += (_MOVED_BYTES - 2) * own_state(shape, layout)
     return 2 * own / (hardware.host_link * reached.host)
 
 

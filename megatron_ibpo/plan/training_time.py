@@ -65,6 +65,16 @@ class Layout:
         return max(1, self.gpus // (self.tensor * self.pipeline * self.context))
 
     @property
+    def copies(self) -> int:
+        """Ranks that have the same parameters outside the experts, or share them out under FSDP."""
+        return self.data * self.context
+
+    @property
+    def expert_copies(self) -> int:
+        """The same of the experts. FSDP shares these over all of the others' ranks."""
+        return self.copies if self.fsdp else max(1, self.gpus // (self.expert * self.pipeline))
+
+    @property
     def parallel(self) -> ParallelConfig:
         """What a layer keeps depends on this."""
         return ParallelConfig(tensor_model_parallel_size=self.tensor, expert_model_parallel_size=self.expert)
@@ -202,6 +212,12 @@ def own_parameters(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     return dense, count.experts / (layout.expert * layout.pipeline)
 
 
+def own_state(shape: ModelShape, layout: Layout) -> float:
+    """Parameters whose optimizer state a GPU has."""
+    dense, experts = own_parameters(shape, layout)
+    return dense / layout.copies + experts / layout.expert_copies
+
+
 @lru_cache(maxsize=256)
 def _kept(shape: ModelShape, tensor: int) -> float:
     """Elements that all layers write for each token on a rank; as many are read."""
@@ -288,7 +304,7 @@ def _data_seconds(
     of the last micro-batch. With it: weights are gathered in every pass, behind computation; pipeline stages
     gather them once a step."""
     dense, experts = own_parameters(shape, layout)
-    copies = layout.data * layout.context
+    copies, expert_copies = layout.copies, layout.expert_copies
     if copies == 1:
         return 0.0
     rate = hardware.between(layout.gpus // layout.pipeline) * reached.link
@@ -298,17 +314,13 @@ def _data_seconds(
         gathers = micro_batches if layout.pipeline == 1 else steps  # a stage keeps what it has gathered
         sent = (dense + experts) * each * share * gathers
         return max(0.0, sent / rate - computing)
-    expert_copies = max(1, layout.gpus // (layout.expert * layout.pipeline))
     sent = steps * 6 * (dense * share + experts * (expert_copies - 1) / expert_copies)
     hidden = steps * computing / micro_batches / 2
     return max(0.0, sent / rate - hidden)
 
 
 def _optimizer_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, reached: Efficiencies) -> float:
-    dense, experts = own_parameters(shape, layout)
-    expert_copies = max(1, layout.gpus // (layout.expert * layout.pipeline))
-    copies = layout.data * layout.context
-    own = dense / copies + experts / (copies if layout.fsdp else expert_copies)
+    own = own_state(shape, layout)
     if not layout.offload_optimizer:
         return own * _ADAM_BYTES / (hardware.memory_bandwidth * reached.elementwise)
     return own * (_HOST_BYTES / (hardware.host_link * reached.host) + _ADAM_BYTES / reached.host_adam)
