@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,8 +37,9 @@ class StandsStill(Process):
 def engines(monkeypatch):
     monkeypatch.setattr(module, "result", lambda *_: None)
     order = Order(version=0, sleeping=False, check=False, timeout=1.0)
-    nothing = dict.fromkeys(("trainers", "placement", "group", "settings"))
-    found = Engines(**nothing, logs=Path("logs"), order=order, start_timeout=1.0)
+    nothing = dict.fromkeys(("trainers", "placement", "group"))
+    settings = SimpleNamespace(transport="gloo", sleep_mode=False, extra_arguments={})
+    found = Engines(**nothing, settings=settings, logs=Path("logs"), order=order, start_timeout=1.0)
     found.hosts = {index: Process() for index in range(3)}
     return found
 
@@ -77,7 +79,6 @@ def test_engines_that_died_before_their_trainers_did_start_anew(engines):
     for _ in range(2):
         engines._count_death(1)
     engines.trainers = type("Trainers", (), {"all": lambda *_: None})()
-    engines.settings = type("Settings", (), {"transport": "gloo", "sleep_mode": False})()
     engines.placement = type("Placement", (), {"engines": ()})()
     engines.meet_trainers()
     engines._count_death(1)

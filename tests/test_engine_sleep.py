@@ -55,7 +55,7 @@ def engines(monkeypatch):
         trainers=trainers,
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None,
-        settings=SimpleNamespace(sleep_mode=True, transport="ipc"),
+        settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
         logs=Path("logs"),
         order=Order(version=0, sleeping=True, check=False, timeout=1.0),
         start_timeout=1.0,

@@ -279,7 +279,7 @@ def through_a_step(world, hf_dir, directory, rows, sleeping):
     with mock.patch.object(module, "start_world", return_value=world):
         rank = module.TrainerRank(config, None)
     rank.transport, link, found = Recorder(rank), Link(rank), {}
-    rank.export = Copied(rank.export)
+    rank.export, rank.whole_export = Copied(rank.export), Copied(rank.whole_export)
     emptied = mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache)
     with emptied as empty_cache:
 

@@ -68,7 +68,9 @@ class LossRows:
         """[N] int64."""
         device, rows = self.response_mask_N.device, len(self.response_mask_N)
         numbers = torch.arange(self.num_sequences, device=device)
-        return torch.repeat_interleave(numbers, self.cu_seqlens.diff().long(), output_size=rows)
+        # boundaries may still be those of the whole sequences, of which each rank of cp_group has its share
+        lengths_S = self.cu_seqlens.diff().long() * rows // self.cu_seqlens[-1].clamp(min=1)
+        return torch.repeat_interleave(numbers, lengths_S, output_size=rows)
 
     def temperature_of_row(self) -> Tensor | float:
         """A temperature for each sequence as [N]; a number stays one."""

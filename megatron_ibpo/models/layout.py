@@ -128,7 +128,8 @@ def _layout_problems(
     yield from _expert_problems(shape, parallel, world_size)
     if world_size % (tp * pp * cp):
         sizes = f"TP x PP = {tp * pp}" if cp == 1 else f"TP x PP x CP = {tp * pp * cp}"
-        yield f"{sizes} does not divide the world size ({world_size})"
+        last = "" if cp == 1 else f"; --context-parallel-size is {cp}"
+        yield f"{sizes} does not divide the world size ({world_size}){last}"
 
 
 def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:

@@ -25,16 +25,42 @@ def gathered_by_kind() -> AbstractContextManager[Any]:
 def _gather(optimizer: Any, **_: Any) -> dict[Any, Any] | None:
     """Megatron's dictionary on the first rank of the data-parallel group, None on the others. Collective."""
     kinds = ("param", *optimizer.optimizer_state_keys)
+    group = optimizer.data_parallel_group_gloo
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, ranges_by_dtype in enumerate(optimizer.gbuf_ranges):
         ((dtype, ranges),) = ranges_by_dtype.items()
         buffer = optimizer.buffers[index]
-        state[index] = {dtype: {kind: _whole(optimizer, buffer, ranges, kind) for kind in kinds}}
+        scratch = _Scratch(max(bucket.grad_data.numel() for bucket in buffer.buckets), group)
+        state[index] = {dtype: {kind: _whole(optimizer, buffer, ranges, kind, scratch) for kind in kinds}}
         state[index][dtype]["numel_unpadded"] = buffer.numel_unpadded
-    return state if optimizer.data_parallel_group_gloo.rank() == 0 else None
+    return state if group.rank() == 0 else None
 
 
-def _whole(optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str) -> Tensor | None:
+class _Scratch:
+    """Memory for the largest bucket, used for every bucket and kind: gloo's threads hold what was gathered a
+    little longer than the gather takes, so that memory made for each one would be there twice."""
+
+    def __init__(self, elements: int, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._shard = _on_host(elements // group.size())
+        self._arrived = _on_host(elements) if group.rank() == 0 else None
+
+    def shard(self, size: int) -> Tensor:
+        """[size] zeros."""
+        return self._shard[:size].zero_()
+
+    def brought_together(self, shard: Tensor) -> Tensor | None:
+        """All ranks' shards behind each other, on the first rank, until this is asked again."""
+        first = dist.get_global_rank(self._group, 0)
+        if self._arrived is None:
+            dist.gather(shard, None, first, self._group)
+            return None
+        arrived = self._arrived[: len(shard) * self._group.size()]
+        dist.gather(shard, list(arrived.chunk(self._group.size())), first, self._group)
+        return arrived
+
+
+def _whole(optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, scratch: _Scratch) -> Tensor | None:
     """One kind of state of all parameters in a buffer, float32 [elements without padding]; None on ranks that
     are not the first.
 
@@ -46,34 +72,21 @@ def _whole(optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str) -> Ten
     start = 0
     for bucket, own in zip(buffer.buckets, ranges, strict=True):
         size, end = bucket.numel_unpadded, start + bucket.numel_unpadded
-        shard = _shard(optimizer, own["param_map"], bucket.grad_data.numel() // group.size(), kind)
-        arrived = _brought_together(shard, group)
+        shard = scratch.shard(bucket.grad_data.numel() // group.size())
+        _fill(shard, optimizer, own["param_map"], kind)
+        arrived = scratch.brought_together(shard)
         if whole is not None and arrived is not None:
             whole[start:end].copy_(arrived[:size])
         start = end
-        del shard, arrived  # before there are the next ones
     return whole
 
 
-def _shard(optimizer: Any, places: Mapping[Any, Any], size: int, kind: str) -> Tensor:
+def _fill(shard: Tensor, optimizer: Any, places: Mapping[Any, Any], kind: str) -> None:
     """This rank's part of a bucket."""
-    shard = _on_host(size)
     for parameter, ranges in places.items():
         place = ranges["gbuf_local"]
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         shard[place.start : place.end].copy_(tensors[kind].detach())
-    return shard
-
-
-def _brought_together(shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """All ranks' shards behind each other, on the first rank."""
-    first = dist.get_global_rank(group, 0)
-    if group.rank() > 0:
-        dist.gather(shard, None, first, group)
-        return None
-    arrived = _on_host(len(shard) * group.size())
-    dist.gather(shard, list(arrived.chunk(group.size())), first, group)
-    return arrived
 
 
 def _on_host(size: int) -> Tensor:
