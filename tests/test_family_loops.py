@@ -1,5 +1,5 @@
 """Every family goes through the whole loop: three steps of a tiny random model with vLLM, in two processes,
-each update compared with what the engine holds."""
+each update compared with what the engine holds. So do adapters, and the layer for multi-token prediction."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_loop import ROOT, rows_of
+from test_mtp import with_mtp
 from tiny_models import LLAMA_3, make_llama, make_qwen2, make_qwen3_moe
 
 RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
@@ -57,3 +58,66 @@ def test_three_steps_of_the_loop(tmp_path, name):
     before, after = (load_file(path / "model.safetensors") for path in (model, run_dir / "hf"))
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[tensor], after[tensor]) for tensor in before)
+
+
+NEXT = ROOT / "examples/tiny_qwen3_next"
+NEXT_FLAGS = [
+    "--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"),
+    "--rollout-batch-size", "8", "--eval-num-prompts", "8", "--check-weight-update-equal",
+]  # fmt: skip
+
+
+def run_next(run_dir, *flags):
+    command = [sys.executable, "-m", "megatron_ibpo.train", *NEXT_FLAGS, "--run-dir", str(run_dir), *flags]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    rows = rows_of(run_dir)
+    for row in rows:
+        assert row["grad_norm"] > 0
+        assert row["logprob_diff_abs_mean"] < 0.01  # the engine computes in bfloat16
+    return rows
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
+    """TP2 and EP2. What PEFT makes of the last adapters is the exported model."""
+    import transformers
+    from peft import PeftModel
+
+    lora = ["--lora-rank", "4", "--lr", "3e-3", "--save-interval", "2"]
+    rows = run_next(tmp_path / "run", "--num-rollout", "2", *lora)
+    again = ["--num-rollout", "3", "--load", str(tmp_path / "run" / "checkpoints")]
+    resumed = run_next(tmp_path / "resumed", *lora, *again)
+    assert [row["step"] for row in rows + resumed] == [1, 2, 3]
+
+    origin, merged = (load_file(path / "model.safetensors") for path in (NEXT, tmp_path / "resumed/hf"))
+    assert origin.keys() == merged.keys()
+    moved = {name for name in origin if not torch.equal(origin[name], merged[name])}
+    assert any("experts.3.down_proj" in name for name in moved)
+    assert any("in_proj_qkvz" in name for name in moved)
+    assert not [name for name in moved if "norm" in name or "embed" in name or ".gate." in name]
+
+    tokens = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        exported = load(tmp_path / "resumed/hf", dtype=torch.float32)(tokens).logits
+        base = load(NEXT, dtype=torch.float32)
+        plain = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "resumed/hf/adapter")(tokens).logits
+    difference, effect = ((found - adapted).abs().max().item() for found in (exported, plain))
+    print("logits of PEFT and of the export differ by", difference, "adapters move them by", effect)
+    assert difference < 1e-4
+    assert effect > 1e-2
+
+
+@pytest.mark.slow
+def test_the_layer_for_multi_token_prediction_learns_beside_the_policy(tmp_path):
+    model = shutil.copytree(NEXT, tmp_path / "model")
+    with_mtp(model, seed=1)
+    flags = ["--hf-checkpoint", str(model), "--mtp-num-layers", "1", "--num-rollout", "4"]
+    rows = run_next(tmp_path / "run", *flags)
+    losses = [row["mtp_loss"] for row in rows]
+    print("mtp_loss", losses, "mtp_acceptance", [row["mtp_acceptance"] for row in rows])
+    assert losses[-1] < losses[0]
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run/hf"))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before if name.startswith("mtp."))

@@ -91,13 +91,15 @@ def still_there(paths):
     return [path for path in paths if Path(path).exists()]
 
 
-def wait_for_step(run_dir, step, process, timeout=120):
+def wait_for_step(run_dir, step, process, timeout=240):
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
         if any(row["step"] >= step for row in rows_of(run_dir)):
             return
         time.sleep(0.2)
-    pytest.fail(f"step {step} was not reached:\n{finished(process, 1)[1][-5000:]}")
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail(f"step {step} was not reached:\n{process.communicate()[0][-5000:]}")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,183 @@
+"""Merged weights or vLLM's own adapters: what an engine loads, how long that takes, how fast it samples.
+
+    "$(bash tools/bootstrap.sh dev)" tools/bench_adapters.py --save tools/results/bench_adapters.json
+
+Each case is an engine in a process of its own, on the same random model with the same random adapters: once
+with the merged weights, once with the plain ones and the adapter beside them. They should sample the same
+greedy tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from megatron_ibpo.versions import machine
+
+TARGETS = {
+    "qwen3": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_next attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "qwen3_next delta nets": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+}
+"""What has adapters in each case."""
+Form = Literal["merged", "adapter"]
+
+
+@dataclass
+class Arguments:
+    rank: int = 8
+    prompts: int = 32
+    prompt_tokens: int = 64
+    tokens: int = 64
+    """Of each response; the end of sequence is ignored."""
+    rounds: int = 5
+    """Of sampling, after one that is not counted."""
+    save: Path | None = None
+    """JSON file for the results."""
+
+
+def make_model(directory: Path, case: str) -> Path:
+    """Random weights: a dense Qwen3 of 0.1 B parameters in float32, or a Qwen3-Next in bfloat16, which is
+    what vLLM's CPU kernels take."""
+    import transformers
+
+    shared = {
+        "vocab_size": 8192, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model: Any
+    if case == "qwen3":
+        dense = transformers.Qwen3Config(**shared, num_hidden_layers=24, intermediate_size=2048)
+        model = transformers.Qwen3ForCausalLM(dense)
+    else:
+        hybrid = transformers.Qwen3NextConfig(
+            **shared, num_hidden_layers=8, full_attention_interval=4, linear_num_key_heads=4,
+            linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64,
+            linear_conv_kernel_dim=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256,
+            shared_expert_intermediate_size=256, intermediate_size=1024,
+        )  # fmt: skip
+        model = transformers.Qwen3NextForCausalLM(hybrid).to(torch.bfloat16)
+    model.save_pretrained(directory / "plain")
+    return directory / "plain"
+
+
+def add_adapters(plain: Path, directory: Path, targets: tuple[str, ...], rank: int) -> None:
+    """`adapter` with a random B as well, and `merged`, made by PEFT."""
+    import peft
+    import transformers
+
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(plain)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=list(targets), init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(base, config)
+    adapted.save_pretrained(directory / "adapter")
+    merged: Any = adapted.merge_and_unload()
+    merged.save_pretrained(directory / "merged")
+
+
+def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> None:
+    """In a process of its own: what was measured, or why this engine does not do it."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    try:
+        with_adapter = form == "adapter"
+        lora = {"enable_lora": True, "max_lora_rank": max(8, arguments.rank)} if with_adapter else {}
+        engine = LLM(
+            str(directory / ("plain" if with_adapter else "merged")),
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            kv_cache_memory_bytes=512 * 1024**2,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            **lora,
+        )
+        request = LoRARequest("a", 1, str(directory / "adapter")) if with_adapter else None
+        began = time.perf_counter()
+        if request is not None:
+            engine.llm_engine.add_lora(request)
+        loaded = time.perf_counter() - began
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True, detokenize=False
+        )
+        draw = torch.Generator().manual_seed(1)
+        shape = (arguments.prompts, arguments.prompt_tokens)
+        prompts = [
+            {"prompt_token_ids": ids} for ids in torch.randint(3, 8000, shape, generator=draw).tolist()
+        ]
+        seconds, written = [], []
+        for _ in range(arguments.rounds + 1):
+            began = time.perf_counter()
+            outputs = engine.generate(prompts, parameters, lora_request=request, use_tqdm=False)
+            seconds.append(time.perf_counter() - began)
+            written = [list(own.outputs[0].token_ids) for own in outputs]
+        answers.put({"seconds": seconds[1:], "seconds_to_load_adapter": loaded, "written": written})
+    except Exception as error:  # whatever vLLM raises is the answer
+        answers.put({"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+
+
+def in_a_process(directory: Path, form: Form, arguments: Arguments) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=sample, args=(directory, form, arguments, answers))
+    process.start()
+    try:
+        found: dict[str, Any] = answers.get(timeout=600)
+    finally:
+        process.join(30)
+        process.kill()
+    return found
+
+
+def measure(case: str, arguments: Arguments) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="adapters-") as scratch:
+        directory = Path(scratch)
+        add_adapters(make_model(directory, case), directory, TARGETS[case], arguments.rank)
+        forms: tuple[Form, ...] = ("merged", "adapter")
+        result: dict[str, Any] = {"case": case, "targets": TARGETS[case]}
+        written = {}
+        for form in forms:
+            size = sum(file.stat().st_size for file in (directory / form).glob("*.safetensors"))
+            found = in_a_process(directory, form, arguments)
+            if "seconds" in found:
+                written[form] = found.pop("written")
+                tokens = arguments.prompts * arguments.tokens
+                found["tokens_per_second"] = tokens / statistics.median(found["seconds"])
+            result[form] = {"bytes": size, **found}
+            shutil.rmtree(directory / form)
+        if len(written) == len(forms):
+            pairs = [(a, b) for own in zip(*written.values(), strict=True) for a, b in zip(*own, strict=True)]
+            result["share_of_equal_tokens"] = sum(a == b for a, b in pairs) / len(pairs)
+    return result
+
+
+def main(arguments: Arguments) -> None:
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    load = os.getloadavg()[0]
+    results = []
+    for case in TARGETS:
+        results.append(measure(case, arguments))
+        print(json.dumps(results[-1], indent=2), flush=True)
+    if arguments.save is not None:
+        options = {name: value for name, value in vars(arguments).items() if name != "save"}
+        measured_on = machine("peft") | {"load_average_before": load}
+        record = {"options": options, "machine": measured_on, "results": results}
+        arguments.save.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
