@@ -14,8 +14,7 @@ from test_engine import CheckpointSource, connect, make_config, make_requests, u
 from test_loop import finished, rows_of, start_script
 from test_routing_replay import all_updated, replaying
 from test_trainer import layout
-from test_weights import make_qwen3_moe
-from tiny_models import make_qwen3_next
+from tiny_models import make_qwen3_moe, make_qwen3_next
 
 from megatron_ibpo.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.rollout import Engine
@@ -106,7 +105,7 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
 @pytest.mark.slow
 def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     """In float32, where choices are those of transformers but for ties."""
-    model = make_qwen3_moe(tmp_path / "model")
+    model = make_qwen3_moe(tmp_path / "model", 9)
     (model / "generation_config.json").write_text('{"eos_token_id": 1}')
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))
     request = SampleRequest(prompt, 3, 20)
