@@ -169,7 +169,7 @@ def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(t
         ({**GLM_AIR, "first_k_dense_replace": 46}, "first_k_dense_replace=46 leaves no layer of 46 with"),
         ({**GLM_AIR, "first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0"),
         ({**GLM_AIR, "routed_scaling_factor": 0}, "routed_scaling_factor must be positive, is 0"),
-        ({**NEXT_80B, "model_type": "gpt_oss"}, "gpt_oss cannot be trained yet: attention has sinks"),
+        ({**NEXT_80B, "model_type": "gpt_oss"}, "gpt_oss cannot be trained yet: .* no sinks"),
         ({**NEXT_80B, "model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
         ({}, "model_type None is unknown"),
         ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),

@@ -126,12 +126,13 @@ def inference_elements(shape: ModelShape, tensor: int) -> float:
     input and output, and the tensors of its mixer or of its MLP."""
     hidden = shape.hidden_size
     mixer = max(mixer_cost(shape, layer).kept for layer in range(shape.num_layers)) / tensor
-    mlp = 3 * max(shape.ffn_hidden_size, shape.shared_expert_hidden_size) / tensor
+    mlp = 3 * shape.ffn_hidden_size / tensor
     if shape.is_moe:
         # of each chosen expert: both halves of its first product or its output in one buffer, and what it
         # makes of those
         inner = shape.expert_hidden_size / tensor
-        mlp += shape.experts_per_token * (max(2 * inner, hidden) + inner)
+        chosen = shape.experts_per_token * (max(2 * inner, hidden) + inner)
+        mlp = max(mlp, 3 * shape.shared_expert_hidden_size / tensor + chosen)
     return 3 * hidden + max(mixer, mlp)
 
 
