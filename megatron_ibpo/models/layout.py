@@ -136,8 +136,8 @@ def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
     stages = parallel.pipeline_model_parallel_size
     if not shape.mtp_in_checkpoints:
         yield (
-            f"--mtp-num-layers: {shape.family} has no multi-token prediction layer that can be trained; leave "
-            "it at 0"
+            f"--mtp-num-layers: {shape.family} has no multi-token prediction layer that can be trained; "
+            "leave it at 0"
         )
     if stages > 1:
         yield (
