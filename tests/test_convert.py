@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_weights import as_bytes, assert_same_bytes, shard_by_hand, with_fused_experts
-from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_moe, make_qwen3_next
+from tiny_models import (
+    make_glm4_moe,
+    make_llama,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_moe,
+    make_qwen3_next,
+    stored_dtype,
+)
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
@@ -52,7 +60,7 @@ def drawn_weights(source, dtype, seed=0):
     """The tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(dtype)
+        name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
         for name, tensor in load_file(source / "model.safetensors").items()
     }
 
@@ -103,6 +111,10 @@ def models(tmp_path_factory):
         "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
         "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
         "moe": (make_qwen3_moe(directory / "p-moe", 12, layers=4, kv_heads=4), torch.bfloat16),
+        "glm": (
+            make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1),
+            torch.bfloat16,
+        ),
         "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
         "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),
         "qwen2": (make_qwen2(directory / "p-qwen2", 6, layers=4, kv_heads=4), torch.bfloat16),
@@ -117,7 +129,21 @@ def models(tmp_path_factory):
     }
     everything = load_file(made["next"] / "model.safetensors") | mtp_tensors(torch.float32)
     made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
+    made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", with_fifth_layer(made["glm"]))
     return made
+
+
+def with_fifth_layer(source):
+    """A checkpoint's tensors and those of a multi-token prediction layer as GLM-4.5's hold it: one more
+    layer, with a projection and norms of its own."""
+    tensors = load_file(source / "model.safetensors")
+    last = "model.layers.3."
+    fifth = {name.replace(last, "model.layers.4."): -own for name, own in tensors.items() if last in name}
+    norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
+    fifth["model.layers.4.enorm.weight"] = norm.clone()
+    fifth["model.layers.4.shared_head.norm.weight"] = norm.clone()
+    fifth["model.layers.4.eh_proj.weight"] = torch.cat([head, head], dim=1)
+    return tensors | fifth
 
 
 LAYOUTS = [
@@ -145,10 +171,11 @@ EXPERT_LAYOUTS = [
 
 
 def cases():
-    for name in ("dense", "tied", "llama", "qwen2", "moe", "next", "mtp"):
+    for name in ("dense", "tied", "llama", "qwen2", "moe", "next", "mtp", "glm"):
         experts = [] if name in ("dense", "tied", "llama", "qwen2") else EXPERT_LAYOUTS
         for parallel, virtual_stages in LAYOUTS + experts:
             yield name, parallel, virtual_stages
+    yield "glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1
     yield "few", layout(tp=4), 1
     yield "few", layout(tp=4, pp=2), 1
 
@@ -244,6 +271,24 @@ def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_t
     )
 
 
+def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_after_training(models, tmp_path):
+    """And the router's correction, which no gradient reaches, is what it was, in float32."""
+    weights = run_ranks(saved_by_training, 2, models["glm"], tmp_path, layout(tp=2, ep=2))[0]
+    stored, origin = find_stored(tmp_path), models["glm mtp"]
+    with pytest.raises(ValueError, match=r"training keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
+        megatron_to_hf(stored, tmp_path / "without", ALONE)
+    megatron_to_hf(stored, tmp_path / "back", ALONE, origin=origin)
+    original = load_file(origin / "model.safetensors")
+    kept = {name: own for name, own in original.items() if name.startswith("model.layers.4.")}
+    assert_same_bytes(load_file(tmp_path / "back" / "model.safetensors"), weights | kept)
+    corrections = [name for name in weights if name.endswith("e_score_correction_bias")]
+    assert len(corrections) == 3
+    assert_same_bytes(
+        {name: weights[name] for name in corrections}, {name: original[name] for name in corrections}
+    )
+    assert not torch.equal(weights["model.norm.weight"].float(), original["model.norm.weight"].float())
+
+
 def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
     tensors = load_file(models["mtp"] / "model.safetensors")
     more = {
@@ -333,18 +378,23 @@ def same_parameters(world, hf_dir, stored, parallel_config):
     config = Config(model=ModelConfig(bf16=is_half == torch.bfloat16), parallel=parallel_config)
     chunks = build_model(shape, config)
     load_hf(chunks, shape, hf_dir)
-    from_hf = {name: parameter.clone() for name, parameter in chunks[0].named_parameters()}
+    from_hf = {name: weight.clone() for name, weight in weights_of(chunks[0])}
     with torch.no_grad():
-        for parameter in chunks[0].parameters():
-            parameter.fill_(float("nan"))
+        for _, weight in weights_of(chunks[0]):
+            weight.fill_(float("nan"))
     load_weights(chunks, stored, shape.vocab_size)
     same = all(
-        torch.equal(as_bytes(parameter.detach()), as_bytes(from_hf[name]))
-        for name, parameter in chunks[0].named_parameters()
+        torch.equal(as_bytes(weight.detach()), as_bytes(from_hf[name]))
+        for name, weight in weights_of(chunks[0])
     )
     shapes = stored_shapes(_models(chunks, is_loading=False))
     parallel.destroy()
     return same, shapes
+
+
+def weights_of(chunk):
+    """Parameters, and what Megatron stores beside them."""
+    return [(name, own) for name, own in chunk.state_dict(keep_vars=True).items() if own is not None]
 
 
 LOADED = {
@@ -353,6 +403,7 @@ LOADED = {
         ("tied", layout(pp=2)),
         ("odd", layout(tp=2)),
         ("moe", layout(ep=2)),
+        ("glm", layout(tp=2, ep=2)),
         ("next", layout(tp=2, ep=4)),
     ],
     2: [
@@ -360,6 +411,7 @@ LOADED = {
         ("tied", layout(pp=2)),
         ("odd", layout(tp=2)),
         ("moe", layout(etp=2, tp=2)),
+        ("glm mtp", layout(pp=2, first=1)),
         ("next", layout(pp=2, first=1)),
         ("mtp", layout(tp=2, ep=2)),
     ],
@@ -586,7 +638,7 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
             assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "next", "mtp", "few"])
+@pytest.mark.parametrize("name", ["dense", "moe", "glm", "next", "mtp", "few"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_cover_every_stored_tensor_once(models, name, ranks):
     """And joined from cuts, a shard is what its blocks are of the parameter joined whole."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, sequences
-from tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
+from tiny_models import make_glm4_moe, make_qwen3, make_qwen3_5, make_qwen3_next
 
 from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import ConfigError, parse_config
@@ -31,6 +31,7 @@ def checkpoints(tmp_path_factory):
         "dense": make_qwen3(directory / "dense", 3, std=0.1),
         "next": make_qwen3_next(directory / "next", 4, std=0.1),
         "3.5": make_qwen3_5(directory / "3.5", 5, moe=True, std=0.1),
+        "glm": make_glm4_moe(directory / "glm", 6, std=0.1),
     }
 
 
@@ -155,6 +156,7 @@ SOME = ("q_proj", "v_proj", "down_proj", "experts")
         pytest.param("dense", ("q_proj", "v_proj"), 1e-5, marks=pytest.mark.slow),
         pytest.param("next", SOME, 5e-5, marks=pytest.mark.slow),
         pytest.param("3.5", ("all",), 5e-5, marks=pytest.mark.slow),
+        pytest.param("glm", ("all",), 5e-5, marks=pytest.mark.slow),
     ],
 )
 def test_peft_computes_the_same_with_what_is_saved(checkpoints, tmp_path, model, targets, tolerance):
@@ -326,9 +328,10 @@ def test_a_run_goes_on_from_its_adapters_under_its_layout_bit_for_bit(checkpoint
     cases = [
         (checkpoints["dense"], layout(), layout(), ("q_proj", "down_proj")),
         (checkpoints["next"], layout(), layout(), ("experts",)),
+        (checkpoints["glm"], layout(), layout(), ("all",)),
     ]
     (found,) = run_ranks(saved_and_resumed, 1, cases, sequences(), tmp_path, timeout=400)
-    assert [*differences(found)] == [0, 0]
+    assert [*differences(found)] == [0, 0, 0]
     for number in range(len(cases)):
         saved = tmp_path / str(number) / "step_000001"
         assert {path.name for path in (saved / "adapter").iterdir()} == {

@@ -24,6 +24,7 @@ from ranks import run_ranks
 from tiny_models import (
     LLAMA_3,
     VOCAB_SIZE,
+    make_glm4_moe,
     make_llama,
     make_qwen2,
     make_qwen3,
@@ -53,7 +54,7 @@ YARN = {
 BOUND = {
     **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
     **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
-    **dict.fromkeys(("moe", "moe as it comes"), 1e-5),
+    **dict.fromkeys(("moe", "moe as it comes", "glm", "glm plain"), 1e-5),
     **dict.fromkeys(("next", "wide next", "few next", "odd next"), 5e-5),
     **dict.fromkeys(("3.5", "3.5 moe", "wrapped 3.5", "wide 3.5", "wide 3.5 moe"), 5e-5),
 }
@@ -84,6 +85,8 @@ CASES = {
         ("qwen2", layout()),
         ("moe", layout()),
         ("moe as it comes", layout()),
+        ("glm", layout()),
+        ("glm plain", layout()),
         ("3.5", layout()),
         ("3.5 moe", layout()),
         ("wrapped 3.5", layout()),
@@ -109,6 +112,8 @@ CASES = {
         ("moe", layout(tp=2)),
         ("moe", layout(pp=2)),
         ("moe", layout(ep=2)),
+        ("glm", layout(tp=2, ep=2)),
+        ("glm", layout(pp=2, first=1)),  # a stage without experts
         ("3.5", layout(tp=2)),
         ("3.5", layout(pp=2)),
         ("3.5", layout()),  # two data-parallel replicas
@@ -127,6 +132,7 @@ CASES = {
         ("qwen2", layout(tp=2, pp=2)),
         ("wide 3.5", layout(tp=4)),
         ("3.5 moe", layout(tp=2, pp=2, ep=2)),
+        ("glm", layout(tp=2, pp=2, ep=2, first=2)),
         # more ranks than key/value heads
         ("dense", layout(tp=4)),
         ("few next", layout(tp=4, ep=4)),
@@ -140,6 +146,11 @@ MORE_CASES = {
         ("3.5 moe", layout(tp=2, etp=2)),
         ("moe", layout(tp=2, ep=2)),
         ("moe as it comes", layout(tp=2, ep=2)),
+        ("glm", layout(tp=2)),
+        ("glm", layout(ep=2)),
+        ("glm", layout(pp=2, first=2)),
+        ("glm", layout(tp=2, etp=2)),
+        ("glm plain", layout(tp=2, ep=2)),
         ("3.5 moe", layout(ep=2)),
         ("wrapped 3.5", layout(pp=2, first=1)),
     ],
@@ -159,6 +170,8 @@ MORE_CASES = {
         ("wide 3.5 moe", layout(tp=4, etp=4)),
         ("llama", layout(tp=4)),
         ("moe", layout(tp=2, pp=2, ep=2)),
+        ("glm", layout(tp=4, ep=4)),
+        ("glm", layout(ep=4)),
     ],
 }
 """What other layouts of the same families leave little doubt of."""
@@ -205,6 +218,8 @@ def checkpoints(tmp_path_factory, plain_transformers):
         "qwen2": make_qwen2(directory / "qwen2", 16, std=0.08),
         "moe": make_qwen3_moe(directory / "moe", 17, std=0.08),
         "moe as it comes": make_qwen3_moe(directory / "moe as it comes", 18, std=0.08, normalized=False),
+        "glm": make_glm4_moe(directory / "glm", 21, std=0.08),
+        "glm plain": make_glm4_moe(directory / "glm plain", 22, std=0.08, dense=2, plain=True),
         "3.5": make_qwen3_5(directory / "3.5", 12, std=0.08, value_heads=4),
         "3.5 moe": make_qwen3_5(directory / "3.5 moe", 13, std=0.08, value_heads=4, moe=True),
         "wrapped 3.5": make_qwen3_5(
@@ -328,13 +343,22 @@ def megatron_result(world, path, parallel_config, bf16, libraries):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)
-    exported = HFExport([model], shape)
+    frozen = frozen_tensors(shape)
+    exported = ((name, grad) for name, grad in HFExport([model], shape) if name not in frozen)
     gradients = {name: None if grad is None else grad.float().cpu().clone() for name, grad in exported}
     is_speaker = (
         parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
     )
     parallel.destroy()
     return seen if is_speaker else None, gradients if world.rank == 0 else None
+
+
+def frozen_tensors(shape):
+    """Names of what a checkpoint holds among the weights of layers and training leaves alone."""
+    from megatron_ibpo.models.weight_map import weight_map
+
+    entries = weight_map(shape).values()
+    return {piece.name for entry in entries if entry.dtype is not None for piece in entry.pieces}
 
 
 def packed_inputs(vocabulary=VOCAB_SIZE):

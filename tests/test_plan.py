@@ -61,6 +61,7 @@ LIKE = {
     "qwen3_5_35b_a3b": "qwen3_30b_a3b",
     **dict.fromkeys(("llama_3_1_8b", "qwen2_5_7b"), "qwen3_4b"),
     **dict.fromkeys(("llama_3_1_70b", "qwen2_5_32b"), "qwen3_32b"),
+    "glm_4_5_air": "qwen3_next_80b_a3b",
 }
 """Models for which examples/run.sh takes the recipe of another."""
 RECIPES |= {
@@ -160,6 +161,25 @@ def test_llama_and_qwen2_fit_by_the_recipes_for_models_of_their_size(planner, na
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB
     assert plan.census.total == parameters
+
+
+def test_glm_4_5_air_fits_by_the_recipe_for_mixtures_of_its_size(planner):
+    """46 layers in four stages; 106,852,245,504 is what its config.json adds up to, the layer apart that is
+    carried along. The first stage has a dense layer, the others experts in all of theirs."""
+    model = REPOSITORY / "examples/models/glm_4_5_air"
+    ends = ["--decoder-first-pipeline-num-layers", "11", "--decoder-last-pipeline-num-layers", "11"]
+    plan = planner(plan_of, model, 32, *ends)
+    assert plan.problems == []
+    assert tightest(plan).left > 5 * GIB
+    expert = 3 * 4096 * 1408
+    attention = 4096 * (2 * 96 + 2 * 8) * 128 + (96 + 2 * 8) * 128  # four matrices, three biases
+    mixture = 129 * expert + 128 * 4096  # with the shared one, and the router
+    layers = 46 * (attention + 2 * 4096) + 3 * 4096 * 10944 + 45 * mixture
+    assert plan.census.total == layers + (2 * 151552 + 1) * 4096 == 106_852_245_504
+    experts = [part.experts for part in plan.census.stages]
+    assert experts == [layers * 16 * expert for layers in (10, 12, 12, 11)]  # 16 of 128 on each rank
+    estimated = estimate_census(plan.shape, configured(model, *ends), 32)
+    assert [part.experts for part in estimated.stages] == experts
 
 
 @pytest.mark.parametrize("name", WRITTEN_FOR)

@@ -175,6 +175,7 @@ def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path)
         name: t for name, t in tensors_of(origin).items() if "visual" not in name and "mtp" not in name
     }
     hf_to_megatron(with_weights(origin, tmp_path / "text", trained), tmp_path / "run", layout(), ALONE)
+    (tmp_path / "run/run_state.json").write_text('{"step": 7}')
     with pytest.raises(ValueError, match=r"no model\.visual\.\*.*give --origin-hf-checkpoint"):
         megatron_to_hf(tmp_path / "run", tmp_path / "refused", ALONE)
     megatron_to_hf(tmp_path / "run", tmp_path / "back", ALONE, origin=origin)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_trainer import EPSILON, LR, close_trainer, config_for, layout, open_trainer, sequences
-from tiny_models import make_qwen3_next
+from tiny_models import make_glm4_moe, make_qwen3_next
 
 from megatron_ibpo.config import ConfigError, check_config
 from megatron_ibpo.policy.overrides import check_overrides
@@ -39,14 +39,14 @@ def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overr
     return config
 
 
-def with_strange_choices(rows, seed=0):
+def with_strange_choices(rows, seed=0, layers=LAYERS):
     """What no router would choose: two different experts at random, for each token and layer."""
     rng = np.random.default_rng(seed)
     return [
         replace(
             row,
             routed_experts=expert_ids(
-                rng.random((row.num_tokens - 1, LAYERS, EXPERTS)).argsort(-1)[..., :K], EXPERTS
+                rng.random((row.num_tokens - 1, layers, EXPERTS)).argsort(-1)[..., :K], EXPERTS
             ),
         )
         for row in rows
@@ -234,6 +234,20 @@ def test_choices_are_replayed_alike_under_every_layout(model, layouts):
     for size, configs in layouts.items():
         for found in run_ranks(all_updated, size, model, configs, rows, timeout=300)[0]:
             agree(found, expected)
+
+
+def test_dense_layers_have_no_place_among_the_choices(tmp_path):
+    """Three layers of which the first is dense; also where it is all that a pipeline stage has. An update
+    that replays its own pass takes that for what it is, too."""
+    glm = make_glm4_moe(tmp_path / "glm", 8, std=0.1)
+    rows = with_strange_choices(sequences(), layers=2)
+    own = {"rollout": False, "own": True}
+    expected = run_ranks(all_updated, 1, glm, [replaying(), replaying(**own)], rows)[0]
+    apart = replace(layout(pp=2), decoder_first_pipeline_num_layers=1)
+    found = run_ranks(all_updated, 2, glm, [replaying(apart), replaying(apart, **own)], rows)[0]
+    assert expected[0][0]["routing_changed"] > 0.3
+    for one, other in zip(found, expected, strict=True):
+        agree(one, other)
 
 
 def second_step(world, hf_dir, rows, parallel, cases):

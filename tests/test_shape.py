@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tiny_models import make_qwen3, make_qwen3_next
@@ -70,6 +71,7 @@ LLAMA_31_8B = {  # as published
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
+GLM_AIR = json.loads((Path(__file__).parents[1] / "examples/models/glm_4_5_air/config.json").read_text())
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -115,6 +117,24 @@ def test_the_published_llama_config_is_read(tmp_path):
     assert has == (False, False, False, False)
 
 
+def test_the_published_glm_4_5_air_config_is_read(tmp_path):
+    shape = read_hf_config(write(tmp_path / "air", GLM_AIR))
+    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (128, 64, 1e6)
+    assert (shape.query_key_norms, shape.qkv_bias, shape.attention_output_bias) == (False, True, False)
+    assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
+    assert (shape.ffn_hidden_size, shape.moe_layers) == (10944, 45)
+    assert (shape.num_experts, shape.experts_per_token, shape.expert_hidden_size) == (128, 8, 1408)
+    assert (shape.shared_expert_hidden_size, shape.shared_expert_gate) == (1408, False)
+    assert shape.carried == ("model.layers.46.",)
+
+
+def test_a_glm_without_dense_layers_has_experts_in_all(tmp_path):
+    config = {**GLM_AIR, "first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
+    shape = read_hf_config(write(tmp_path / "air", config))
+    assert shape.moe_layers == 46
+    assert (shape.shared_expert_hidden_size, shape.carried) == (2816, ())
+
+
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -141,8 +161,15 @@ def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(t
     [
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
-        ({**NEXT_80B, "model_type": "glm4_moe"}, "glm4_moe cannot be trained yet: .*e_score_correction_bias"),
-        ({**NEXT_80B, "model_type": "gpt_oss"}, "gpt_oss cannot be trained yet: attention has sinks"),
+        ({**GLM_AIR, "n_group": 8}, "n_group=8 is not supported"),
+        ({**GLM_AIR, "topk_group": 4}, "topk_group=4 is not supported"),
+        ({**GLM_AIR, "norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({**GLM_AIR, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ({**GLM_AIR, "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({**GLM_AIR, "first_k_dense_replace": 46}, "first_k_dense_replace=46 leaves no layer of 46 with"),
+        ({**GLM_AIR, "first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0"),
+        ({**GLM_AIR, "routed_scaling_factor": 0}, "routed_scaling_factor must be positive, is 0"),
+        ({**NEXT_80B, "model_type": "gpt_oss"}, "gpt_oss cannot be trained yet: .* no sinks"),
         ({**NEXT_80B, "model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
         ({}, "model_type None is unknown"),
         ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),

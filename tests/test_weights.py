@@ -11,7 +11,15 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_models import make_llama, make_qwen2, make_qwen3, make_qwen3_moe, make_qwen3_next
+from tiny_models import (
+    make_glm4_moe,
+    make_llama,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_moe,
+    make_qwen3_next,
+    stored_dtype,
+)
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import read_hf_config
@@ -19,8 +27,9 @@ from megatron_ibpo.models.weight_map import global_name, weight_map
 from megatron_ibpo.weights.formats import save as save_module
 
 
-def layout(tp=1, pp=1, ep=1, etp=1, vocabulary=1):
+def layout(tp=1, pp=1, ep=1, etp=1, vocabulary=1, first=None):
     return ParallelConfig(
+        decoder_first_pipeline_num_layers=first,
         make_vocab_size_divisible_by=vocabulary,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -38,6 +47,7 @@ def checkpoints(tmp_path_factory):
         "tied": make_qwen3(directory / "tied", 6, tie=True),
         "next": make_qwen3_next(directory / "next", 7, value_heads=4),
         "moe": make_qwen3_moe(directory / "moe", 11),
+        "glm": make_glm4_moe(directory / "glm", 12),
         "llama": make_llama(directory / "llama", 9, biased=True),
         "qwen2": make_qwen2(directory / "qwen2", 10),
         "odd": make_qwen3(directory / "odd", 8, kv_heads=4, vocabulary=211),  # no TP divides it
@@ -52,13 +62,14 @@ def checkpoints(tmp_path_factory):
 def with_random_bits(source, target, dtype):
     generator = torch.Generator().manual_seed(0)
     shutil.copytree(source, target)
-    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
-    limits = torch.iinfo(bits)
     tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
+        own = stored_dtype(name, dtype)
+        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[own]
+        limits = torch.iinfo(bits)
         drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator)
-        drawn = drawn.view(dtype)
-        tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=dtype)).contiguous()
+        drawn = drawn.view(own)
+        tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=own)).contiguous()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -77,7 +88,7 @@ def assert_same_bytes(found, expected):
 # -------------------------------------------------------------------------------------------- the map
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe", "llama", "qwen2"])
+@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe", "glm", "llama", "qwen2"])
 def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints, name):
     path = checkpoints[name, torch.float32]
     entries = weight_map(read_hf_config(path)).values()
@@ -96,11 +107,15 @@ def parameter_shapes(world, paths):
 
     parallel.initialize(layout(), world, seed=0)
     models = [build_model(read_hf_config(path), Config())[0] for path in paths]
-    return [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
+    return [
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if tensor is not None}
+        for model in models
+    ]
 
 
 def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoints):
-    names = ["dense", "tied", "next", "moe", "llama", "qwen2"]
+    """And every buffer that Megatron stores."""
+    names = ["dense", "tied", "next", "moe", "glm", "llama", "qwen2"]
     paths = [checkpoints[name, torch.float32] for name in names]
     (found,) = run_ranks(parameter_shapes, 1, paths)
     for name, path, parameters in zip(names, paths, found, strict=True):
@@ -158,6 +173,8 @@ CASES = {
         ("moe", layout(tp=2, etp=2)),
         ("moe", layout(tp=2, ep=2)),
         ("odd", layout(tp=2)),
+        ("glm", layout(tp=2, ep=2)),
+        ("glm", layout(pp=2, first=1)),
         ("llama", layout(tp=2)),
         ("llama", layout(pp=2)),
         ("qwen2", layout(tp=2)),

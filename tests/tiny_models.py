@@ -2,6 +2,7 @@
 
     make_qwen3_next(directory, seed)    make_qwen3(directory, seed, tie=False)    make_llama(directory, seed)
     make_qwen3_5(directory, seed, moe=False, wrapped=False)    make_qwen3_moe(directory, seed)
+    make_glm4_moe(directory, seed)
 
 No tokenizer, token ids 0..63 unless another vocabulary is asked for, end
 of sequence is id 1.
@@ -17,12 +18,14 @@ import torch
 __all__ = [
     "EOS_ID",
     "VOCAB_SIZE",
+    "make_glm4_moe",
     "make_llama",
     "make_qwen2",
     "make_qwen3",
     "make_qwen3_5",
     "make_qwen3_moe",
     "make_qwen3_next",
+    "stored_dtype",
 ]
 
 VOCAB_SIZE = 64
@@ -240,6 +243,45 @@ def make_qwen3_5(
     return _save(getattr(transformers, f"Qwen3_5{kind}ForConditionalGeneration"), config, directory, seed)
 
 
+def make_glm4_moe(
+    directory: Path,
+    seed: int,
+    *,
+    layers: int = 3,
+    dense: int = 1,
+    std: float = 0.2,
+    kv_heads: int = 2,
+    plain: bool = False,
+    predicting: int = 0,
+) -> Path:
+    """A GLM-4.5 in float32: `dense` layers with a dense MLP, then experts with a shared one. Norms of queries
+    and keys, and biases, but where it is `plain`. `predicting`: multi-token prediction layers that
+    config.json names; transformers makes no tensors of them."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    config = Glm4MoeConfig(
+        **{**SHARED, "num_key_value_heads": kv_heads},
+        num_hidden_layers=layers,
+        first_k_dense_replace=dense,
+        intermediate_size=192,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        use_qk_norm=not plain,
+        attention_bias=not plain,
+        num_nextn_predict_layers=predicting,
+        initializer_range=std,
+    )
+    return _save(Glm4MoeForCausalLM, config, directory, seed)
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor has in a checkpoint of `dtype`: a router's correction stays in float32."""
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
+
+
 def _save(model_class: Any, config: Any, directory: Path, seed: int) -> Path:
     # the seed's own stream: the caller's draws stay what they were
     with torch.random.fork_rng(devices=[]):
@@ -249,6 +291,9 @@ def _save(model_class: Any, config: Any, directory: Path, seed: int) -> Path:
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # as large as the scores differ
+                    buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.generation_config.eos_token_id = EOS_ID
     model.save_pretrained(directory)
     return directory

@@ -73,7 +73,7 @@ def forward_flops(shape: ModelShape, length: int) -> float:
 def _flops(shape: ModelShape) -> tuple[int, int]:
     """(operations per token, per pair of tokens)"""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    weights = sum(mixer.weights for mixer in mixers) + shape.num_layers * _mlp_weights(shape)
+    weights = sum(mixer.weights for mixer in mixers) + _mlp_weights(shape)
     per_token = 2 * (weights + shape.hidden_size * shape.vocab_size)
     return (
         per_token + sum(mixer.flops_per_token for mixer in mixers),
@@ -82,13 +82,13 @@ def _flops(shape: ModelShape) -> tuple[int, int]:
 
 
 def _mlp_weights(shape: ModelShape) -> int:
-    """Weights that a token meets in a layer's MLP or experts."""
+    """Weights that a token meets in the MLPs or experts of all layers."""
     hidden = shape.hidden_size
-    if not shape.is_moe:
-        return 3 * hidden * shape.ffn_hidden_size
+    dense = 3 * hidden * shape.ffn_hidden_size
     experts = shape.experts_per_token * shape.expert_hidden_size + shape.shared_expert_hidden_size
-    shared_gate = hidden if shape.shared_expert_hidden_size else 0
-    return 3 * hidden * experts + hidden * shape.num_experts + shared_gate
+    shared_gate = hidden if shape.shared_expert_hidden_size and shape.shared_expert_gate else 0
+    mixture = 3 * hidden * experts + hidden * shape.num_experts + shared_gate
+    return shape.moe_layers * mixture + (shape.num_layers - shape.moe_layers) * dense
 
 
 def kept_elements(
@@ -108,7 +108,7 @@ def kept_elements(
     # around both norms: their input, output, residual
     elements = 6 * hidden / sequence + mixer.kept / tensor
     elements += passes_states * mixer.kept_with_states / tensor
-    if not shape.is_moe:
+    if not shape.has_experts(layer):
         return elements + (0 if "mlp" in recomputed else 4 * shape.ffn_hidden_size / tensor)
     if "moe" in recomputed:
         return elements
@@ -126,12 +126,13 @@ def inference_elements(shape: ModelShape, tensor: int) -> float:
     input and output, and the tensors of its mixer or of its MLP."""
     hidden = shape.hidden_size
     mixer = max(mixer_cost(shape, layer).kept for layer in range(shape.num_layers)) / tensor
-    mlp = 3 * max(shape.ffn_hidden_size, shape.shared_expert_hidden_size) / tensor
+    mlp = 3 * shape.ffn_hidden_size / tensor
     if shape.is_moe:
         # of each chosen expert: both halves of its first product or its output in one buffer, and what it
         # makes of those
         inner = shape.expert_hidden_size / tensor
-        mlp += shape.experts_per_token * (max(2 * inner, hidden) + inner)
+        chosen = shape.experts_per_token * (max(2 * inner, hidden) + inner)
+        mlp = max(mlp, 3 * shape.shared_expert_hidden_size / tensor + chosen)
     return 3 * hidden + max(mixer, mlp)
 
 
@@ -167,10 +168,10 @@ class WeightCount:
 def weight_count(shape: ModelShape) -> WeightCount:
     mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
     expert = 3 * shape.hidden_size * shape.expert_hidden_size
-    chosen = shape.num_layers * shape.experts_per_token * expert
+    chosen = shape.moe_layers * shape.experts_per_token * expert
     return WeightCount(
-        layers=mixers + shape.num_layers * _mlp_weights(shape) - chosen,
-        experts=shape.num_layers * shape.num_experts * expert,
+        layers=mixers + _mlp_weights(shape) - chosen,
+        experts=shape.moe_layers * shape.num_experts * expert,
         chosen=chosen,
         table=shape.hidden_size * shape.vocab_size,
         tied=shape.tie_word_embeddings,

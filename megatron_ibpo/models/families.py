@@ -13,14 +13,14 @@ FAMILIES = {
     "qwen3_5_text": "megatron_ibpo.models.qwen3_5",
     "qwen3_5_moe": "megatron_ibpo.models.qwen3_5",
     "qwen3_5_moe_text": "megatron_ibpo.models.qwen3_5",
+    "glm4_moe": "megatron_ibpo.models.glm4_moe",
 }
 """By `model_type` of config.json: the package with everything that is special to the family."""
 
 NOT_BUILT = {
-    "glm4_moe": "its router adds a correction (e_score_correction_bias) that stays in float32 beside weights "
-    "in bfloat16, which neither weight map nor export know, and its first layers are dense",
-    "gpt_oss": "attention has sinks, and a window in every other layer; experts have biases and a clamped "
-    "activation; its checkpoints are in MXFP4",
+    "gpt_oss": "megatron-core 0.19.2 and vLLM 0.32 have all of its parts, but attention has no sinks and no "
+    "windows in the layers for CPUs here, and experts no biases; the weight map has neither these nor fused "
+    "experts of alternating rows; and its published checkpoints are in MXFP4, which is not read",
 }
 """`model_type` of families that people ask for → what of them is not here."""
 

@@ -135,7 +135,10 @@ def _layout_problems(
 def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
     stages = parallel.pipeline_model_parallel_size
     if not shape.mtp_in_checkpoints:
-        yield f"--mtp-num-layers: {shape.family} has no multi-token prediction layer; leave it at 0"
+        yield (
+            f"--mtp-num-layers: {shape.family} has no multi-token prediction layer that can be trained; "
+            "leave it at 0"
+        )
     if stages > 1:
         yield (
             f"--mtp-num-layers and --pipeline-model-parallel-size={stages}: the layer takes embedding and "

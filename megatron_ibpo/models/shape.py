@@ -62,17 +62,30 @@ class ModelShape:
     """Beginnings of the names of tensors that checkpoints hold beside the policy, such as a vision tower's.
     They are kept as they are and not trained."""
     ffn_hidden_size: int = 0
-    """Dense MLP; 0 for mixtures of experts."""
+    """Of dense MLPs; 0 where every layer has experts."""
+    dense_layers: int = 0
+    """So many first layers of a mixture have a dense MLP in the place of experts."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_hidden_size: int = 0
     shared_expert_hidden_size: int = 0
+    shared_expert_gate: bool = True
+    """What a shared expert gives is multiplied by a sigmoid of the token."""
     normalize_expert_weights: bool = True
     """The weights of a token's chosen experts sum to one."""
 
     @property
     def is_moe(self) -> bool:
+        """Some layers have experts."""
         return self.num_experts > 0
+
+    def has_experts(self, layer: int) -> bool:
+        return self.is_moe and layer >= self.dense_layers
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have experts."""
+        return self.num_layers - self.dense_layers if self.is_moe else 0
 
     @property
     def is_recurrent(self) -> bool:
@@ -127,12 +140,13 @@ class Fields:
     raw: dict[str, Any]
     path: Path
 
-    def count(self, name: str, default: int | None = None, *, most: int = MOST) -> int:
+    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         value = self.raw.get(name)
         if value is None:  # null says as much as nothing
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{name} must be a positive integer, is {shown(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise self.error(f"{name} must be {kind}, is {shown(value)}")
         if value > most:
             raise self.error(f"{name} must be at most {most}, is {value}")
         return value

@@ -64,19 +64,22 @@ def dense_mlp(shape: ModelShape) -> list[Entry]:
     return entries
 
 
-def moe(shape: ModelShape) -> list[Entry]:
-    """A mixture of experts: the norm before it, router, shared expert where there is one, and experts."""
+def moe(shape: ModelShape, shared: str = "mlp.shared_expert") -> list[Entry]:
+    """A mixture of experts: the norm before it, router, shared expert where there is one, and experts.
+
+    Args:
+        shared: what checkpoints call the shared expert.
+    """
     hidden = shape.hidden_size
     entries = [
         Entry("pre_mlp_layernorm.weight", (Piece("post_attention_layernorm.weight", (hidden,)),)),
         Entry("mlp.router.weight", (Piece("mlp.gate.weight", (shape.num_experts, hidden)),)),
     ]
     if shape.shared_expert_hidden_size:
-        gate = Piece("mlp.shared_expert_gate.weight", (1, hidden))
-        entries += [
-            Entry("mlp.shared_experts.gate_weight", (gate,)),
-            *_gated_mlp("mlp.shared_experts", "mlp.shared_expert", shape.shared_expert_hidden_size, hidden),
-        ]
+        if shape.shared_expert_gate:
+            gate = Piece(f"{shared}_gate.weight", (1, hidden))
+            entries.append(Entry("mlp.shared_experts.gate_weight", (gate,)))
+        entries += _gated_mlp("mlp.shared_experts", shared, shape.shared_expert_hidden_size, hidden)
     return [*entries, *_experts(shape)]
 
 

@@ -28,6 +28,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -159,7 +160,7 @@ def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
     return partial(MLP.as_mlp_submodule, submodules=submodules), IdentityOp
 
 
-def moe(shape: ModelShape, backend: Backend) -> MLPAndNorm:
+def moe(shape: ModelShape, backend: Backend, router: type[TopKRouter] = TopKRouter) -> MLPAndNorm:
     """A mixture of experts: router and experts share one normed input."""
     experts = partial(
         TEGroupedMLP,
@@ -173,4 +174,5 @@ def moe(shape: ModelShape, backend: Backend) -> MLPAndNorm:
             SharedExpertMLP,
             submodules=MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear),
         )
-    return partial(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared)), backend.norm
+    submodules = MoESubmodules(experts=experts, shared_experts=shared, router=router)
+    return partial(MoELayer, submodules=submodules), backend.norm

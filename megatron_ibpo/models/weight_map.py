@@ -114,6 +114,9 @@ class Entry:
     even_up_to: int | None = None
     """Ranks up to which an equal share of every piece makes up a shard; None: any number. More ranks divide
     the rows of the joined parameter, wherever in the pieces these come from."""
+    dtype: torch.dtype | None = None
+    """Of its own: Megatron holds it in a buffer, in this dtype beside weights in another, and it is not
+    trained. None: a parameter in the dtype of the model."""
 
     @property
     def cut(self) -> Cut | None:
@@ -255,6 +258,8 @@ def _shard_shape(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int)
 
 
 ROWS, COLUMNS = Cut(0), Cut(1)
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""The one buffer that a layer may have among its weights: what a router adds to scores before it chooses."""
 
 
 def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = None) -> dict[str, Entry]:

@@ -146,8 +146,8 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
 
 def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Census:
     """The same from the shape alone, in no time: norms, biases and short convolutions are left out, all
-    layers of a model are taken to have as much, and adapters to be whole on every rank. For comparing many
-    layouts."""
+    layers of a model are taken to have as much, experts apart, and adapters to be whole on every rank. For
+    comparing many layouts."""
     parallel, count = config.parallel, weight_count(shape)
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
@@ -157,10 +157,11 @@ def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Censu
     parts = []
     for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config))):
         layers = sum(map(len, ranges))
+        with_experts = sum(shape.has_experts(layer) for own in ranges for layer in own)
         ends = (stage == 0) + (stage == stages - 1)
         tables = min(ends, 1) if shape.tie_word_embeddings else ends
         dense = (count.layers * layers // shape.num_layers + tables * count.table) // tensor
-        experts = count.experts * layers // shape.num_layers // expert_ranks
+        experts = count.experts * with_experts // max(1, shape.moe_layers) // expert_ranks
         parts.append(
             StagePart(
                 pipeline=stage,

@@ -327,7 +327,7 @@ def _engine_weights(shape: ModelShape, total: int, size: int, element: int, quan
     """Bytes of an engine's weights on each of `size` GPUs. Routers are copied to all of them. What vLLM
     quantizes are the layers' matrices, to a byte each (to half of one in fp4); scales are left out."""
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    routers = shape.num_layers * shape.num_experts * shape.hidden_size
+    routers = shape.moe_layers * shape.num_experts * shape.hidden_size
     matrices = total - embeddings - routers
     each = element if quantization is None else 0.5 if "fp4" in quantization else 1
     return (int(matrices * each) + embeddings * element) // size + routers * element
@@ -397,7 +397,8 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
     # largest weight, or of a layer's experts at once, whose first matrices are two thirds of them.
     if config.model.lora_rank is None:
-        working += max(part.largest, part.experts // part.layers * 2 // 3) * element
+        with_experts = sum(shape.has_experts(layer) for layer in layers)
+        working += max(part.largest, part.experts // max(1, with_experts) * 2 // 3) * element
     if config.model.recompute_granularity != "full":
         return int(in_flight * sum(layer_bytes) + working)
     tensor = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1

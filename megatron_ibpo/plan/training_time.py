@@ -272,7 +272,7 @@ def _expert_seconds(
     near = min(1.0, hardware.linked / layout.expert)
     seconds = near / hardware.link + (1 - near) / hardware.network
     share = (layout.expert - 1) / layout.expert
-    return chosen * share * seconds * shape.num_layers / layout.pipeline / reached.link
+    return chosen * share * seconds * shape.moe_layers / layout.pipeline / reached.link
 
 
 def _context_seconds(

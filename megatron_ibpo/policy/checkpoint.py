@@ -188,6 +188,8 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
         model = _unwrapped(chunk)
         filled = model.load_state_dict(own, strict=False)
         frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        if frozen:  # of adapters alone
+            frozen |= {name for name, _ in model.named_buffers()}
         lacks = [n for n in filled.missing_keys if not (_is_extra_state(n) or n in frozen)]
         if lacks or filled.unexpected_keys:
             raise CheckpointError(

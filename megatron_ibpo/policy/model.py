@@ -239,6 +239,6 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
     if shape.shared_expert_hidden_size:
         fields |= {
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
-            "moe_shared_expert_gate": True,
+            "moe_shared_expert_gate": shape.shared_expert_gate,
         }
     return fields | family_part(shape.family, "spec").config_fields(shape)

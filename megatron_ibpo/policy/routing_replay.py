@@ -39,14 +39,16 @@ class RoutingReplay:
             chunks: the model's parts on this rank, wrapped or not.
 
         Raises:
-            ValueError: they have no routers.
+            ValueError: the model has no routers.
         """
-        found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-        if not found:
+        config = chunks[0].config
+        if config.num_moe_experts is None:
             raise ValueError("replay of routing: the model has no routers")
-        self.layers = [router.layer_number - 1 for router in found]
-        """Of each router here, among the layers of the whole model."""
-        self.num_experts: int = found[0].config.num_moe_experts
+        found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        self.layers = [_place(router.layer_number - 1, config.moe_layer_freq) for router in found]
+        """Of each router here, among all routers of the model. None on a pipeline stage of dense layers."""
+        self.num_experts: int = config.num_moe_experts
+        self._chosen: int = config.moe_router_topk
         self._routers = [_Router(self, column) for column in range(len(found))]
         for router, own in zip(found, self._routers, strict=True):
             router.router_replay = own
@@ -63,7 +65,7 @@ class RoutingReplay:
         self._choices = 0.0
 
     def of_own_layers(self, choices: ExpertIds) -> ExpertIds:
-        """[.., layers of the model, K] → [.., layers here, K]."""
+        """[.., routers of the model, K] → [.., routers here, K]."""
         return choices[:, self.layers]
 
     @contextmanager
@@ -123,8 +125,11 @@ class RoutingReplay:
         return counts
 
     def recorded(self, batches: Sequence[PackedBatch]) -> list[ExpertIds]:
-        """[tokens that are inputs, layers here, K] of each micro-batch of the pass before, which recorded;
+        """[tokens that are inputs, routers here, K] of each micro-batch of the pass before, which recorded;
         the same on all tensor- and context-parallel ranks. Collective among these."""
+        if not self._routers:
+            none = [np.empty((len(batch.places_T), 0, self._chosen), np.int32) for batch in batches]
+            return [expert_ids(ids, self.num_experts) for ids in none]
         whole = []
         for number, batch in enumerate(batches):
             own_NLK = torch.stack([router.chosen[number] for router in self._routers], 1)
@@ -194,6 +199,15 @@ class _Router:
         absent = (given[:, 0] < 0) & replay.is_real_N
         differs = (live.sort(1).values != ids.sort(1).values).any(1) & replay.is_real_N
         replay.count(differs.sum(), absent.sum(), replay.real_rows)
+
+
+def _place(layer: int, frequency: int | list[int]) -> int:
+    """A layer's place among those with experts.
+
+    Args:
+        frequency: Megatron's `moe_layer_freq`: 1 for all layers, or of each layer whether it has some.
+    """
+    return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
 
 def _own_rows(rows: int) -> slice:

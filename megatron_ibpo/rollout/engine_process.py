@@ -242,12 +242,12 @@ class SamplingEngine:
 
     def _routed_experts(self, outputs: list[Any]) -> list[ExpertIds | None]:
         """Of each finished request, as `Sample.routed_experts`."""
-        count = self._settings.recorded_experts
+        count, dense = self._settings.recorded_experts, self._settings.dense_layers
         if not count or not outputs:
             return [None] * len(outputs)
         reads = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs]
         if not self._records_itself:  # vLLM's own; not run
-            return [_native_choices(o, n, count) for o, n in zip(outputs, reads, strict=True)]
+            return [_native_choices(o, n, count, dense) for o, n in zip(outputs, reads, strict=True)]
         asked = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
         of_workers = self._llm.collective_rpc("take_routing", args=(asked,))
         return [_sent_choices(sent) for sent in of_workers[0]]  # tensor-parallel workers route alike
@@ -371,14 +371,14 @@ def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None
     return np.frombuffer(ids, np.dtype(dtype)).reshape(shape)
 
 
-def _native_choices(output: Any, reads: int, num_experts: int) -> ExpertIds:
-    """What vLLM's own record says of a finished request (enable_return_routed_experts). Not run: there was no
-    GPU."""
+def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int) -> ExpertIds:
+    """What vLLM's own record says of a finished request (enable_return_routed_experts), which has room for
+    layers without a router too. Not run: there was no GPU."""
     ids = output.outputs[0].routed_experts
     if ids is None or len(ids) != reads:
         there = "none" if ids is None else f"{len(ids)}"
         raise RuntimeError(f"vLLM recorded the routing of {there} of {reads} tokens of a response")
-    return expert_ids(ids, num_experts)
+    return expert_ids(ids[:, dense_layers:], num_experts)
 
 
 def _finished(output: Any, routed_experts: ExpertIds | None) -> tuple[Any, ...]:

@@ -62,6 +62,8 @@ class EngineSettings:
     """Seconds in which an engine that has requests must write a token."""
     recorded_experts: int = 0
     """Record which of so many experts the routers of every layer choose for each token. 0: nothing."""
+    dense_layers: int = 0
+    """So many first layers have no router."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, as `vllm_arguments` returns them."""
 
@@ -120,6 +122,7 @@ def engine_settings(
         recompute_kv_after_update=rollout.recompute_kv_after_update,
         stall_timeout=rollout.engine_stall_timeout,
         recorded_experts=recorded,
+        dense_layers=shape.dense_layers,
         extra_arguments=arguments,
     )
 

@@ -39,7 +39,13 @@ from megatron_ibpo.weights.formats.hugging_face import (
     file_names,
     write_index,
 )
-from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, read_layout
+from megatron_ibpo.weights.formats.run_state import (
+    HF_FILES,
+    LAYOUT,
+    RUN_STATE,
+    load_run_state,
+    read_layout,
+)
 from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
 from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
 from megatron_ibpo.weights.layout.regions import TensorMeta, consecutive_runs
@@ -139,7 +145,7 @@ def megatron_to_hf(
     stored = StoredCheckpoint(stored_dir)
     entries = model_entries(shape, stored)
     stored.check(entries)
-    carried, source = _carried(origin, shape, entries)
+    carried, source = _carried(origin, shape, entries, converted=_is_conversion(stored_dir))
     from_origin = {entry.name for entry in carried}
     if carried:
         names = listed(sorted(piece.name for entry in carried for piece in entry.pieces))
@@ -317,10 +323,18 @@ def _check_tied_head(checkpoint: Checkpoint, shape: ModelShape) -> None:
         )
 
 
-def _carried(origin: Path, shape: ModelShape, entries: list[Entry]) -> tuple[list[Entry], Checkpoint | None]:
+def _is_conversion(stored_dir: Path) -> bool:
+    """`hf_to_megatron` wrote it, and left out nothing."""
+    return (stored_dir / RUN_STATE).is_file() and load_run_state(stored_dir)["step"] == 0
+
+
+def _carried(
+    origin: Path, shape: ModelShape, entries: list[Entry], *, converted: bool
+) -> tuple[list[Entry], Checkpoint | None]:
     """What lies beside the policy in the origin's weights only."""
     if not any(origin.glob("*.safetensors")):
-        if shape.carried and not any(entry.name.startswith(shape.carried) for entry in entries):
+        has_some = any(entry.name.startswith(shape.carried) for entry in entries)
+        if shape.carried and not has_some and not converted:
             raise CheckpointError(
                 f"training keeps no {', '.join(shape.carried)}*, which the model's checkpoints hold: give "
                 "--origin-hf-checkpoint, the Hugging Face checkpoint that training started from"

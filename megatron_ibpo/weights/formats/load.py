@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints into Megatron parameters. Each rank reads only what it holds."""
+"""Hugging Face checkpoints into Megatron models. Each rank reads only what it holds."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch import Tensor
 
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
@@ -18,16 +18,16 @@ from megatron_ibpo.weights.layout.holdings import (
     layers_of,
     my_holding,
     named_globally,
-    parameters_by_global_name,
     vocab_rows_of,
+    weights_by_global_name,
 )
 
 logger = logging.getLogger(__name__)
 
 
 def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = True) -> None:
-    """Fill this rank's parameters from the checkpoint in `hf_dir`, converting to their dtype. Rows that pad
-    the vocabulary become 0.
+    """Fill this rank's parameters, and buffers that are weights, from the checkpoint in `hf_dir`, converting
+    to their dtype. Rows that pad the vocabulary become 0.
 
     Args:
         head: False leaves the output layer as it is: a value model has one of its own.
@@ -42,8 +42,8 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
     entries = weight_map(shape, vocab_rows=holding.vocab_rows)
     if ignored := checkpoint.check(shape, entries.values()):
         logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
-    parameters = parameters_by_global_name(chunks, holding)
-    named = ((name, own) for name, own in parameters if head or not name.startswith("output_layer."))
+    weights = weights_by_global_name(chunks, holding)
+    named = ((name, own) for name, own in weights if head or not name.startswith("output_layer."))
     _fill(named, entries, checkpoint, holding)
 
 
@@ -72,22 +72,22 @@ def load_mtp(model: Any, policy: list[Any], shape: ModelShape, hf_dir: Path) -> 
 
 @torch.no_grad()
 def _fill(
-    parameters: Iterable[tuple[str, Parameter]],
+    weights: Iterable[tuple[str, Tensor]],
     entries: Mapping[str, Entry],
     checkpoint: Checkpoint,
     holding: Holding,
 ) -> None:
     """
     Args:
-        parameters: with their names in the whole model.
+        weights: with their names in the whole model.
     """
-    for name, parameter in parameters:
+    for name, weight in weights:
         entry = entries[name]
         cuts = checkpoint.read_shard(entry, *holding.shard(entry))
         for piece, cut in zip(entry.pieces, cuts, strict=True):
             check_finite(cut, checkpoint.directory, piece.name)
         shard = entry.assemble(cuts, *holding.shard(entry))
-        rows = len(parameter) - entry.padding(*holding.shard(entry))
-        assert shard.shape == parameter[:rows].shape, f"{name}: {shard.shape} read for {parameter.shape}"
-        parameter[:rows].copy_(shard)
-        parameter[rows:].zero_()
+        rows = len(weight) - entry.padding(*holding.shard(entry))
+        assert shard.shape == weight[:rows].shape, f"{name}: {shard.shape} read for {weight.shape}"
+        weight[:rows].copy_(shard)
+        weight[rows:].zero_()

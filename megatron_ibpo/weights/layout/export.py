@@ -20,9 +20,9 @@ from megatron_ibpo.weights.layout.holdings import (
     layers_of,
     my_holding,
     named_globally,
-    parameters_by_global_name,
     shard_holders,
     vocab_rows_of,
+    weights_by_global_name,
 )
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 
@@ -67,7 +67,7 @@ class HFExport:
 
     Iterating is collective: every trainer rank must iterate to the end. It yields (name, tensor) in the
     order of `metadata()`; the tensor is whole on global rank 0, on the parameters' device and in their
-    dtype, and None elsewhere. A yielded tensor may share memory with the model's parameters.
+    dtype or its entry's own, and None elsewhere. A yielded tensor may share memory with the model.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class HFExport:
         """
         holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
         self._rank = dist.get_rank()
-        self._parameters = dict(parameters_by_global_name(chunks, holding))
+        self._weights = dict(weights_by_global_name(chunks, holding))
         if mtp is not None:
-            self._parameters |= named_globally(mtp, 0, holding)
+            self._weights |= named_globally(mtp, 0, holding)
         self._values = values or {}
-        first = next(iter(self._parameters.values()))
+        first = next(iter(self._weights.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
         holdings: list[Any] = [None] * dist.get_world_size()
@@ -121,9 +121,9 @@ class HFExport:
                 continue
             name = task.entry.name
             read = self._values.get(name)
-            parameter = self._parameters[name].detach() if read is None else read()
+            weight = self._weights[name].detach() if read is None else read()
             padding = task.entry.padding(shard, len(task.holders))
-            parts = task.entry.take_apart(parameter[: len(parameter) - padding], shard, len(task.holders))
+            parts = task.entry.take_apart(weight[: len(weight) - padding], shard, len(task.holders))
             for number, part in enumerate(parts):
                 yield _by_box(task.entry.pieces[number], part, task.boxes(number, shard))
 
@@ -142,7 +142,11 @@ def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region,
 
 
 def _metadata(entries: Sequence[Entry], dtype: torch.dtype) -> list[TensorMeta]:
-    return [TensorMeta(piece.name, dtype, piece.shape) for entry in entries for piece in entry.pieces]
+    return [
+        TensorMeta(piece.name, entry.dtype or dtype, piece.shape)
+        for entry in entries
+        for piece in entry.pieces
+    ]
 
 
 def _regions(tasks: list[_Task]) -> list[tuple[Region, ...]]:

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import Parameter
+from torch import Tensor
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.lora import is_adapter
-from megatron_ibpo.models.weight_map import Entry, global_name
+from megatron_ibpo.models.weight_map import EXPERT_BIAS, Entry, global_name
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,22 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def parameters_by_global_name(chunks: Sequence[Any], holding: Holding) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters under their names in the whole model; adapters are beside it."""
+def weights_by_global_name(chunks: Sequence[Any], holding: Holding) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters under their names in the whole model, and buffers that are weights too; adapters
+    are beside it."""
     for chunk, layers in zip(chunks, holding.layers, strict=True):
         yield from named_globally(chunk, layers.start, holding)
 
 
-def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[tuple[str, Parameter]]:
+def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[tuple[str, Tensor]]:
     """The same of one model chunk whose layers begin with `first_layer`, or of the multi-token prediction
     layer, which has none of those."""
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             yield global_name(name, first_layer, holding.first_expert), parameter
+    for name, buffer in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            yield global_name(name, first_layer, holding.first_expert), buffer
 
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
