@@ -3,8 +3,8 @@
     "$(bash tools/bootstrap.sh)" tools/judge_memory.py --save
 
 The rows are those of megatron_ibpo/plan/evidence/ that give a peak, of models that this project knows and of
-layers that are kept or recomputed whole. Others shard weights and gradients too: these are divided here by the
-ranks that share them, and two layers' weights are added, the one at work and the next. CUDA's context and
+layers that are kept or recomputed whole. Others shard weights and gradients too: these are divided here by
+the ranks that share them, and two layers' weights are added, the one at work and the next. CUDA's context and
 communicators, which allocators do not count, are left out.
 """
 
@@ -116,8 +116,8 @@ def table(found: list[Peak]) -> str:
         f"{one.counted:.1f} | {one.state:.1f} | {100 * one.error:+.0f} % |"
         for one in found
     ]
-    head = "| source | row | logits | published, GiB | counted | of it state | error |\n|---|---|---|---|---|---|---|"
-    return "\n".join([head, *rows])
+    head = "| source | row | logits | published, GiB | counted | of it state | error |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
 
 
 @dataclass
