@@ -22,6 +22,8 @@ from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, forward_flops, read_hf_config
+from megatron_ibpo.plan.forecast import forecast
+from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.start import trainer_rank
 from megatron_ibpo.report import Report, Stages, prepare_run_dir, run_sizes
@@ -67,6 +69,8 @@ def open_lean_run(config: Config) -> Iterator[Run]:
             shape = read_hf_config(hf_dir)
             _check(shape)
             config = with_context(config, shape)
+            if config.run.dry_run_hardware is not None:
+                find_machine(config.run.dry_run_hardware)
             config = replace(config, cluster=replace(config.cluster, num_trainers=1))
             config = on_device(config, on_gpu=False)
             check_model_layout(shape, config, 1)
@@ -100,6 +104,7 @@ def open_lean_run(config: Config) -> Iterator[Run]:
                     layers=about.layers,
                 )
             )
+            reporter.predicted(forecast(config, shape, 1, about.device))
             for note in (ABOUT, *task.notes, *recovered.notes):
                 reporter.note(note)
             memory = JournalMemory(

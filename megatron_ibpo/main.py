@@ -39,6 +39,9 @@ COMMANDS = {
     "search": Command(
         ("-m", "megatron_ibpo.plan", "search"), "layouts that fit a cluster, by the predicted time of a step"
     ),
+    "calibrate": Command(
+        ("-m", "megatron_ibpo.plan", "calibrate"), "measure this machine, so that runs on it can be predicted"
+    ),
     "convert to-megatron": Command(
         _tool("convert_hf_to_megatron.py"), "Hugging Face checkpoint → Megatron's distributed checkpoint"
     ),

@@ -29,6 +29,7 @@ from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
+from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.overrides import model_chunks
 from megatron_ibpo.policy_digest import policy_digest
@@ -80,6 +81,8 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             config = with_context(config, shape)
             if config.cluster.num_trainers is not None:
                 check_model_layout(shape, config, config.cluster.num_trainers)
+            if config.run.dry_run_hardware is not None:
+                find_machine(config.run.dry_run_hardware)
             checkpoint = chosen_checkpoint(config)
             state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
             before = spent_before(state, checkpoint)
@@ -87,6 +90,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
             check_loss_of_run(config)
             # these take torch, too
+            from megatron_ibpo.plan.forecast import forecast
             from megatron_ibpo.plan.main_memory import check_main_memory
             from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
@@ -142,6 +146,8 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
                 )
             )
             reporter.note(_where(placement, verifiers))
+            if engines is not None:
+                reporter.predicted(forecast(config, shape, world_size, about.device))
             for note in (*about.notes, *task.notes):
                 reporter.note(note)
             if config.rollout.max_staleness and not config.loss.corrections:

@@ -58,7 +58,7 @@ def _train(config: Config, stop: StopRequest) -> int:
     while True:
         with ExitStack() as stack:
             try:
-                run = stop.cuts_short(partial(stack.enter_context, _opened(config, node_wait)))
+                run = stop.cuts_short(partial(stack.enter_context, opened(config, node_wait)))
             except START_ERRORS as error:
                 starts_left -= 1
                 if starts_left == 0 or not isinstance(error, ProcessDiedError):
@@ -75,7 +75,7 @@ def _train(config: Config, stop: StopRequest) -> int:
         starts_left, node_wait = STARTS, config.cluster.node_wait
 
 
-def _opened(config: Config, node_wait: float) -> AbstractContextManager["Run"]:
+def opened(config: Config, node_wait: float = 0.0) -> AbstractContextManager["Run"]:
     """The run in one process where --rollout-backend asks for that, which takes torch in this one."""
     if config.rollout.rollout_backend == "lean":
         from megatron_ibpo.lean_run import open_lean_run

@@ -91,8 +91,10 @@ def check_ibpo(words: list[str]) -> None:
         length += 1  # a policy
     if python[:2] == ("-m", "megatron_ibpo.report"):
         tyro.cli(report.Arguments, args=[*python[2:], *words[length:]])
-    elif python[:2] == ("-m", "megatron_ibpo.plan"):
+    elif python[:3] == ("-m", "megatron_ibpo.plan", "search"):
         tyro.cli(Search, args=words[length:])
+    elif python[:3] == ("-m", "megatron_ibpo.plan", "calibrate"):
+        parse_config(words[length:])
     elif python[0] == "-m":
         parse_config([*python[2:], *words[length:]])
     else:

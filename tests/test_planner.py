@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 
@@ -12,13 +13,18 @@ from megatron_ibpo.config import parse_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import forward_flops, weight_count
 from megatron_ibpo.plan.__main__ import main as plan_command
+from megatron_ibpo.plan.census import estimate_census
 from megatron_ibpo.plan.efficiencies import Efficiencies
+from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.plan.hardware import read_hardware
 from megatron_ibpo.plan.lengths import fixed, log_normal, recorded, uniform
 from megatron_ibpo.plan.prediction import changes, lines, setting_of
 from megatron_ibpo.plan.sampling_time import GIB, Engine, sample
+from megatron_ibpo.plan.search import search
 from megatron_ibpo.plan.step_time import Task, step_times, update_seconds
+from megatron_ibpo.plan.timeline import LANES, timeline
 from megatron_ibpo.plan.training_time import Batch, Layout, pass_time
+from megatron_ibpo.report.step_picture import plot_step
 
 MODELS = Path(__file__).parents[1] / "examples/models"
 DENSE = read_hf_config(MODELS / "qwen3_4b")
@@ -217,7 +223,10 @@ def test_a_mean_length_above_the_longest_is_refused():
 def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_path, capsys):
     asked = ["search", "--gpus", "2", "--hardware", "h200", "--hf-checkpoint", str(MODELS / "qwen3_0_6b")]
     recipe = tmp_path / "best.yaml"
-    assert plan_command([*asked, "--save", str(recipe), "--top", "3"]) == 0
+    picture = tmp_path / "step.png"
+    asked_for = ["--save", str(recipe), "--picture", str(picture), "--top", "3"]
+    assert plan_command([*asked, *asked_for]) == 0
+    assert picture.exists()
     out = capsys.readouterr().out.splitlines()
     seconds = [float(line.split()[1]) for line in out[:3]]
     assert seconds == sorted(seconds)
@@ -238,3 +247,66 @@ def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_pat
         == 2
     )
     assert "no layout of qwen3_235b_a22b fits 1 GPUs of h100" in capsys.readouterr().err
+
+
+LONG = [
+    "--config", str(Path(__file__).parents[1] / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml"),
+    "--hf-checkpoint", str(MODELS / "qwen3_next_80b_a3b"),
+    "--rollout-max-context-len", "131072",
+    "--rollout-max-response-len", "98304",
+]  # fmt: skip
+
+
+def test_ranks_that_share_sequences_pass_keys_behind_attention_and_states_in_the_open():
+    batch = Batch.of([65536] * 8)
+    alone, shared = (
+        pass_time(HYBRID, Layout(gpus=8, context=ranks, micro_batch=65536), H100, ALL, batch)
+        for ranks in (1, 8)
+    )
+    # of each of 36 delta nets: 15 hops of a state of 32 heads of 128 x 128 in fp32, and the last 3 tokens of
+    # 8,192 channels in bf16 of two chunks to 7 ranks; both ways, for 8 sequences
+    sent = 2 * 8 * 36 * (15 * 4 * 32 * 128 * 128 + 7 * 2 * 2 * 3 * 8192)
+    assert shared.context == pytest.approx(sent / 450e9)
+    assert alone.context == 0
+    assert shared.attention > alone.attention  # delta nets compute states beside their values
+    assert shared.products == pytest.approx(alone.products)
+    dense_alone, dense = (
+        pass_time(DENSE, Layout(gpus=8, context=ranks, micro_batch=65536), H100, ALL, batch)
+        for ranks in (1, 8)
+    )
+    assert dense.attention == pytest.approx(dense_alone.attention)
+    assert dense.context == 0  # 36 layers of keys and values take less than their attention
+
+
+def test_long_sequences_are_shared_where_one_rank_does_not_hold_them():
+    found = search(parse_config(LONG), 16, "h100", most=4)
+    shared = [layout for layout in found if layout.setting.layout.context > 1]
+    assert shared
+    for layout in shared:
+        parallel = replace(layout.config.parallel, context_parallel_size=1)
+        alone = make_plan(replace(layout.config, parallel=parallel), 16, estimate_census)
+        assert any(problem.startswith("training takes") for problem in alone.problems)
+
+
+def test_a_step_is_drawn_with_a_lane_for_each_who_works(tmp_path):
+    asked = setting()
+    spans, times = timeline(asked), asked.times()
+    assert {span.lane for span in spans} <= set(LANES)
+    assert {"engines", "corrections", "trainer", "optimizer", "weight update"} <= {s.lane for s in spans}
+    ends = {span.name: span.end for span in spans}
+    assert ends["responses"] == pytest.approx(times.sampling)
+    assert ends["corrections"] == pytest.approx(times.sampling + times.corrections)
+    assert max(ends.values()) == pytest.approx(times.total)
+    path = tmp_path / "step.png"
+    plot_step(spans, LANES, path, title="a step")
+    assert matplotlib.image.imread(path).shape[1] > 900
+
+
+def test_ahead_of_training_engines_and_trainers_are_drawn_side_by_side():
+    asked = setting()
+    ahead = replace(asked, colocated=False, task=replace(asked.task, staleness=4))
+    begins = {span.name: span.begin for span in timeline(ahead)}
+    assert begins["log-probs"] == begins["prompts"] == 0
+    ends = {span.name: span.end for span in timeline(ahead)}
+    assert max(ends["corrections"], ends["optimizer"]) <= begins["weight update"] * (1 + 1e-9)
+    assert ends["other"] == pytest.approx(ahead.times().total)

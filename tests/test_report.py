@@ -155,6 +155,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(config):
         "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
         "counts": dict.fromkeys(COUNTS, 0) | {"skipped_pairs": 8},
         "break_even": None,
+        "prediction_error": None,
     }
     height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
     assert height > 300

@@ -642,9 +642,11 @@ class RunConfig:
     """Memory of one GPU that the plan must fit."""
     dry_run_gpus_per_node: Annotated[int, at_least(1)] = 8
     """GPUs of one node in a dry run."""
-    dry_run_hardware: str | None = None
+    dry_run_hardware: Annotated[str | None, Kind.NAME_OR_YAML] = None
     """Kind of GPU, such as h100, for which a dry run predicts the seconds of a step; docs/planner.md lists
-    them, with the errors of its predictions. None: time is not predicted."""
+    them, with the errors of its predictions. Or a file of `ibpo calibrate` that describes this machine. A run
+    compares the same prediction with what it took. None: a dry run predicts no time, and a run that of the
+    GPUs that it has, where they are known."""
     dry_run_response_len: Annotated[int | None, at_least(1)] = None
     """Mean tokens of a response in that prediction. None: half of --rollout-max-response-len, since nothing
     tells before the first step."""

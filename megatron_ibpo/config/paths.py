@@ -19,6 +19,7 @@ class Kind(Enum):
 
     FILE_OR_URL = "text that is a path unless it has a scheme such as reasoning_gym://"
     WRITTEN = "a path that need not exist yet, so that it is not looked for"
+    NAME_OR_YAML = "a name, or the path of a file that ends in .yaml"
 
 
 def user_directory() -> Path:

@@ -1,8 +1,10 @@
 """Search the layouts of a run before it is started.
 
     python -m megatron_ibpo.plan search --gpus 64 --hardware h100 --hf-checkpoint DIR
+    python -m megatron_ibpo.plan calibrate FLAGS…
 
-Only config.json of the checkpoint is read. docs/planner.md says what predictions are worth.
+Only config.json of the checkpoint is read. docs/planner.md says what predictions are worth. calibrate, with
+the flags of a run on this machine, measures what its predictions need.
 """
 
 import sys
@@ -39,10 +41,16 @@ class Search:
     """Layouts that are shown."""
     save: Path | None = None
     """File for the best as a recipe."""
+    picture: Path | None = None
+    """PNG file that shows a step of the best, who works when."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["calibrate"]:
+        from megatron_ibpo.calibrate import main as calibrate  # with all that a run imports
+
+        return calibrate(words[1:])
     if words[:1] != ["search"]:
         print(__doc__)
         return 0 if words in (["-h"], ["--help"]) else BAD_INPUT
@@ -67,13 +75,20 @@ def run(arguments: Search) -> int:
     if arguments.save is not None:
         write_config(best.config, arguments.save)
         print(f"its recipe: {arguments.save}")
+    if arguments.picture is not None:
+        from megatron_ibpo.plan.timeline import LANES, timeline  # with matplotlib, which takes its time
+        from megatron_ibpo.report.step_picture import plot_step
+
+        plot_step(timeline(best.setting), LANES, arguments.picture, title=described(best))
+        print(f"its step: {arguments.picture}")
     return 0
 
 
 def described(found: Found) -> str:
     """A layout in a line."""
     layout, engine, task = found.setting.layout, found.setting.engine, found.setting.task
-    words = [f"TP{layout.tensor} PP{layout.pipeline} EP{layout.expert} DP{layout.data}"]
+    shared = f" CP{layout.context}" if layout.context > 1 else ""
+    words = [f"TP{layout.tensor} PP{layout.pipeline}{shared} EP{layout.expert} DP{layout.data}"]
     if layout.recompute != "none":
         words.append("recomputed")
     if layout.offload_optimizer:

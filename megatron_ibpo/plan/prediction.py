@@ -7,9 +7,10 @@ import numpy as np
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.efficiencies import Fitted, fitted
-from megatron_ibpo.plan.hardware import Hardware, read_hardware
-from megatron_ibpo.plan.lengths import log_normal
+from megatron_ibpo.plan.efficiencies import Fitted
+from megatron_ibpo.plan.hardware import Hardware
+from megatron_ibpo.plan.lengths import log_normal, recorded
+from megatron_ibpo.plan.machine import Machine, Seen, find_machine
 from megatron_ibpo.plan.sampling_time import Engine
 from megatron_ibpo.plan.step_time import StepTimes, Task, step_times
 from megatron_ibpo.plan.training_time import Layout
@@ -68,42 +69,32 @@ class Change:
     """Of a step with it."""
 
 
-def setting_of(config: Config, shape: ModelShape, world_size: int) -> Setting:
+def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Machine | None = None) -> Setting:
     """Of a configuration whose device and context are resolved (`plan.feasibility`).
+
+    Args:
+        machine: that of --dry-run-hardware when None.
 
     Raises:
         ValueError: no such hardware, or a mean length above the longest.
     """
-    assert config.run.dry_run_hardware is not None
-    hardware, known = read_hardware(config.run.dry_run_hardware), fitted()
+    if machine is None:
+        assert config.run.dry_run_hardware is not None
+        machine = find_machine(config.run.dry_run_hardware)
+    hardware, known = machine.hardware, machine.known
     rollout, parallel = config.rollout, config.parallel
-    longest = rollout.rollout_max_response_len
-    mean = config.run.dry_run_response_len or max(1, longest // 2)
-    if mean > longest:
-        raise ValueError(f"--dry-run-response-len={mean} exceeds --rollout-max-response-len={longest}")
-    corrections = config.algorithm.ibpo_corrections * WRONG
-    reference = 1 if config.loss.kl_coef > 0 else 0
-    task = Task(
-        responses=log_normal(mean, longest, _POINTS),
-        count=rollout.rollout_batch_size * rollout.n_samples_per_prompt,
-        prompt=_PROMPT,
-        group=rollout.n_samples_per_prompt,
-        corrections=corrections,
-        correction_prompt=mean * config.algorithm.ibpo_k if corrections else 0,
-        updates=config.loss.num_steps_per_rollout,
-        passes_without_gradient=1 + reference,
-        staleness=rollout.max_staleness,
-    )
+    task = task_of(config, machine.seen)
     layout = Layout(
         gpus=world_size,
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
+        context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
         chunks=model_chunks(config),
         precision="fp8" if model_overrides(config).get("fp8") else "bf16",
         recompute=config.model.recompute_granularity,
         offload_optimizer=config.optimizer.optimizer_cpu_offload,
-        micro_batch=config.model.max_tokens_per_gpu,
+        micro_batch=config.model.max_tokens_per_gpu * parallel.context_parallel_size,
     )
     engine = Engine(
         shape=shape,
@@ -116,6 +107,41 @@ def setting_of(config: Config, shape: ModelShape, world_size: int) -> Setting:
     own = rollout.rollout_num_gpus or world_size
     engine_gpus = world_size if rollout.colocate else own
     return Setting(shape, layout, engine, task, hardware, engine_gpus, rollout.colocate, known)
+
+
+def task_of(config: Config, seen: Seen | None = None) -> Task:
+    """What a step has to do; where nothing was seen, by what is usual.
+
+    Raises:
+        ValueError: a mean length above the longest.
+    """
+    rollout, longest = config.rollout, config.rollout.rollout_max_response_len
+    asked = config.run.dry_run_response_len
+    mean = asked or max(1, longest // 2)
+    if mean > longest:
+        raise ValueError(f"--dry-run-response-len={mean} exceeds --rollout-max-response-len={longest}")
+    corrections = config.algorithm.ibpo_corrections * WRONG
+    task = Task(
+        responses=log_normal(mean, longest, _POINTS),
+        count=rollout.rollout_batch_size * rollout.n_samples_per_prompt,
+        prompt=_PROMPT,
+        group=rollout.n_samples_per_prompt,
+        corrections=corrections,
+        correction_prompt=mean * config.algorithm.ibpo_k if corrections else 0,
+        updates=config.loss.num_steps_per_rollout,
+        passes_without_gradient=1 + (config.loss.kl_coef > 0),
+        staleness=rollout.max_staleness,
+    )
+    if seen is None:
+        return task
+    return replace(
+        task,
+        responses=task.responses if asked else np.minimum(recorded(seen.responses, _POINTS), longest),
+        prompt=seen.prompt,
+        corrections=seen.corrections,
+        correction_prompt=seen.correction_prompt,
+        trained=seen.trained,
+    )
 
 
 def changes(setting: Setting, most: int = 3) -> list[Change]:
@@ -143,7 +169,8 @@ def _others(setting: Setting) -> Iterator[tuple[str, Setting]]:
             replace(setting, layout=replace(layout, offload_optimizer=False)),
         )
     for tensor in (layout.tensor // 2, layout.tensor * 2):
-        if 1 <= tensor <= setting.hardware.linked and layout.gpus % (tensor * layout.pipeline) == 0:
+        ranks = tensor * layout.pipeline * layout.context
+        if 1 <= tensor <= setting.hardware.linked and layout.gpus % ranks == 0:
             yield (
                 f"--tensor-model-parallel-size {tensor}",
                 replace(setting, layout=replace(layout, tensor=tensor)),

@@ -15,6 +15,8 @@ from megatron_ibpo.plan.training_time import pass_time
 
 SIZES = (1, 2, 4, 8)
 """Of tensor and pipeline parallelism."""
+CONTEXTS = (1, 2, 4, 8, 16)
+"""Of context parallelism."""
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 ENGINES = (1, 2, 4, 8, 16)
@@ -39,7 +41,7 @@ class Found:
 
 
 def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Found]:
-    """The fastest layouts that fit, fastest first. Context parallelism is not searched.
+    """The fastest layouts that fit, fastest first.
 
     Args:
         config: model, batch and lengths; its layout is replaced.
@@ -124,11 +126,12 @@ def _trainers(config: Config, shape: ModelShape, gpus: int) -> list[Config]:
 
 def _layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Config]:
     experts = EXPERTS if shape.is_moe else (1,)
-    for tensor, pipeline, expert in product(SIZES, SIZES, experts):
+    for tensor, pipeline, context, expert in product(SIZES, SIZES, CONTEXTS, experts):
         parallel = replace(
             config.parallel,
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
+            context_parallel_size=context,
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=1,
             decoder_first_pipeline_num_layers=None,

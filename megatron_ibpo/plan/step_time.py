@@ -46,12 +46,15 @@ class Task:
     """Of one response on one verifier."""
     verifiers: int = 1
     staleness: int = 0
+    trained: float = 1.0
+    """Tokens that are trained on, over those of responses and corrections, each with a prompt."""
 
     @property
     def batch(self) -> Batch:
         """What the update goes over: responses and corrections."""
         lengths = np.asarray(self.responses, np.float64)
-        return Batch.of(lengths + self.prompt).scaled(self.count * (1 + self.corrections) / len(lengths))
+        asked = self.count * (1 + self.corrections)
+        return Batch.of(lengths + self.prompt).scaled(self.trained * asked / len(lengths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,8 @@ class StepTimes:
     bound: dict[str, str]
     """Stage → what takes most of it."""
     sampled: Sampled
+    corrected: Sampled
+    """What an engine took for its corrections, of which `corrections` is what came after its responses."""
     passes: PassTime
 
     def stages(self) -> dict[str, float]:
@@ -155,6 +160,7 @@ def step_times(
             "update": passes.largest(),
         },
         sampled=first,
+        corrected=second,
         passes=passes,
     )
 

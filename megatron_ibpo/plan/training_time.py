@@ -1,5 +1,7 @@
 """Seconds of training passes: a roofline of what is computed, what ranks send, the pipeline's bubble.
 
+Under context parallelism keys and values go around behind attention, and delta nets pass their states.
+
 Sources of the terms: operations as `models.cost` counts them; recomputation, the pipeline's bubble
 (p - 1) / (v m) and the volumes of tensor, sequence and pipeline parallelism from Narayanan et al.
 (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198); sharded state from Rajbhandari et al. (arXiv
@@ -15,7 +17,8 @@ import numpy.typing as npt
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.cost import kept_elements, mixer_flops, weight_count
+from megatron_ibpo.models.cost import kept_elements, mixer_cost, mixer_flops, weight_count
+from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.hardware import Hardware
 
@@ -28,6 +31,9 @@ _SELECTIVE = 0.35
 _OLD_ATTENTION = 0.6
 """FlashAttention 2 over 3 on Hopper and later: the latter is 1.5 to 2 times as fast (Shah et al., arXiv
 2407.08608)."""
+_WITH_STATES = 2.0
+"""The rule of delta nets, over what it takes without context parallelism: it goes over values and, as wide as
+these, over what a state would change."""
 _ADAM_BYTES = 26
 """Of a parameter in an optimizer step: gradient, master weight and two means read, the latter three written,
 and the weight in bf16."""
@@ -116,7 +122,8 @@ class PassTime:
     """Gradients and weights between data-parallel ranks, where computation does not hide them."""
     optimizer: float
     layers: float
-    """Where computing waits for what starts it: a layer takes `Efficiencies.train_layer` at least."""
+    """Where computing waits for what starts it: a layer takes `Efficiencies.train_layer` at least, or that
+    much more where nothing is started ahead."""
 
     @property
     def total(self) -> float:
@@ -169,8 +176,9 @@ def pass_time(
     old = _OLD_ATTENTION if layout.attention < 3 else 1.0
     attention_passes = 1 + (1.0 if again == 1 else 0.0) + (_ATTENTION_BACKWARD if backward else 0)
     attention = attention_passes * per_pair * batch.pairs / parts / (peak * reached.attention * old)
-    attention += passes * per_token * batch.tokens / parts / (peak * reached.attention)
-    elementwise = 2 * 2 * _kept(shape, layout.tensor) * rank_tokens / layout.pipeline * passes
+    rule = _WITH_STATES if layout.context > 1 else 1.0
+    attention += rule * passes * per_token * batch.tokens / parts / (peak * reached.attention)
+    elementwise = 2 * 2 * _kept(shape, layout.tensor, layout.context) * rank_tokens / layout.pipeline * passes
     elementwise /= hardware.memory_bandwidth * reached.elementwise
     layers = shape.num_layers / layout.pipeline
     least = reached.train_layer * layers * micro_batches * passes
@@ -179,7 +187,10 @@ def pass_time(
     tensor = _tensor_seconds(shape, layout, hardware, reached, rank_tokens, backward, again)
     expert = _expert_seconds(shape, layout, hardware, reached, rank_tokens, backward, again) * routing
     context = max(0.0, _context_seconds(shape, layout, hardware, reached, rank_tokens, backward) - attention)
-    waiting = max(0.0, least - computing)
+    context += _state_seconds(
+        shape, layout, hardware, reached, batch.sequences / layout.data, backward, again
+    )
+    waiting = max(0.0, least - computing) if hardware.starts_ahead else least
     busy = computing + tensor + expert + context + waiting
     bubble = busy * (layout.pipeline - 1) / (layout.chunks * micro_batches / steps)
     boundary = 0.0
@@ -219,9 +230,9 @@ def own_state(shape: ModelShape, layout: Layout) -> float:
 
 
 @lru_cache(maxsize=256)
-def _kept(shape: ModelShape, tensor: int) -> float:
+def _kept(shape: ModelShape, tensor: int, context: int) -> float:
     """Elements that all layers write for each token on a rank; as many are read."""
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor)
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor, context_parallel_size=context)
     return sum(kept_elements(shape, parallel, layer) for layer in range(shape.num_layers))
 
 
@@ -288,6 +299,33 @@ def _context_seconds(
     elements = 2 * shape.num_key_value_heads * shape.head_dim * sum(shape.full_attention)
     rate = hardware.between(layout.tensor * layout.context) * reached.link
     return times * 2 * elements * tokens / layout.tensor / layout.pipeline / rate
+
+
+def _state_seconds(
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    reached: Efficiencies,
+    sequences: float,
+    backward: bool,
+    again: float,
+) -> float:
+    """What delta nets pass (`models.delta_net.state_passing`): from chunk to chunk of each sequence a state
+    in fp32, one hop after the other, and the last tokens of both chunks of a rank to all others; in the
+    backward pass the gradients of both. Nothing hides it.
+
+    Args:
+        sequences: of a data-parallel rank.
+    """
+    if layout.context == 1 or not shape.is_recurrent:
+        return 0.0
+    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
+    hops = context_chunks(layout.context) - 1
+    states = hops * 4 * sum(mixer.recurrent_state for mixer in mixers)
+    last_tokens = (layout.context - 1) * 2 * 2 * sum(mixer.convolution_state for mixer in mixers)
+    passes = 1 + (again == 1) + backward
+    sent = passes * sequences * (states + last_tokens) / layout.tensor / layout.pipeline
+    return sent / (hardware.between(layout.tensor * layout.context) * reached.link)
 
 
 def _data_seconds(

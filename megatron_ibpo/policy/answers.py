@@ -13,6 +13,8 @@ class About:
     """What computes the loss, and why."""
     layers: dict[str, tuple[str, str]]
     """Part of a layer → (the library that computes it, how)."""
+    device: str
+    """What computes: the name that a GPU gives itself, or "CPU"."""
     notes: tuple[str, ...]
     """What the user is to know of the checkpoint that was loaded."""
 

@@ -95,7 +95,8 @@ class TrainerRank:
         parameters = sum(math.prod(meta.shape) for meta in self.export.metadata())
         shape = read_hf_config(self.config.model.hf_checkpoint)
         layers = served_by(shape, self.libraries, bf16=bool(self.config.model.bf16))
-        return About(parameters, str(self.trainer.loss_backend), layers, self.notes)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        return About(parameters, str(self.trainer.loss_backend), layers, device, self.notes)
 
     def update(self, work: RankUpdate) -> dict[str, float]:
         """The policy's optimizer steps of one rollout."""

@@ -19,6 +19,8 @@ from megatron_ibpo.versions import installed_versions, warn_on_differences
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
+PREDICTION_FILE = "prediction.json"
+"""Seconds of a step and its parts that were predicted before the first one."""
 SKILL_FILE = "operator_skill.json"
 """Whether the policy's corrections succeed more often than another try, before the first step."""
 _TOKENIZER = "tokenizer"

@@ -20,7 +20,15 @@ from megatron_ibpo.evaluate import SetEvaluation
 from megatron_ibpo.report.break_even import break_even_line
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics import MetricsLog
-from megatron_ibpo.report.run_dir import METRICS_FILE, SUMMARY_FILE, how_to_go_on, jsonable, write_whole
+from megatron_ibpo.report.prediction_error import Forecast, error_line
+from megatron_ibpo.report.run_dir import (
+    METRICS_FILE,
+    PREDICTION_FILE,
+    SUMMARY_FILE,
+    how_to_go_on,
+    jsonable,
+    write_whole,
+)
 from megatron_ibpo.report.summary import summarise
 from megatron_ibpo.report.warnings import warnings_shown
 from megatron_ibpo.words import counted
@@ -61,6 +69,7 @@ class Report:
             config.run.num_rollout, completed_steps=completed_steps, console=console
         )
         self._deaths, self._deaths_told = deaths, dict[str, int]()
+        self._predicted: dict[str, float] | None = None
         self._warnings = ExitStack()
         self._warnings.enter_context(warnings_shown(self.note))
 
@@ -72,6 +81,14 @@ class Report:
     def note(self, text: str) -> None:
         """Show a line."""
         self._display.print(text)
+
+    def predicted(self, forecast: Forecast) -> None:
+        """Show what a step is predicted to take, and keep it for the end of the run."""
+        self.note(forecast.said)
+        if forecast.seconds is None:
+            return
+        self._predicted = {name: round(float(value), 4) for name, value in forecast.seconds.items()}
+        write_whole(self._run_dir / PREDICTION_FILE, json.dumps(self._predicted, indent=2) + "\n")
 
     def evaluation(
         self,
@@ -120,6 +137,7 @@ class Report:
             seconds_total=time.time() - self._started,
             seconds_by_stage=self._seconds,
             since=self._since(self._deaths()),
+            predicted=self._predicted,
         )
         kept = [self._run_dir / METRICS_FILE]
         for name, write in (
@@ -138,6 +156,8 @@ class Report:
             self.note(f"in the whole run: {counts}")
         if line := break_even_line(summary["break_even"]):
             self.note(line)
+        if self._predicted is not None and (errors := summary["prediction_error"]) is not None:
+            self.note(error_line(self._predicted, errors))
         for file in kept:
             self.note(str(file))
         if status != "finished":

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ibpo.report.break_even import break_even
+from megatron_ibpo.report.prediction_error import prediction_error
 
 COUNTS = (
     "truncated_responses",
@@ -57,6 +58,7 @@ def summarise(
     seconds_total: float,
     seconds_by_stage: Mapping[str, float],
     since: Mapping[str, int] | None = None,
+    predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The summary of a metrics log.
 
@@ -66,10 +68,12 @@ def summarise(
             another number of problems than the end is None.
         reward: mean training reward of the first and of the last five steps, where there are ten.
     break_even: whether corrections paid, by the run's own figures (`report.break_even`).
+    prediction_error: predicted over measured seconds of a step and its parts, less 1; None without either.
     seconds_* are of this process: a resumed run counts from there.
 
     Args:
         since: counts of what has happened since the last row.
+        predicted: seconds, by the names of `report.prediction_error`.
     """
     steps = [row for row in rows if row["kind"] == "step"]
     counts = {name: sum(row.get(name) or 0 for row in [*rows, since or {}]) for name in COUNTS}
@@ -82,6 +86,7 @@ def summarise(
         "seconds_by_stage": {name: round(value, 2) for name, value in seconds_by_stage.items()},
         "counts": {name: int(count) for name, count in counts.items()},
         "break_even": break_even(steps),
+        "prediction_error": None if predicted is None else prediction_error(predicted, steps),
     }
 
 

@@ -1,6 +1,7 @@
 """GPUs as data: one file each, figures of their makers' data sheets, for dense products."""
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Hardware:
     """The same to all other GPUs."""
     host_link: float
     """The same to main memory."""
+    starts_ahead: bool = True
+    """Kernels are started while others compute; a processor starts one when the one before is done."""
 
     def peak(self, precision: str) -> float:
         """Of products in `bf16`, or in any kind of fp8."""
@@ -54,10 +57,23 @@ def read_hardware(name: str) -> Hardware:
     path = _PLACE / f"{name.lower()}.yaml"
     if name.lower() not in hardware_names():
         raise ValueError(f"no hardware {name!r}; there are {', '.join(hardware_names())}")
-    raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return hardware_of(name.lower(), yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def hardware_of(name: str, raw: dict[str, Any]) -> Hardware:
+    """From what a file says. Raises KeyError where it lacks a figure, and ValueError where one is none."""
     read: dict[str, Any] = {
         field.name: field.type(raw[field.name]) if callable(field.type) else raw[field.name]
         for field in fields(Hardware)
-        if field.name != "name"
+        if field.name != "name" and (field.name in raw or field.default is MISSING)
     }
-    return Hardware(name=name.lower(), **read)
+    return Hardware(name=name, **read)
+
+
+def kind_of(device: str) -> str | None:
+    """The file of a GPU that calls itself so, such as "NVIDIA H100 80GB HBM3"; None of one that has no file.
+    Cards for slots, and those with less memory, have lower figures than their namesakes here."""
+    words = re.split(r"[\s-]+", device.lower())
+    if {"pcie", "nvl", "40gb"} & set(words):
+        return None
+    return next((name for name in hardware_names() if name in words), None)

@@ -1,0 +1,106 @@
+"""What a prediction stands on: a kind of GPU by its data sheet and the fit, or a machine that was measured.
+
+`ibpo calibrate` writes the latter. Its file holds what the files of `plan.hardware` hold, what programs reach
+there, what a step of the recipe has, and which runs it speaks of.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.plan.efficiencies import Efficiencies, Fitted, fitted
+from megatron_ibpo.plan.hardware import Hardware, hardware_of, read_hardware
+
+_HEAD = "# Made by `ibpo calibrate`; megatron_ibpo/plan/machine.py says what is what.\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A step of the recipe as it was, of which nothing tells beforehand."""
+
+    responses: tuple[float, ...]
+    """Quantiles of their tokens, evenly spread."""
+    prompt: float
+    """Tokens of one, on average."""
+    corrections: float
+    """For each response."""
+    correction_prompt: float
+    """Tokens that a correction's prompt has beyond a response's."""
+    trained: float
+    """Tokens that were trained on, over those of responses and corrections, each with a prompt. What has no
+    advantage is left out; a correction is trained with what it was shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Hardware and what is known of it."""
+
+    hardware: Hardware
+    known: Fitted
+    workload: str | None = None
+    """Runs that it was measured with (`workload_of`); None where it serves all."""
+    seen: Seen | None = None
+
+
+def workload_of(config: Config, shape: ModelShape, world_size: int) -> str:
+    """What must be the same for figures of one run to hold in another, in words. Batch and lengths may
+    differ."""
+    parallel, rollout = config.parallel, config.rollout
+    where = "beside them" if rollout.colocate else f"of their own, {rollout.rollout_num_gpus or world_size}"
+    return (
+        f"{config.algorithm.advantage_estimator} of a {shape.family} of {shape.num_layers} layers of "
+        f"{shape.hidden_size}, vocabulary {shape.vocab_size}, on {world_size} trainers as "
+        f"TP{parallel.tensor_model_parallel_size} PP{parallel.pipeline_model_parallel_size} "
+        f"CP{parallel.context_parallel_size} EP{parallel.expert_model_parallel_size}, engines of "
+        f"{rollout.rollout_num_gpus_per_engine} {where} ({rollout.rollout_backend})"
+    )
+
+
+@cache
+def find_machine(named: str) -> Machine:
+    """A kind of GPU by its name, or a machine by its file.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if not named.endswith(".yaml"):
+        return Machine(hardware=read_hardware(named), known=fitted())
+    path = Path(named)
+    try:
+        raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        reached = Efficiencies(**{name: float(value) for name, value in raw["reached"].items()})
+        seen = {**raw["seen"], "responses": tuple(map(float, raw["seen"]["responses"]))}
+        return Machine(
+            hardware=hardware_of(path.stem, raw),
+            known=Fitted(reached, {}, {}),
+            workload=str(raw["workload"]),
+            seen=Seen(**seen),
+        )
+    except OSError as error:
+        raise ValueError(
+            f"--dry-run-hardware {named}: {error.strerror}; `ibpo calibrate` writes it"
+        ) from None
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"--dry-run-hardware {named}: no file of `ibpo calibrate`: {error!r}") from None
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """For `find_machine`."""
+    assert machine.seen is not None
+    hardware = {name: _short(value) for name, value in asdict(machine.hardware).items() if name != "name"}
+    reached = {name: _short(value) for name, value in asdict(machine.known.efficiencies).items()}
+    seen = {name: _short(value) for name, value in asdict(machine.seen).items()}
+    raw = {**hardware, "workload": machine.workload, "reached": reached, "seen": seen}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_HEAD + yaml.safe_dump(raw, sort_keys=False, width=110), encoding="utf-8")
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return [_short(item) for item in value] if isinstance(value, tuple) else value

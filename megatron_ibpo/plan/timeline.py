@@ -1,0 +1,76 @@
+"""A predicted step as spans of time, for a picture: who works when."""
+
+from megatron_ibpo.plan.prediction import Setting
+from megatron_ibpo.plan.step_time import StepTimes
+from megatron_ibpo.report.step_picture import Span
+
+ENGINES, CORRECTIONS, REWARDS = "engines", "corrections", "rewards"
+TRAINER, OPTIMIZER, WEIGHTS = "trainer", "optimizer", "weight update"
+MOVES, OTHER = "moves", "other"
+LANES = (ENGINES, CORRECTIONS, REWARDS, MOVES, TRAINER, OPTIMIZER, WEIGHTS, OTHER)
+
+
+def timeline(setting: Setting) -> list[Span]:
+    """Spans of one step in the steady state, those of no length left out. Raises as `Setting.times`.
+
+    On GPUs of their own, with staleness, engines write for a later step while trainers train.
+    """
+    times = setting.times()
+    if setting.colocated or not setting.task.staleness:
+        spans = _sampling(times)
+        spans += _training(times, spans[-1].end)
+        spans += _closing(times, spans[-1].end)
+    else:
+        end = times.total - times.weights - times.other
+        # engines that are always full take less than those that wait for the longest response
+        spans = [*_within(end, _sampling(times)), *_training(times, 0.0), *_closing(times, end)]
+    return [span for span in spans if span.end > span.begin]
+
+
+def _sampling(times: StepTimes) -> list[Span]:
+    """Prompts are drawn before what is written, in between which engines read them. Corrections of the first
+    groups begin while the last ones are written."""
+    prompts, written = times.sampled.prompts, times.sampling
+    end = written + times.corrections
+    return [
+        Span(ENGINES, "prompts", 0.0, prompts),
+        Span(ENGINES, "responses", prompts, written),
+        Span(CORRECTIONS, "corrections", end - times.corrected.seconds, end),
+        Span(REWARDS, "rewards", end, end + times.rewards),
+    ]
+
+
+def _training(times: StepTimes, begin: float) -> list[Span]:
+    """What colocation moves is half on the way in, half on the way out."""
+    optimizer = times.passes.optimizer
+    return _in_turn(
+        begin,
+        (MOVES, "engines out, trainers in", times.switching / 2),
+        (TRAINER, "log-probs", times.log_probs),
+        (TRAINER, "forward and backward", times.update - optimizer),
+        (OPTIMIZER, "optimizer", optimizer),
+    )
+
+
+def _closing(times: StepTimes, begin: float) -> list[Span]:
+    return _in_turn(
+        begin,
+        (WEIGHTS, "weight update", times.weights),
+        (MOVES, "trainers out, engines in", times.switching / 2),
+        (OTHER, "other", times.other),
+    )
+
+
+def _in_turn(begin: float, *work: tuple[str, str, float]) -> list[Span]:
+    """Of (lane, name, seconds)."""
+    spans = []
+    for lane, name, seconds in work:
+        spans.append(Span(lane, name, begin, begin + seconds))
+        begin += seconds
+    return spans
+
+
+def _within(end: float, spans: list[Span]) -> list[Span]:
+    """The same, all shorter where they would go on for longer."""
+    share = min(1.0, end / max(end, *(span.end for span in spans)))
+    return [Span(span.lane, span.name, span.begin * share, span.end * share) for span in spans]

@@ -1,0 +1,53 @@
+"""How far a prediction of a step's seconds was from what the run took."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from megatron_ibpo.cost import FREE_STAGES
+
+SAMPLING, TRAINING, WEIGHTS, STEP = "sampling", "training", "weights", "step"
+_STAGES = {SAMPLING: ("sample",), TRAINING: ("log-probs", "train"), WEIGHTS: ("sync",)}
+"""What is compared → stages of the loop. A step is all of them that train (`cost.FREE_STAGES`)."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A prediction of a step, or why there is none."""
+
+    seconds: Mapping[str, float] | None
+    """Of a step and its parts, by these names."""
+    said: str
+    """The same for people to read."""
+
+
+def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
+    """Of a step and its parts: medians over the steps of a metrics log but the first, which warms up. None
+    where there are no others."""
+    steps = [row["seconds"] for row in rows if row["kind"] == "step" and row.get("seconds")][1:]
+    if not steps:
+        return None
+    found = {
+        name: median(sum(seconds.get(stage, 0.0) for stage in stages) for seconds in steps)
+        for name, stages in _STAGES.items()
+    }
+    whole = (sum(value for stage, value in seconds.items() if stage not in FREE_STAGES) for seconds in steps)
+    return found | {STEP: median(whole)}
+
+
+def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float] | None:
+    """predicted / measured - 1, of a step and of each of its parts that took time. None without a second
+    step."""
+    measured = measured_seconds(rows)
+    if measured is None:
+        return None
+    return {name: predicted[name] / value - 1 for name, value in measured.items() if value > 0}
+
+
+def error_line(predicted: Mapping[str, float], errors: Mapping[str, float]) -> str:
+    """For people to read."""
+    parts = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items() if name != STEP)
+    return f"prediction of {predicted[STEP]:.2f} s a step against the median: {errors[STEP]:+.0%} ({parts})"

@@ -1,0 +1,152 @@
+"""Compare the dry run's memory of a training pass with peaks that others published.
+
+    "$(bash tools/bootstrap.sh)" tools/judge_memory.py --save
+
+The rows are those of megatron_ibpo/plan/evidence/ that give a peak, of models that this project knows and of
+layers that are kept or recomputed whole. Others shard weights and gradients too: these are divided here by
+the ranks that share them, and two layers' weights are added, the one at work and the next. CUDA's context and
+communicators, which allocators do not count, are left out.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from fit_planner import PAGE, shape_of
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.plan.census import estimate_census
+from megatron_ibpo.plan.evidence import Row, read_evidence
+from megatron_ibpo.plan.memory import GIB, rank_memory
+
+RESULTS = Path(__file__).parent / "results/judge_memory.json"
+ELEMENT = 2
+"""Bytes of a gathered weight."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A published peak beside what the dry run counts, in GiB."""
+
+    source: str
+    row: str
+    published: float
+    state: float
+    """Of the counted: weights, gradients and optimizer state."""
+    counted: float
+    fused: bool
+    """Logits never lie there whole, as in this project's loss."""
+    cited: str
+
+    @property
+    def error(self) -> float:
+        """Share by which the count is off."""
+        return self.counted / self.published - 1
+
+
+def peaks() -> Iterator[Peak]:
+    """Of all rows that can be compared."""
+    for row in read_evidence():
+        facts, shape = row.facts, shape_of(row.facts["model"])
+        published = row.measured.get("peak_gib")
+        if published is None or shape is None or facts.get("offload_activations"):
+            continue
+        if facts["recompute"] != "selective":
+            state, counted = counted_bytes(row, shape)
+            fused = facts.get("fused_head", False)
+            yield Peak(row.source, row.name, published, state / GIB, counted / GIB, fused, row.cited)
+
+
+def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
+    """(weights, gradients and optimizer state, all that a training pass takes) on the fullest GPU."""
+    config, gpus = (
+        config_of(row.facts, shape.num_layers),
+        row.facts.get("training_gpus", row.facts.get("gpus")),
+    )
+    census = estimate_census(shape, config, gpus)
+    tokens = row.facts.get("micro_batch_tokens") or row.facts["micro_batch"] * row.facts["sequence"]
+    tokens //= config.parallel.context_parallel_size
+    found = []
+    for part in census.stages:
+        memory = rank_memory(shape, config, part, census, tokens)
+        if row.facts.get("fsdp"):
+            shared = census.data_parallel
+            gathered = 2 * ELEMENT * part.parameters // part.layers if shared > 1 else 0
+            memory = replace(
+                memory, weights=memory.weights // shared + gathered, gradients=memory.gradients // shared
+            )
+        found.append((memory.training - memory.process, memory.state))
+    counted, state = max(found)
+    return state, counted
+
+
+def config_of(facts: Any, layers: int) -> Config:
+    """A run of this project that is laid out alike. Where stages do not divide the layers, the first and the
+    last have one less, beside embeddings and head."""
+    config = Config()
+    config.model.bf16 = True
+    config.model.recompute_granularity = facts["recompute"]
+    config.loss.fuse_lm_head = facts.get("fused_head", False)
+    config.optimizer.optimizer_cpu_offload = facts.get("offload_optimizer", False)
+    config.optimizer.use_precision_aware_optimizer = config.optimizer.optimizer_cpu_offload
+    parallel = config.parallel
+    parallel.tensor_model_parallel_size = facts.get("tensor") or 1
+    parallel.pipeline_model_parallel_size = facts.get("pipeline") or 1
+    stages = parallel.pipeline_model_parallel_size
+    if left := layers % stages:
+        least = layers // stages - (left < stages - 2)
+        parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = least
+    parallel.context_parallel_size = facts.get("context") or 1
+    parallel.expert_model_parallel_size = facts.get("expert") or 1
+    parallel.sequence_parallel = parallel.tensor_model_parallel_size > 1
+    parallel.use_distributed_optimizer = True
+    return config
+
+
+def table(found: list[Peak]) -> str:
+    """For the page."""
+    rows = [
+        f"| {one.source} | {one.row} | {'fused' if one.fused else 'whole'} | {one.published:.1f} | "
+        f"{one.counted:.1f} | {one.state:.1f} | {100 * one.error:+.0f} % |"
+        for one in found
+    ]
+    head = "| source | row | logits | published, GiB | counted | of it state | error |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
+
+
+@dataclass
+class Arguments:
+    save: bool = False
+    """Keep what comes out: tools/results/judge_memory.json and the table of docs/planner.md."""
+
+
+def main(arguments: Arguments) -> None:
+    found = list(peaks())
+    errors = {fused: [abs(one.error) for one in found if one.fused == fused] for fused in (True, False)}
+    summary = {
+        "fused" if fused else "whole": {
+            "rows": len(own),
+            "median": round(statistics.median(own), 4),
+            "worst": round(max(own), 4),
+        }
+        for fused, own in errors.items()
+    }
+    print(table(found))
+    print(json.dumps(summary))
+    if arguments.save:
+        rows = [asdict(one) | {"error": round(one.error, 4)} for one in found]
+        RESULTS.write_text(json.dumps(summary | {"peaks": rows}, indent=1) + "\n", encoding="utf-8")
+        pattern = r"(<!-- peaks -->\n).*?(<!-- end of peaks -->)"
+        text = PAGE.read_text(encoding="utf-8")
+        text = re.sub(pattern, lambda at: f"{at[1]}{table(found)}\n{at[2]}", text, flags=re.S)
+        PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
