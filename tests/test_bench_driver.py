@@ -72,8 +72,6 @@ def test_the_page_shows_what_was_recorded():
         assert asdict(load).items() <= row.items()
         journal = "yes" if row["journal"] else "no"
         asked = f"| {row['engines']:,} | {row['in_flight']:,} | {row['tokens']:,} | {journal} | "
-        rate, events = row["samples_per_second"], row["events_per_second"]
-        took = (
-            f"{row['samples']:,} | {1e3 / rate:.2f} | {rate:,.0f} | {events:,.0f} | {row['peak_mb']:,.0f} |"
-        )
+        rate, events, peak = (row[name] for name in ("samples_per_second", "events_per_second", "peak_mb"))
+        took = f"{row['samples']:,} | {1e3 / rate:.2f} | {rate:,.0f} | {events:,.0f} | {peak:,.0f} |"
         assert asked + took in page
