@@ -285,7 +285,7 @@ def measure(load: Load, directory: Path) -> Row:
     prompt_ids = token_ids(np.arange(PROMPT_TOKENS) % VOCABULARY)
     meter = CostMeter(read_hf_config(SHAPE), 1)
     marks: list[dict[str, Any]] = []
-    peaks = []
+    peaks: list[float] = []
 
     def draw(ordinal: int, attempt: int) -> tuple[Prompt, list[SampleRequest], CreditContext]:
         own = prompt_ids.copy()
@@ -511,7 +511,8 @@ def in_own_process(number: int, directory: Path | None) -> dict[str, Any]:
         check=True,
         timeout=TIMEOUT_S,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 def main(arguments: Arguments) -> None:
@@ -522,7 +523,8 @@ def main(arguments: Arguments) -> None:
     if arguments.real_calls:
         keep(arguments.save, {"real_calls": through_ray()})
         return
-    before, rows = about(), []
+    before = about()
+    rows: list[dict[str, Any]] = []
     for number in range(len(LOADS)):
         rows.append(in_own_process(number, arguments.directory))
         keep(arguments.save, {"load": {"machine": before, "rows": rows}})

@@ -121,7 +121,8 @@ def predicted(config: Config, gpus: int, prompts: int, driver: Driver | None) ->
         "weight_bytes": 2 * weight_count(found.setting.shape).total * found.setting.engine_gpus,
         "driver_share": None if driver is None else samples * driver.seconds(mean) / found.seconds,
     }
-    return rounded(row | {"simulated": simulated(found, times.fleet)})
+    shown: dict[str, Any] = rounded(row | {"simulated": simulated(found, times.fleet)})
+    return shown
 
 
 def simulated(found: Found, fleet: Fleet | None) -> dict[str, float] | None:
