@@ -28,7 +28,7 @@ from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_v
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.sampling import Sampler
-from megatron_ibpo.sampling.ahead import Ahead, Pace
+from megatron_ibpo.sampling.ahead import Ahead, Pace, _Flight
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules
 from megatron_ibpo.sampling.memory import JournalMemory, UnderWay
 
@@ -295,3 +295,26 @@ def test_every_batch_is_in_the_journal_as_it_was_trained(tmp_path: Path) -> None
                 assert [(c.target, c.references) for c in one.corrections] == [
                     (c.target, c.references) for c in other.corrections
                 ]
+
+
+@pytest.mark.parametrize("over_sampling", [0, 8])
+def test_a_group_that_ends_does_not_look_at_all_the_others(over_sampling, monkeypatch) -> None:
+    """Groups under way are looked at a few times each for a batch, however many there are of them."""
+    looks = 0
+
+    def counted(flight: _Flight, name: str) -> object:
+        nonlocal looks
+        looks += name == "state"
+        return object.__getattribute__(flight, name)
+
+    monkeypatch.setattr(_Flight, "__getattribute__", counted)
+
+    def looks_for_each(wanted: int) -> float:
+        nonlocal looks
+        looks = 0
+        rules = Rules(wanted, 1, any_group, any_group)
+        loop = Loop(Pace(1, over_sampling), rules=rules, num_engines=wanted // 4, steps=4).run()
+        return looks / len(loop.groups)
+
+    few, many = looks_for_each(8), looks_for_each(64)
+    assert many < 1.5 * few

@@ -32,7 +32,7 @@ def log_normal(mean: float, longest: float, count: int, sigma: float = SIGMA) ->
     """
     if not 1 <= mean <= longest:
         raise ValueError(f"a mean length of {mean:g} is not between 1 and the longest, {longest:g}")
-    median = _median(float(mean), float(longest), sigma)
+    median = median_length(mean, longest, sigma)
     return np.clip(median * np.exp(sigma * _quantiles(count)), 1, longest)
 
 
@@ -47,8 +47,8 @@ def shuffled(lengths: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def _median(mean: float, longest: float, sigma: float) -> float:
-    """Of the distribution before the cut, by bisection: the mean after it grows with it."""
+def median_length(mean: float, longest: float, sigma: float = SIGMA) -> float:
+    """Of the log-normal distribution before the cut, by bisection: the mean after it grows with it."""
     low, high = 0.0, math.log(longest) + 12 * sigma
     spread = np.exp(sigma * _quantiles(_POINTS))
     for _ in range(60):

@@ -11,7 +11,7 @@ from megatron_ibpo.models.cost import weight_count
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.fleet import Fleet, bound
 from megatron_ibpo.plan.hardware import Hardware
-from megatron_ibpo.plan.lengths import shuffled
+from megatron_ibpo.plan.lengths import median_length, shuffled
 from megatron_ibpo.plan.sampling_time import Engine, Sampled, sample
 from megatron_ibpo.plan.simulated_engines import StepTime
 from megatron_ibpo.plan.training_time import Batch, Layout, PassTime, own_parameters, own_state, pass_time
@@ -79,6 +79,8 @@ class StepTimes:
     corrected: Sampled
     """What an engine took for its corrections, of which `corrections` is what came after its responses."""
     passes: PassTime
+    fleet: Fleet | None = None
+    """What the streaming loop leads, where engines sample ahead; None elsewhere."""
 
     def stages(self) -> dict[str, float]:
         """In the order of a step."""
@@ -142,8 +144,12 @@ def step_times(
     sampling = first.seconds + corrections + rewards
     training = log_probs + passes.total
     total = sampling + training + weights + switching + reached.step
+    fleet = None
     if not colocated and task.staleness:
-        total = _ahead(engine, engines, task, first, second, training, weights, mean) + reached.step
+        # what no schedule beats; docs/scale.md and tests/test_bench_async.py: how near the loop comes
+        fleet = _fleet(engine, engines, task, first, second, training, weights, mean)
+        tokens = (first.tokens + second.tokens) * engines
+        total = bound(fleet, task.staleness, tokens).seconds + reached.step
     return StepTimes(
         sampling=first.seconds,
         corrections=corrections,
@@ -162,6 +168,7 @@ def step_times(
         sampled=first,
         corrected=second,
         passes=passes,
+        fleet=fleet,
     )
 
 
@@ -225,7 +232,7 @@ def _switching(shape: ModelShape, layout: Layout, hardware: Hardware, reached: E
     return 2 * own / (hardware.host_link * reached.host)
 
 
-def _ahead(
+def _fleet(
     engine: Engine,
     engines: int,
     task: Task,
@@ -234,15 +241,15 @@ def _ahead(
     training: float,
     weights: float,
     mean: float,
-) -> float:
-    """What no schedule beats with engines and trainer at work together; the streaming loop comes within a
-    tenth of it (`plan.fleet`, tests/test_bench_async.py)."""
+) -> Fleet:
+    """Engines and trainer at work together, as `plan.fleet` has them."""
     context = task.prompt + mean / 2
     full = min(first.slots, max(1, -(-task.count // engines)) * (task.staleness + 1))
     whole, part = engine.step_seconds(full, context), engine.step_seconds(max(1, full / 2), context)
     per_sequence = (whole - part) / max(1e-9, full - max(1, full / 2))
     reading = (first.prompts + second.prompts) / max(1.0, first.tokens + second.tokens)
-    fleet = Fleet(
+    longest = float(np.max(task.responses))
+    return Fleet(
         engines=engines,
         training_seconds=training,
         pause_seconds=weights,
@@ -250,10 +257,9 @@ def _ahead(
         most_running=full,
         groups=max(1, task.count // task.group),
         group_size=task.group,
-        longest=round(float(np.max(task.responses))),
-        median_length=mean,
+        longest=round(longest),
+        median_length=median_length(mean, longest),
     )
-    return bound(fleet, task.staleness, (first.tokens + second.tokens) * engines).seconds
 
 
 def _sampling_bound(engine: Engine, sampled: Sampled, prompt: float, mean: float) -> str:

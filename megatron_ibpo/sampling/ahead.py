@@ -1,7 +1,7 @@
 """Sampling ahead of training: groups under way for coming batches, and which of them a batch takes."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,6 +32,9 @@ class Pace:
     """Batches after which nothing more is asked; without end when None."""
 
 
+_State = Literal["flying", "ready", "spare", "refused"]
+
+
 @dataclass(eq=False)
 class _Flight:
     """A group under way."""
@@ -45,7 +48,7 @@ class _Flight:
     """What has been sampled for it so far."""
     drawn: Drawn | None = None
     """Once its responses are scored."""
-    state: Literal["flying", "ready", "spare", "refused"] = "flying"
+    state: _State = "flying"
     """`spare`: not preferred, for a batch that finds nothing better."""
     too_old: bool = False
     task: asyncio.Task[None] | None = None
@@ -88,6 +91,8 @@ class Ahead:
         self._cursor = version * self._wanted
         self._again: deque[tuple[int, int]] = deque()
         self._flights: dict[tuple[int, int], _Flight] = {}
+        self._tally: Counter[tuple[_State, int]] = Counter()
+        """How many of them have which state and version, so that a group that ends need not look at all."""
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._unwanted = 0
@@ -140,10 +145,9 @@ class Ahead:
 
     def gauges(self) -> dict[str, float]:
         """What is under way now."""
-        states = [flight.state for flight in self._flights.values()]
         return {
-            "groups_in_flight": float(states.count("flying")),
-            "groups_buffered": float(states.count("ready") + states.count("spare")),
+            "groups_in_flight": float(self._number("flying")),
+            "groups_buffered": float(self._number("ready", "spare")),
         }
 
     # ---------------------------------------------------------------------------------------- what is asked
@@ -165,8 +169,7 @@ class Ahead:
     def _fill(self) -> None:
         if self._exhausted:
             return
-        outstanding = sum(flight.state in ("flying", "ready") for flight in self._flights.values())
-        for _ in range(self._room - outstanding):
+        for _ in range(self._room - self._number("flying", "ready")):
             if self._again:
                 ordinal, attempt = self._again.popleft()
             else:
@@ -177,21 +180,45 @@ class Ahead:
     def _ask(self, ordinal: int, attempt: int, version: int) -> None:
         flight = _Flight(ordinal, attempt, version)
         self._flights[flight.key] = flight
+        self._tally[flight.state, flight.version] += 1
         flight.task = asyncio.create_task(self._fly(flight))
+
+    def _move(self, flight: _Flight, state: _State, version: int) -> None:
+        self._uncount(flight)
+        flight.state, flight.version = state, version
+        self._tally[state, version] += 1
+
+    def _remove(self, flight: _Flight) -> None:
+        del self._flights[flight.key]
+        self._uncount(flight)
+
+    def _uncount(self, flight: _Flight) -> None:
+        place = flight.state, flight.version
+        self._tally[place] -= 1
+        if not self._tally[place]:
+            del self._tally[place]
+
+    def _number(self, *states: _State, oldest: int | None = None) -> int:
+        """Groups under way in one of these states; with `oldest` those alone whose weights are no newer."""
+        return sum(
+            count
+            for (state, version), count in self._tally.items()
+            if state in states and (oldest is None or version <= oldest)
+        )
 
     async def _fly(self, flight: _Flight) -> None:
         try:
             prompt, requests, context = self._draw(flight.ordinal, flight.attempt)
             drawn = await self._groups.respond(prompt, requests, flight.attempt, flight.samples.append)
             flight.drawn = drawn
-            flight.version = drawn.group.policy_version
+            self._move(flight, "flying", drawn.group.policy_version)
             await self._groups.reconsider(drawn, context, flight.samples.append)
             if drawn.is_taken:
                 if not drawn.is_followed_up:
                     await self._groups.follow_up(drawn, context, flight.samples.append)
-                flight.state = "ready"
+                self._move(flight, "ready", flight.version)
             else:
-                flight.state = "spare" if drawn.usable else "refused"
+                self._move(flight, "spare" if drawn.usable else "refused", flight.version)
                 self._unwanted += 1
                 self._fill()
         except Exception as error:
@@ -202,44 +229,48 @@ class Ahead:
 
     def _choose(self) -> list[_Flight] | None:
         """The groups of the next batch; None while it has to wait."""
-        ready = [flight for flight in self._flights.values() if flight.state == "ready"]
-        if self._exhausted and not any(flight.state == "flying" for flight in self._flights.values()):
-            return ready[: self._wanted]  # perhaps fewer than a batch has
-        if self._pace.keep_order:
-            ready.sort(key=lambda flight: flight.key)
-            waiting = [flight.key for flight in self._flights.values() if flight.state == "flying"]
-            first_missing = min(waiting, default=None)
-            chosen = [f for f in ready if first_missing is None or f.key < first_missing][: self._wanted]
-            return chosen if len(chosen) == self._wanted else None
-        ready.sort(key=lambda flight: (flight.version, flight.key))
-        chosen = ready[: self._wanted]
-        if len(chosen) < self._wanted or not (self._pace.over_sampling or self._leaves_time(chosen)):
+        if self._exhausted and not self._number("flying"):
+            return self._ready()[: self._wanted]  # perhaps fewer than a batch has
+        if self._number("ready") < self._wanted:
             return None
-        return chosen
+        if self._pace.keep_order:
+            return self._first_in_order()
+        if not self._pace.over_sampling and not self._leaves_time():
+            return None
+        return sorted(self._ready(), key=lambda flight: (flight.version, flight.key))[: self._wanted]
 
-    def _leaves_time(self, chosen: Sequence[_Flight]) -> bool:
-        """The batches to come can take every other group before it is too old."""
-        outstanding = [f for f in self._flights.values() if f.state in ("flying", "ready")]
+    def _ready(self) -> list[_Flight]:
+        return [flight for flight in self._flights.values() if flight.state == "ready"]
+
+    def _first_in_order(self) -> list[_Flight] | None:
+        waiting = [flight.key for flight in self._flights.values() if flight.state == "flying"]
+        first_missing = min(waiting, default=None)
+        ready = sorted(self._ready(), key=lambda flight: flight.key)
+        chosen = [f for f in ready if first_missing is None or f.key < first_missing][: self._wanted]
+        return chosen if len(chosen) == self._wanted else None
+
+    def _leaves_time(self) -> bool:
+        """Once this batch has the oldest that are ready, those to come can take every other group before it
+        is too old."""
         for steps in range(self._pace.staleness + 1):
             oldest = self._next + steps - self._pace.staleness
-            due = sum(f.version <= oldest for f in outstanding) - sum(f.version <= oldest for f in chosen)
-            if due > steps * self._wanted:
+            taken = min(self._wanted, self._number("ready", oldest=oldest))
+            if self._number("flying", "ready", oldest=oldest) - taken > steps * self._wanted:
                 return False
         return True
 
     async def _fill_up_with_spares(self) -> None:
         """Where nothing better is to be had, groups that are not preferred serve."""
-        states = [flight.state for flight in self._flights.values()]
-        if not self._exhausted or "flying" in states:
+        if not self._exhausted or self._number("flying"):
             return
         spares = [flight for flight in self._flights.values() if flight.state == "spare"]
-        for flight in spares[: max(0, self._wanted - states.count("ready"))]:
+        for flight in spares[: max(0, self._wanted - self._number("ready"))]:
             assert flight.drawn is not None
             if not flight.drawn.is_followed_up:
                 context = self._draw(flight.ordinal, flight.attempt)[2]
                 await self._groups.follow_up(flight.drawn, context, flight.samples.append)
-            flight.state = "ready"
-        if not any(flight.state == "ready" for flight in self._flights.values()):
+            self._move(flight, "ready", flight.version)
+        if not self._number("ready"):
             raise ValueError(
                 f"--group-filter refused all {self._unwanted} groups that were sampled for a batch; let it "
                 "accept more, or raise --dynamic-sampling-rounds"
@@ -247,7 +278,7 @@ class Ahead:
 
     def _take(self, chosen: list[_Flight]) -> Batch:
         for flight in chosen:
-            del self._flights[flight.key]
+            self._remove(flight)
         later = [f for f in self._flights.values() if f.state in ("flying", "ready")]
         groups = [flight.drawn.group for flight in chosen if flight.drawn is not None]
         lengths = [len(response.token_ids) for group in groups for response in group.responses]
@@ -276,7 +307,7 @@ class Ahead:
             flight.too_old = flight.version < too_old and not refused
             if not flight.too_old and not refused:
                 continue
-            del self._flights[flight.key]
+            self._remove(flight)
             self._left.append(flight)
             if flight.task is not None:
                 flight.task.cancel()

@@ -1,0 +1,542 @@
+"""What the driver takes: its own sampling code against a fleet of stand-ins, in processor time and memory.
+
+    python tools/bench_driver.py --save tools/results/driver_load.json
+    python tools/bench_driver.py --real-calls --save tools/results/driver_load.json
+
+Without --real-calls: Sampler, groups, sampling ahead, IBPO's corrections, journal, decoding and closing of
+batches are those of a run, in a process of its own for each row. Engines and verifiers are stand-ins that
+answer when a virtual clock says so: log-normal times, half of the responses right. What the stand-ins compute
+is measured apart and taken off. Ray is not in it.
+With --real-calls: the same Sampler asks engines in processes of their own through Ray, which answer at once.
+
+Processor time is that of the driver's process. Memory is the growth of its peak resident memory over what it
+had when the clock started. Each part keeps what --save already holds of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import json
+import logging
+import os
+import queue
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import tyro
+
+from megatron_ibpo.config import AlgorithmConfig, DataConfig, RolloutConfig
+from megatron_ibpo.cost import CostMeter
+from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, find_operator
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.journal import Journal, read_journal
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.plan.lengths import SIGMA
+from megatron_ibpo.plan.simulated_engines import in_virtual_time
+from megatron_ibpo.records import Prompt, Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.rewards import Outcome, Verifier
+from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.sampling import Sampler
+from megatron_ibpo.sampling.ahead import Ahead, Pace
+from megatron_ibpo.sampling.groups import GroupSampler, Rules
+from megatron_ibpo.sampling.memory import JournalMemory
+from megatron_ibpo.sampling.scoring import scorer
+from megatron_ibpo.versions import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = ROOT / "examples/models/qwen3_next_80b_a3b"
+"""Of the model that the meter of costs is told of."""
+GROUP = 8
+STALENESS = 3
+"""A quarter of the groups under way makes a batch."""
+PROMPT_TOKENS = 200
+MEAN_SECONDS = 80.0
+"""Of a response: 4,096 tokens at 20 ms. Of the stand-ins' clock, whatever the length of the arrays."""
+LONGEST = 2.0
+"""Times the mean; longer ones are cut."""
+VERIFIER_SECONDS = 1.0
+PAUSE_SECONDS = 5.0
+"""Between two batches."""
+VOCABULARY = 17_000
+TIMEOUT_S = 900.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the driver has to do with."""
+
+    engines: int
+    in_flight: int
+    """Responses that are asked for at the start, all at once."""
+    tokens: int
+    """Of every response."""
+    journal: bool
+    batches: int
+    """After which the clock is stopped."""
+
+    @property
+    def wanted(self) -> int:
+        """Groups of a batch."""
+        return self.in_flight // GROUP // (STALENESS + 1)
+
+
+LOADS = [
+    Load(64, 6_400, tokens=64, journal=True, batches=1),
+    Load(256, 25_600, tokens=64, journal=True, batches=1),
+    Load(1024, 100_000, tokens=64, journal=True, batches=1),
+    Load(1024, 100_000, tokens=64, journal=False, batches=1),
+    Load(64, 6_400, tokens=1024, journal=True, batches=1),
+]
+
+
+@dataclass
+class Clock:
+    """Processor seconds of this thread by what they were spent on."""
+
+    spent: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent[name] += time.thread_time() - began
+
+    def timed(self, name: str, function: Callable[..., T]) -> Callable[..., T]:
+        def called(*arguments: Any) -> T:
+            with self.of(name):
+                return function(*arguments)
+
+        return called
+
+
+@dataclass(eq=False)
+class StandIn:
+    """A `rollout.AsyncEngine` that answers each request when its time is over."""
+
+    tokens: int
+    clock: Clock
+    counts: Counter[str]
+    _ends: list[tuple[float, int, SampleRequest]] = field(default_factory=list)
+    _aborted: set[int] = field(default_factory=set)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _version: int = 0
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        with self.clock.of("stand-ins"):
+            now, self._version = asyncio.get_running_loop().time(), version
+            for number, request in requests:
+                heapq.heappush(self._ends, (now + seconds(request.seed), number, request))
+        self.counts["submits"] += 1
+        self.counts["requests"] += len(requests)
+        self._news.set()
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            now = loop.time()
+            finished = self._finished(now)
+            if finished or now >= deadline:
+                self.counts["takes"] += 1
+                self.counts["samples"] += len(finished)
+                return finished
+            self._news.clear()
+            due = min(deadline, self._ends[0][0]) if self._ends else deadline
+            timer = loop.call_at(due, self._news.set)
+            await self._news.wait()
+            timer.cancel()
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        self._aborted |= set(numbers)
+
+    async def kill(self, why: str) -> None:
+        raise AssertionError(f"no stand-in stops answering: {why}")
+
+    def _finished(self, now: float) -> list[tuple[int, Sample]]:
+        finished: list[tuple[int, Sample]] = []
+        if not self._ends or self._ends[0][0] > now:
+            return finished
+        with self.clock.of("stand-ins"):
+            while self._ends and self._ends[0][0] <= now:
+                _, number, request = heapq.heappop(self._ends)
+                if number not in self._aborted:
+                    finished.append((number, answered(request, self.tokens, self._version)))
+        return finished
+
+
+def seconds(seed: int) -> float:
+    """That the response to the request with this seed takes, log-normal and cut."""
+    drawn = random.Random(seed).lognormvariate(-(SIGMA**2) / 2, SIGMA)
+    return MEAN_SECONDS * min(LONGEST, drawn)
+
+
+def answered(request: SampleRequest, tokens: int, version: int) -> Sample:
+    """Arrays of its own, as each sample has in a run."""
+    return Sample(
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=np.random.default_rng(request.seed % 97).integers(300, VOCABULARY, tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        finish_reason="length",
+        temperature=request.temperature,
+        versions=((0, version),),
+        loss_mask=np.ones(tokens, np.bool_),
+    )
+
+
+@dataclass(eq=False)
+class StandInPool:
+    """A `rewards.Pool` of as many verifiers as are needed, that finds every other response right."""
+
+    counts: Counter[str]
+    deaths: int = 0
+    _calls: Iterator[int] = field(default_factory=itertools.count)
+
+    def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
+        outcome: Future[Outcome] = Future()
+        value = float(next(self._calls) % 2)
+        asyncio.get_running_loop().call_later(VERIFIER_SECONDS, outcome.set_result, Outcome(value))
+        self.counts["verdicts"] += 1
+        return outcome
+
+    def close(self) -> None:
+        pass
+
+
+def make_tokenizer() -> HuggingFaceTokenizer:
+    """Byte-level, as Qwen's, of three-letter words with a space before them: four characters a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=3)
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("Ġ" + "".join(word) for word in letters)]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words[:VOCABULARY])}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0]))
+
+
+def correction_prompt(prompt: Prompt, wrong: TokenIds, references: Sequence[TokenIds]) -> TokenIds:
+    return np.concatenate([prompt.head_ids, wrong, *references, prompt.tail_ids])
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a load came to."""
+
+    engines: int
+    in_flight: int
+    tokens: int
+    journal: bool
+    batches: int
+    samples: int
+    """Scored while it was measured, corrections included."""
+    open_at_start: int
+    """Requests that engines owed once the first ones were out."""
+    open_requests: float
+    """The same, mean over the ends of batches."""
+    processor_seconds: float
+    """Of the driver, without the stand-ins'."""
+    stand_in_seconds: float
+    wall_seconds: float
+    samples_per_second: float
+    """Of processor time."""
+    events_per_second: float
+    """Requests, samples, calls of verifiers and their verdicts, four for each sample."""
+    microseconds_per_sample: dict[str, float]
+    calls_per_sample: dict[str, float]
+    """Calls of engines, which are messages to other processes in a run."""
+    peak_mb: float
+    """Beyond what there was at the start; MiB."""
+    before_mb: float
+    journal_mb: float
+
+
+def measure(load: Load, directory: Path) -> Row:
+    """From the first request to the end of the last batch.
+
+    Args:
+        directory: for the journal.
+    """
+    clock, counts = Clock(), Counter[str]()
+    tokenizer = make_tokenizer()
+    tokenizer.decode([300, 301])
+    rollout = RolloutConfig(
+        rollout_batch_size=load.wanted, n_samples_per_prompt=GROUP, rollout_max_response_len=load.tokens
+    )
+    context = CreditContext(
+        AlgorithmConfig(), rollout, Vocabulary(correction_prompt), 4 * load.tokens + PROMPT_TOKENS, 0, 0
+    )
+    prompt_ids = token_ids(np.arange(PROMPT_TOKENS) % VOCABULARY)
+    meter = CostMeter(read_hf_config(SHAPE), 1)
+    marks: list[dict[str, Any]] = []
+    peaks: list[float] = []
+
+    def draw(ordinal: int, attempt: int) -> tuple[Prompt, list[SampleRequest], CreditContext]:
+        own = prompt_ids.copy()
+        own[0] = ordinal % VOCABULARY
+        prompt = Prompt(ordinal, own, PROMPT_TOKENS - 1, "", "", "")
+        step = ordinal // load.wanted
+        return (
+            prompt,
+            group_requests([prompt], rollout, seed=0, step=step, attempt=attempt),
+            replace(context, step=step),
+        )
+
+    def mark() -> None:
+        marks.append(
+            {
+                "processor": time.thread_time(),
+                "wall": time.perf_counter(),
+                "spent": Counter(clock.spent),
+                "counts": Counter(counts),
+            }
+        )
+
+    async def loop(journal: Journal | None) -> None:
+        engines = [StandIn(load.tokens, clock, counts) for _ in range(load.engines)]
+        verifier = Verifier(StandInPool(counts), DataConfig(rm_type="math"))
+        decode = clock.timed("decoding", tokenizer.decode)
+        sampler = Sampler(engines, scorer(verifier, lambda _, s: decode(s.token_ids)), stall_timeout=1e9)
+        memory = None
+        if journal is not None:
+            with_room = clock.timed("journal", lambda write: write())
+            memory = JournalMemory(journal, read_journal(directory, 0), with_room)
+        rules = Rules(load.wanted, 1, any_group, any_group)
+        groups = GroupSampler(sampler, find_operator(context.algorithm), rules, memory)
+        ahead = Ahead(groups, draw, Pace(STALENESS), version=0)
+        mark()
+        for step in range(load.batches):
+            started = asyncio.create_task(ahead.batch())
+            await asyncio.sleep(0.01)  # a tick of the virtual clock, in which all is sent
+            counts["open at start"] += round(sampler.take_metrics()["samples_in_flight"]) * (step == 0)
+            batch = await started
+            with clock.of("meter"):
+                meter.sampling(batch.sampled)
+            if memory is not None:
+                memory.close(step + 1, batch)
+            await asyncio.sleep(PAUSE_SECONDS)
+            sampler.version = step + 1
+            await ahead.advance(step + 1)
+            counts["open"] += round(sampler.take_metrics()["samples_in_flight"])
+        mark()
+        peaks.append(peak_mb())
+        await ahead.close()
+
+    before = status_mb("VmRSS")
+    if load.journal:
+        with Journal(directory, 0, "", 0) as journal:
+            in_virtual_time(loop(journal))
+    else:
+        in_virtual_time(loop(None))
+    first, last = marks[0], marks[-1]
+    spent, count = last["spent"] - first["spent"], last["counts"] - first["counts"]
+    samples = count["verdicts"]
+    processor = last["processor"] - first["processor"] - spent["stand-ins"]
+    stages = {name: spent[name] for name in ("decoding", "journal", "meter")}
+    stages = {"event loop and groups": processor - sum(stages.values())} | stages
+    return Row(
+        **asdict(load),
+        samples=samples,
+        open_at_start=count["open at start"],
+        open_requests=round(count["open"] / load.batches),
+        processor_seconds=round(processor, 3),
+        stand_in_seconds=round(spent["stand-ins"], 3),
+        wall_seconds=round(last["wall"] - first["wall"], 3),
+        samples_per_second=round(samples / processor, 1),
+        events_per_second=round(4 * samples / processor, 1),
+        microseconds_per_sample={name: round(1e6 * s / samples, 2) for name, s in stages.items()},
+        calls_per_sample={name: round(count[name] / samples, 4) for name in ("submits", "takes")},
+        peak_mb=round(peaks[0] - before, 1),
+        before_mb=round(before, 1),
+        journal_mb=round(sum(path.stat().st_size for path in directory.iterdir()) / 2**20, 1),
+    )
+
+
+def peak_mb() -> float:
+    """Of this process, MiB."""
+    return status_mb("VmHWM")
+
+
+def status_mb(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+# ------------------------------------------------------------------------------------------ real calls
+
+ANSWERING = "bench_driver:Answering"
+PROCESSES = 2
+CALLS = ((64, 8_000), (4096, 4_000))
+"""(tokens of a response, responses), a few at a time."""
+AT_ONCE = 64
+
+
+class Answering:
+    """Runs inside an engine's process: answers at once, with arrays of its own."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._finished: queue.SimpleQueue[tuple[int, Sample]] = queue.SimpleQueue()
+
+    def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        for number, request in requests:
+            self._finished.put((number, answered(request, self._tokens, version)))
+
+    def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        """One at a time, as most looks at an engine of a large model find one."""
+        with suppress(queue.Empty):
+            return [self._finished.get(timeout=timeout)]
+        return []
+
+    def abort(self, numbers: Collection[int]) -> None:
+        raise AssertionError("nothing is given up here")
+
+
+def real_calls(tokens: int, responses: int) -> dict[str, Any]:
+    """What the driver's process takes for a response that is asked of an engine through Ray, one call to ask
+    and one to take it; Sampler and all threads of Ray's own included."""
+    import ray
+
+    from megatron_ibpo.cluster.engines import CALLS_AT_ONCE, RemoteEngine
+    from megatron_ibpo.cluster.host import Host, on_node, result
+
+    node = ray.get_runtime_context().get_node_id()
+    hosts = {
+        index: Host(f"engine {index}", on_node(node), gpus=0, threads=CALLS_AT_ONCE, environment={})
+        for index in range(PROCESSES)
+    }
+    try:
+        for host in hosts.values():
+            result(host.build(ANSWERING, {}, tokens), host.name, TIMEOUT_S)
+        engines = [RemoteEngine(hosts, index) for index in hosts]
+        prompt = Prompt(0, token_ids(np.arange(PROMPT_TOKENS)), PROMPT_TOKENS - 1, "", "", "")
+
+        async def score(_: Prompt, sample: Sample) -> None:
+            sample.reward = float(sample.token_ids[0])
+
+        async def ask(count: int) -> float:
+            sampler = Sampler(engines, score, stall_timeout=TIMEOUT_S)
+            began = time.process_time()
+
+            async def one_after_another(first: int) -> None:
+                for seed in range(first, count, AT_ONCE):
+                    await sampler.answer(prompt, [SampleRequest(prompt.token_ids, seed, tokens)])
+
+            await asyncio.gather(*(one_after_another(first) for first in range(AT_ONCE)))
+            await sampler.settle()
+            return time.process_time() - began
+
+        asyncio.run(ask(responses // 10))  # warm
+        began = time.perf_counter()
+        spent = asyncio.run(ask(responses))
+        wall = time.perf_counter() - began
+    finally:
+        for host in hosts.values():
+            host.kill()
+    return {
+        "tokens": tokens,
+        "samples": responses,
+        "processor_seconds": round(spent, 3),
+        "wall_seconds": round(wall, 3),
+        "microseconds_per_sample": round(1e6 * spent / responses, 1),
+    }
+
+
+def through_ray() -> dict[str, Any]:
+    """Engines in processes of their own."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tools"), *filter(None, sys.path)])
+    sys.path.append(str(ROOT / "tools"))
+    import ray
+
+    ray.init(
+        num_cpus=PROCESSES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=2**28,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        rows = [real_calls(tokens, responses) for tokens, responses in CALLS]
+    finally:
+        ray.shutdown()
+    return {"machine": about(), "calls_per_sample": {"submits": 1, "takes": 1}, "rows": rows}
+
+
+# ------------------------------------------------------------------------------------------------ all of it
+
+
+@dataclass
+class Arguments:
+    save: Path | None = None
+    """JSON file for the results."""
+    real_calls: bool = False
+    """Measure engines in processes of their own instead of the load."""
+    only: int | None = None
+    """The load with this number alone, its result as JSON on the console."""
+    directory: Path | None = None
+    """Where journals are written, which are deleted again; the directory for temporary files when None."""
+
+
+def about() -> dict[str, Any]:
+    return machine("ray", "numpy") | {"load": os.getloadavg()[0]}  # of what else the machine was doing
+
+
+def in_own_process(number: int, directory: Path | None) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--only", str(number)]
+    if directory is not None:
+        command += ["--directory", str(directory)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_S,
+    )
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def main(arguments: Arguments) -> None:
+    if arguments.only is not None:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+            print(json.dumps(asdict(measure(LOADS[arguments.only], Path(directory)))))
+        return
+    if arguments.real_calls:
+        keep(arguments.save, {"real_calls": through_ray()})
+        return
+    before = about()
+    rows: list[dict[str, Any]] = []
+    for number in range(len(LOADS)):
+        rows.append(in_own_process(number, arguments.directory))
+        keep(arguments.save, {"load": {"machine": before, "rows": rows}})
+
+
+def keep(path: Path | None, found: dict[str, Any]) -> None:
+    """Show it, and put it beside what the file holds of the other part."""
+    print(json.dumps(found, indent=1), flush=True)
+    if path is not None:
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        path.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,250 @@
+"""What a step of Qwen3-Next-80B-A3B is predicted to be on 32 to 8,192 H100, and what the driver does for it.
+
+    python tools/scale_table.py --save tools/results/scale.json --document docs/scale.md
+
+The fastest layout of the planner's search for each size, with the recipe's batch and with one that grows with
+the GPUs; where engines sample ahead also the streaming loop on simulated engines, against its bound. The
+driver's share is from tools/results/driver_load.json. Nothing is run on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from megatron_ibpo.config import Config, parse_config
+from megatron_ibpo.models.cost import weight_count
+from megatron_ibpo.plan.__main__ import described
+from megatron_ibpo.plan.efficiencies import fitted
+from megatron_ibpo.plan.fleet import Fleet, bound, simulate
+from megatron_ibpo.plan.search import Found, search
+from megatron_ibpo.sampling.ahead import Pace
+from megatron_ibpo.versions import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml"
+MODEL = ROOT / "examples/models/qwen3_next_80b_a3b"
+DRIVER = ROOT / "tools/results/driver_load.json"
+HARDWARE = "h100"
+SIZES = (32, 256, 1024, 8192)
+SIMULATED = 256
+"""GPUs up to which the loop is simulated; more of them take minutes and gigabytes."""
+SIMULATED_STEPS = 4
+BYTES_PER_TOKEN = 4 + 4 + 1
+"""Of a sample on its way to the driver: id, log-prob, mask."""
+BYTES_PER_PROMPT_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Processor time of the driver for a sample. What a token takes is from two lengths in fleets of one
+    size; the rest is that of the largest fleet."""
+
+    own: tuple[float, float]
+    """Seconds for a sample, and for each token of it: sampling code, decoding, journal."""
+    calls: float
+    """Of calls of engines through Ray, for a sample; more tokens did not cost more."""
+
+    @classmethod
+    def read(cls, path: Path) -> Driver:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [row for row in found["load"]["rows"] if row["journal"]]
+        longest = max(row["tokens"] for row in rows)
+        engines = max(row["engines"] for row in rows if row["tokens"] == longest)
+        by_tokens = {
+            row["tokens"]: 1 / row["samples_per_second"] for row in rows if row["engines"] == engines
+        }
+        each = line(by_tokens)[1]
+        largest = max(rows, key=lambda row: row["engines"])
+        fixed = 1 / largest["samples_per_second"] - each * largest["tokens"]
+        calls = found["real_calls"]["rows"]
+        spent = sum(row["processor_seconds"] for row in calls)
+        return cls((fixed, each), spent / sum(row["samples"] for row in calls))
+
+    def seconds(self, tokens: float) -> float:
+        """Of a sample."""
+        return self.python(tokens) + self.calls
+
+    def python(self, tokens: float) -> float:
+        """The part of it that one thread at a time can do."""
+        return self.own[0] + self.own[1] * tokens
+
+
+def line(points: dict[int, float]) -> tuple[float, float]:
+    """(value at 0, slope) through two points."""
+    (one, other) = sorted(points)
+    slope = (points[other] - points[one]) / (other - one)
+    return points[one] - slope * one, slope
+
+
+def recipe() -> Config:
+    return parse_config(["--config", str(RECIPE), "--hf-checkpoint", str(MODEL)])
+
+
+def predicted(config: Config, gpus: int, prompts: int, driver: Driver | None) -> dict[str, Any]:
+    """A row: `prompts` a step on so many GPUs."""
+    rollout = replace(config.rollout, rollout_batch_size=prompts)
+    found = search(replace(config, rollout=rollout), gpus, HARDWARE, most=1)[0]
+    times, task = found.setting.times(), found.setting.task
+    samples = task.count * (1 + task.corrections)
+    mean, longest = float(np.mean(task.responses)), float(np.max(task.responses))
+    prompt = task.prompt + task.corrections / (1 + task.corrections) * task.correction_prompt
+    row = {
+        "gpus": gpus,
+        "prompts": prompts,
+        "responses": task.count,
+        "corrections": round(task.count * task.corrections),
+        "layout": described(found),
+        "engines": found.setting.engine_gpus // found.setting.engine.tensor,
+        "seconds": found.seconds,
+        "seconds_low": found.seconds / found.setting.factor,
+        "seconds_high": found.seconds * found.setting.factor,
+        "stages": times.stages(),
+        "bound": times.bound,
+        "tail_of_sampling": times.sampled.tail / times.sampled.seconds,
+        "longest_over_mean": longest / mean,
+        "running_per_engine": times.sampled.mean_running,
+        "slots_per_engine": times.sampled.slots,
+        "tokens_per_second": samples * mean / found.seconds,
+        "tokens_per_gpu_second": samples * mean / found.seconds / gpus,
+        "samples_per_second": samples / found.seconds,
+        "store_bytes_per_second": samples
+        * (mean * BYTES_PER_TOKEN + prompt * BYTES_PER_PROMPT_TOKEN)
+        / found.seconds,
+        "weight_bytes_per_engine": 2 * weight_count(found.setting.shape).total,
+        "weight_bytes": 2 * weight_count(found.setting.shape).total * found.setting.engine_gpus,
+        "driver_share": None if driver is None else samples * driver.seconds(mean) / found.seconds,
+    }
+    shown: dict[str, Any] = rounded(row | {"simulated": simulated(found, times.fleet)})
+    return shown
+
+
+def simulated(found: Found, fleet: Fleet | None) -> dict[str, float] | None:
+    """The streaming loop on engines as fast as the predicted ones, without corrections, and its bound."""
+    if fleet is None or found.setting.gpus > SIMULATED:
+        return None
+    staleness = found.setting.task.staleness
+    measured = simulate(fleet, Pace(staleness), SIMULATED_STEPS)
+    least = bound(fleet, staleness, measured.tokens_per_step).seconds
+    return {
+        "seconds_per_step": measured.seconds_per_step,
+        "bound_seconds": least,
+        "of_bound": measured.seconds_per_step / least,
+        "staleness_mean": measured.staleness_mean,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """To four digits that count, for reading."""
+    if isinstance(value, dict):
+        return {name: rounded(own) for name, own in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+# -------------------------------------------------------------------------------------------- the tables
+
+
+def step_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Seconds of a step, by stage."""
+    lines = [
+        "| GPUs | prompts | a step, s | sampling | corrections | log-probs | update | weights | "
+        "tokens/s and GPU | layout |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        stages = " | ".join(
+            f"{row['stages'][name]:.1f}"
+            for name in ("sampling", "corrections", "log_probs", "update", "weights")
+        )
+        span = f"{row['seconds']:.0f} ({row['seconds_low']:.0f} to {row['seconds_high']:.0f})"
+        lines.append(
+            f"| {row['gpus']:,} | {row['prompts']:,} | {span} | {stages} | "
+            f"{row['tokens_per_gpu_second']:.3g} | {row['layout']} |"
+        )
+    return lines
+
+
+def driver_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What goes through the driver each second."""
+    lines = [
+        "| GPUs | prompts | engines | samples/s | tokens/s | MB/s of samples | weights received, TB | "
+        "waiting for the longest | driver's processor |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {row['gpus']:,} | {row['prompts']:,} | {row['engines']:,} | "
+        f"{row['samples_per_second']:.3g} | {row['tokens_per_second']:,.0f} | "
+        f"{row['store_bytes_per_second'] / 1e6:.3g} | {row['weight_bytes'] / 1e12:,.0f} | "
+        f"{100 * row['tail_of_sampling']:.0f} % | {100 * row['driver_share']:.0f} % |"
+        for row in rows
+    ]
+
+
+def loop_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The streaming loop on simulated engines."""
+    lines = ["| GPUs | prompts | engines | a step, s | its bound, s | over it |", "|---|---|---|---|---|---|"]
+    return lines + [
+        f"| {row['gpus']:,} | {row['prompts']:,} | {row['engines']:,} | "
+        f"{found['seconds_per_step']:.1f} | {found['bound_seconds']:.1f} | "
+        f"{100 * (found['of_bound'] - 1):+.1f} % |"
+        for row in rows
+        if (found := row["simulated"]) is not None
+    ]
+
+
+TABLES = {"steps": step_table, "driver": driver_table, "loop": loop_table}
+
+
+def with_tables(document: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The document, with what stands between the marks of each table written anew."""
+    for name, table in TABLES.items():
+        before, opening, rest = document.partition(f"<!-- {name} -->\n")
+        _, closing, after = rest.partition(f"<!-- end of {name} -->")
+        assert opening, f"the document has no table {name}"
+        assert closing, f"the table {name} has no end"
+        document = before + opening + "\n".join(table(rows)) + "\n" + closing + after
+    return document
+
+
+@dataclass
+class Arguments:
+    save: Path | None = None
+    """JSON file for the results."""
+    document: Path | None = None
+    """Page whose tables are written anew."""
+
+
+def main(arguments: Arguments) -> None:
+    config, driver = recipe(), Driver.read(DRIVER)
+    own = config.rollout.rollout_batch_size
+    rows = []
+    for grows in (False, True):
+        for gpus in SIZES:
+            prompts = own * gpus // SIZES[0] if grows else own
+            if grows and prompts == own:
+                continue
+            rows.append(predicted(config, gpus, prompts, driver))
+            print(rows[-1], flush=True)
+    found = {
+        "machine": machine("numpy"),
+        "hardware": HARDWARE,
+        "recipe": str(RECIPE.relative_to(ROOT)),
+        "mean_length": config.rollout.rollout_max_response_len // 2,
+        "step_error_factor": rounded(fitted().error["step"]),
+        "driver": asdict(driver),
+        "rows": rows,
+    }
+    if arguments.save:
+        arguments.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if page := arguments.document:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
