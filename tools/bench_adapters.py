@@ -4,7 +4,7 @@
 
 Each case is an engine in a process of its own, on the same random model with the same random adapters: once
 with the merged weights, once with the plain ones and the adapter beside them. They should sample the same
-greedy tokens.
+greedy tokens, but for rounding.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ def add_adapters(plain: Path, directory: Path, targets: tuple[str, ...], rank: i
 def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> None:
     """In a process of its own: what was measured, or why this engine does not do it."""
     from vllm import LLM, SamplingParams
+    from vllm.inputs import PromptType, TokensPrompt
     from vllm.lora.request import LoRARequest
 
     try:
         with_adapter = form == "adapter"
-        lora = {"enable_lora": True, "max_lora_rank": max(8, arguments.rank)} if with_adapter else {}
+        lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": max(8, arguments.rank)}
         engine = LLM(
             str(directory / ("plain" if with_adapter else "merged")),
             skip_tokenizer_init=True,
@@ -104,7 +105,8 @@ def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> N
             kv_cache_memory_bytes=512 * 1024**2,
             enforce_eager=True,
             enable_prefix_caching=False,
-            **lora,
+            dtype="auto" if with_states(directory) else "float32",
+            **(lora if with_adapter else {}),
         )
         request = LoRARequest("a", 1, str(directory / "adapter")) if with_adapter else None
         began = time.perf_counter()
@@ -116,10 +118,10 @@ def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> N
         )
         draw = torch.Generator().manual_seed(1)
         shape = (arguments.prompts, arguments.prompt_tokens)
-        prompts = [
-            {"prompt_token_ids": ids} for ids in torch.randint(3, 8000, shape, generator=draw).tolist()
-        ]
-        seconds, written = [], []
+        drawn = torch.randint(3, 8000, shape, generator=draw).tolist()
+        prompts: list[PromptType] = [TokensPrompt(prompt_token_ids=ids) for ids in drawn]
+        seconds: list[float] = []
+        written: list[list[int]] = []
         for _ in range(arguments.rounds + 1):
             began = time.perf_counter()
             outputs = engine.generate(prompts, parameters, lora_request=request, use_tqdm=False)
@@ -128,6 +130,12 @@ def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> N
         answers.put({"seconds": seconds[1:], "seconds_to_load_adapter": loaded, "written": written})
     except Exception as error:  # whatever vLLM raises is the answer
         answers.put({"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+
+
+def with_states(directory: Path) -> bool:
+    """Whether the model has delta nets, which vLLM's CPU kernels take in bfloat16 alone."""
+    config: dict[str, Any] = json.loads((next(directory.glob("*/config.json"))).read_text())
+    return config["model_type"] == "qwen3_next"
 
 
 def in_a_process(directory: Path, form: Form, arguments: Arguments) -> dict[str, Any]:

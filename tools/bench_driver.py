@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -108,7 +108,7 @@ LOADS = [
 class Clock:
     """Processor seconds of this thread by what they were spent on."""
 
-    spent: Counter[str] = field(default_factory=Counter)
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -303,7 +303,7 @@ def measure(load: Load, directory: Path) -> Row:
             {
                 "processor": time.thread_time(),
                 "wall": time.perf_counter(),
-                "spent": Counter(clock.spent),
+                "spent": dict(clock.spent),
                 "counts": Counter(counts),
             }
         )
@@ -345,10 +345,11 @@ def measure(load: Load, directory: Path) -> Row:
     else:
         in_virtual_time(loop(None))
     first, last = marks[0], marks[-1]
-    spent, count = last["spent"] - first["spent"], last["counts"] - first["counts"]
+    spent = {name: seconds - first["spent"].get(name, 0.0) for name, seconds in last["spent"].items()}
+    count = last["counts"] - first["counts"]
     samples = count["verdicts"]
     processor = last["processor"] - first["processor"] - spent["stand-ins"]
-    stages = {name: spent[name] for name in ("decoding", "journal", "meter")}
+    stages = {name: spent.get(name, 0.0) for name in ("decoding", "journal", "meter")}
     stages = {"event loop and groups": processor - sum(stages.values())} | stages
     return Row(
         **asdict(load),
