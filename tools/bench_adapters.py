@@ -52,7 +52,7 @@ def make_model(directory: Path, case: str) -> Path:
     what vLLM's CPU kernels take."""
     import transformers
 
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": 8192, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.1,
         "tie_word_embeddings": False,
@@ -64,12 +64,13 @@ def make_model(directory: Path, case: str) -> Path:
         model = transformers.Qwen3ForCausalLM(dense)
     else:
         hybrid = transformers.Qwen3NextConfig(
-            **shared, num_hidden_layers=8, full_attention_interval=4, linear_num_key_heads=4,
+            **shared, num_hidden_layers=8, linear_num_key_heads=4,
             linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64,
             linear_conv_kernel_dim=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256,
             shared_expert_intermediate_size=256, intermediate_size=1024,
         )  # fmt: skip
-        model = transformers.Qwen3NextForCausalLM(hybrid).to(torch.bfloat16)
+        model = transformers.Qwen3NextForCausalLM(hybrid)
+        model = model.to(torch.bfloat16)
     model.save_pretrained(directory / "plain")
     return directory / "plain"
 
@@ -84,7 +85,7 @@ def add_adapters(plain: Path, directory: Path, targets: tuple[str, ...], rank: i
         r=rank, lora_alpha=2 * rank, target_modules=list(targets), init_lora_weights=False
     )
     adapted = peft.get_peft_model(base, config)
-    adapted.save_pretrained(directory / "adapter")
+    adapted.save_pretrained(str(directory / "adapter"))
     merged: Any = adapted.merge_and_unload()
     merged.save_pretrained(directory / "merged")
 
