@@ -16,11 +16,18 @@ from credit_cases import ids_of, response
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.records import Correction, Group, Prompt, token_ids
+from megatron_ibpo.study import credit_audit
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch):
+    """A fifth of what an audit draws, which takes most of its time: what is told apart here is far apart."""
+    monkeypatch.setattr(credit_audit, "RESAMPLES", 200)
 
 
 # ------------------------------------------------------------------------------------------------ statistics

@@ -176,16 +176,15 @@ def measure(case: str, arguments: Arguments) -> dict[str, Any]:
 
 def main(arguments: Arguments) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    load = os.getloadavg()[0]
+    options = {name: value for name, value in vars(arguments).items() if name != "save"}
+    measured_on = machine("peft") | {"load_average_before": os.getloadavg()[0]}
     results = []
     for case in TARGETS:
         results.append(measure(case, arguments))
         print(json.dumps(results[-1], indent=2), flush=True)
-    if arguments.save is not None:
-        options = {name: value for name, value in vars(arguments).items() if name != "save"}
-        measured_on = machine("peft") | {"load_average_before": load}
-        record = {"options": options, "machine": measured_on, "results": results}
-        arguments.save.write_text(json.dumps(record, indent=2) + "\n")
+        if arguments.save is not None:  # after each case: some take minutes
+            record = {"options": options, "machine": measured_on, "results": results}
+            arguments.save.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
