@@ -422,7 +422,7 @@ def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_
     command = [sys.executable, "-c", WRITTEN_TO, written]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 20
+    assert int(done.stdout) > 20
 
 
 WRITTEN_TO = """
@@ -444,7 +444,7 @@ def write():
 writer = threading.Thread(target=write)
 writer.start()
 calls, end = 0, time.monotonic() + 0.7
-while calls < 20 or time.monotonic() < end:
+while calls <= 20 or time.monotonic() < end:
     calls += 1
     try:
         _edit_distance.batch_distance(ids, offsets, other, steady, None, 2)

@@ -107,7 +107,7 @@ def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
         adapted = PeftModel.from_pretrained(base, tmp_path / "resumed/hf/adapter")(tokens).logits
     difference, effect = ((found - adapted).abs().max().item() for found in (exported, plain))
     print("logits of PEFT and of the export differ by", difference, "adapters move them by", effect)
-    assert difference < 5e-5 * exported.abs().max()  # as of delta nets in tests of parity
+    assert difference < 2e-5 * exported.abs().max()  # 7.6e-6 was seen: sums of another order, in float32
     assert effect > 1
 
 

@@ -24,6 +24,7 @@ import torch
 import tyro
 
 from megatron_ibpo.versions import machine
+from megatron_ibpo.weights.errors import first_line
 
 TARGETS = {
     "qwen3": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -90,7 +91,7 @@ def add_adapters(plain: Path, directory: Path, targets: tuple[str, ...], rank: i
     merged.save_pretrained(directory / "merged")
 
 
-def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> None:
+def sample(case: str, directory: Path, form: Form, arguments: Arguments, answers: Any) -> None:
     """In a process of its own: what was measured, or why this engine does not do it."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import PromptType, TokensPrompt
@@ -106,14 +107,15 @@ def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> N
             kv_cache_memory_bytes=512 * 1024**2,
             enforce_eager=True,
             enable_prefix_caching=False,
-            dtype="auto" if with_states(directory) else "float32",
+            dtype="float32" if case == "qwen3" else "bfloat16",
             **(lora if with_adapter else {}),
         )
         request = LoRARequest("a", 1, str(directory / "adapter")) if with_adapter else None
-        began = time.perf_counter()
+        found: dict[str, Any] = {}
         if request is not None:
+            began = time.perf_counter()
             engine.llm_engine.add_lora(request)
-        loaded = time.perf_counter() - began
+            found["seconds_to_load_adapter"] = time.perf_counter() - began
         parameters = SamplingParams(
             temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True, detokenize=False
         )
@@ -128,21 +130,15 @@ def sample(directory: Path, form: Form, arguments: Arguments, answers: Any) -> N
             outputs = engine.generate(prompts, parameters, lora_request=request, use_tqdm=False)
             seconds.append(time.perf_counter() - began)
             written = [list(own.outputs[0].token_ids) for own in outputs]
-        answers.put({"seconds": seconds[1:], "seconds_to_load_adapter": loaded, "written": written})
+        answers.put({"seconds": seconds[1:], **found, "written": written})
     except Exception as error:  # whatever vLLM raises is the answer
-        answers.put({"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+        answers.put({"error": f"{type(error).__name__}: {first_line(error)}"})
 
 
-def with_states(directory: Path) -> bool:
-    """Whether the model has delta nets, which vLLM's CPU kernels take in bfloat16 alone."""
-    config: dict[str, Any] = json.loads((next(directory.glob("*/config.json"))).read_text())
-    return config["model_type"] == "qwen3_next"
-
-
-def in_a_process(directory: Path, form: Form, arguments: Arguments) -> dict[str, Any]:
+def in_a_process(case: str, directory: Path, form: Form, arguments: Arguments) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    process = context.Process(target=sample, args=(directory, form, arguments, answers))
+    process = context.Process(target=sample, args=(case, directory, form, arguments, answers))
     process.start()
     try:
         found: dict[str, Any] = answers.get(timeout=600)
@@ -161,7 +157,7 @@ def measure(case: str, arguments: Arguments) -> dict[str, Any]:
         written = {}
         for form in forms:
             size = sum(file.stat().st_size for file in (directory / form).glob("*.safetensors"))
-            found = in_a_process(directory, form, arguments)
+            found = in_a_process(case, directory, form, arguments)
             if "seconds" in found:
                 written[form] = found.pop("written")
                 tokens = arguments.prompts * arguments.tokens
