@@ -115,14 +115,22 @@ def gradients_of_both_forms(world, hf_dir):
     return pairs_of, (outputs[0] - outputs[1]).abs().max().item()
 
 
-@pytest.mark.parametrize("model", ["dense", "next", pytest.param("3.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["dense", "next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3.5", "glm"))]
+)
 def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(checkpoints, model):
     """W' = W + s·BA gives dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, beside every matrix of the layers."""
     ((found, apart),) = run_ranks(gradients_of_both_forms, 1, checkpoints[model], timeout=400)
     assert apart < 1e-10
     worst = 0
+    # the correction of GLM's router, which is not trained, leaves one expert of a layer without a token
+    idle = {name for name, (_, expected) in found.items() if not expected.any()}
+    assert len(idle) <= 4
+    assert all(".experts." in name for name in idle), idle
     for name, (own, expected) in found.items():
-        assert expected.abs().max() > 0, name
+        if name in idle:
+            assert not own.any(), name
+            continue
         worst = max(worst, ((own - expected).abs().max() / expected.abs().max()).item())
     print(len(found), "factors; worst relative difference", worst, "logits", apart)
     assert worst < 1e-10

@@ -299,9 +299,20 @@ THREE_STEPS = [
 ]  # fmt: skip
 
 
+TP2 = ["--num-trainers", "2", "--tensor-model-parallel-size", "2"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        pytest.param("dense", ONE_TRAINER, id="dense"),
+        pytest.param("moe", ONE_TRAINER, id="moe"),
+        pytest.param("dense", [*TP2, "--expert-model-parallel-size", "1"], id="dense, TP2"),
+        pytest.param("moe", [*TP2, "--expert-model-parallel-size", "2"], id="moe, TP2 EP2"),
+    ],
+)
+def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path, kind, parallel):
     (tmp_path / "even.py").write_text(EVEN)
     model = with_weights(wrapped[kind], tmp_path / "model", drawn_small(wrapped[kind]))
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -310,7 +321,7 @@ def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped,
     command += [
         "--config",
         str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"),
-        *ONE_TRAINER,
+        *parallel,
         *THREE_STEPS,
     ]
     command += ["--hf-checkpoint", str(model), "--run-dir", str(tmp_path / "run")]
