@@ -133,8 +133,9 @@ def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, th
 @pytest.mark.parametrize("recipe", ["tiny_qwen3_next_ibpo", "qwen3_next_80b_a3b_ibpo"])
 def test_a_recipe_alone_means_what_it_means_beside_a_flag_that_changes_nothing(recipe):
     """Without flags no parser of flags is built."""
-    alone = parse_config(["--config", f"examples/recipes/{recipe}.yaml"])
-    assert parse_config(["--config", f"examples/recipes/{recipe}.yaml", "--lr", str(alone.optimizer.lr)]) == alone
+    given = ["--config", f"examples/recipes/{recipe}.yaml"]
+    alone = parse_config(given)
+    assert parse_config([*given, "--lr", str(alone.optimizer.lr)]) == alone
 
 
 def test_an_unknown_flag_suggests_the_nearest(capsys):
