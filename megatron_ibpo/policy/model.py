@@ -191,6 +191,7 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "add_bias_linear": False,
         "qk_layernorm": True,
         "attention_output_gate": shape.attention_output_gate,
+        "softmax_type": "learnable" if shape.attention_sinks else "vanilla",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # layout
@@ -235,6 +236,11 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": use_te,
             "moe_permute_fusion": use_te,
+        }
+    if window := next(filter(None, shape.windows), None):
+        fields |= {
+            "window_size": (window - 1, 0),  # the token itself is left out
+            "window_attn_skip_freq": [int(window is not None) for window in shape.windows],
         }
     if shape.shared_expert_hidden_size:
         fields |= {

@@ -260,7 +260,10 @@ class SafetensorsFile:
     one at a time need be in memory."""
 
     def __init__(self, path: Path, metas: Iterable[TensorMeta]):
-        self._expected = iter(metas := list(metas))
+        metas = list(metas)
+        self._expected = iter(metas)
+        self._begun: TensorMeta | None = None
+        self._rows = 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for meta in metas:
@@ -272,18 +275,22 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, *parts: Tensor) -> None:
-        """The next tensor, in one part or in several of consecutive rows."""
-        meta = next(self._expected)
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        found = TensorMeta(name, parts[0].dtype, shape)
+        """The next tensor, or the next rows of it: parts of consecutive rows, in one call or in several."""
+        meta = next(self._expected) if self._begun is None else self._begun
+        self._rows += sum(part.shape[0] for part in parts)
+        self._begun = meta if self._rows < meta.shape[0] else None
+        rows = meta.shape[0] if self._begun else self._rows
+        found = TensorMeta(name, parts[0].dtype, (rows, *parts[0].shape[1:]))
         assert found == meta, f"{meta} was announced, {found} is written"
+        if self._begun is None:
+            self._rows = 0
         for part in parts:
             raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._file.write(raw.numpy().data)
 
     def close(self) -> str:
         """The file's digest."""
-        left = next(self._expected, None)
+        left = self._begun or next(self._expected, None)
         assert left is None, f"{left} was announced and not written"
         return self._file.close()
 
