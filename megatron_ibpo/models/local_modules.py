@@ -193,7 +193,6 @@ class NoCoreAttention(torch.nn.Module):
         if config.softmax_type == "learnable":
             heads = divide(config.num_attention_heads, get_pg_size(self.tp_group))
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
