@@ -80,9 +80,7 @@ def test_it_is_converted_to_bfloat16(packed, tmp_path, parallel):
 
 def test_training_asks_for_the_conversion(packed):
     directory, _ = packed
-    with pytest.raises(
-        CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* tools/convert_hf_to_megatron"
-    ):
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* convert to-megatron"):
         trained_elements(directory, read_hf_config(directory))
 
 

@@ -154,8 +154,7 @@ class Checkpoint:
         if self.packed:
             raise CheckpointError(
                 f"{self.directory} holds {listed(sorted(self.packed))} in MXFP4, which is not trained: make "
-                "a checkpoint in bfloat16 of it with tools/convert_hf_to_megatron.py and then "
-                "tools/convert_megatron_to_hf.py, and take that"
+                "one in bfloat16 of it with `tools/ibpo.sh convert to-megatron` and then `convert to-hf`"
             )
 
     def check(self, shape: ModelShape, entries: Iterable[Entry]) -> list[str]:
