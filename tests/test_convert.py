@@ -416,7 +416,7 @@ LOADED = {
         ("odd", layout(tp=2)),
         ("moe", layout(etp=2, tp=2)),
         ("glm mtp", layout(pp=2, first=1)),
-        ("oss", layout(tp=2, pp=2)),
+        ("oss", layout(pp=2)),
         ("next", layout(pp=2, first=1)),
         ("mtp", layout(tp=2, ep=2)),
     ],
