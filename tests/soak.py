@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,10 +25,19 @@ MOST_GROWTH_MIB = 20.0
 WARM = 0.1
 """Of the steps, in which caches fill: growth counts from there on."""
 EVERY_S = 5.0
+MODELS = {
+    "next": (
+        *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
+        *("--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1"),
+    ),
+    "dense": (
+        *("--config", str(ROOT / "examples/recipes/small_dense_cpu.yaml")),
+        *("--hf-checkpoint", str(ROOT / "examples/tiny_qwen3")),
+    ),
+}
 FLAGS = [
-    *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
-    *("--num-trainers", "1", "--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1"),
-    *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "1"),
+    *("--num-trainers", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+    *("--num-steps-per-rollout", "1"),
     *("--max-staleness", "1", "--eval-num-prompts", "0"),
 ]
 Series = list[tuple[int, float]]
@@ -37,11 +47,12 @@ Series = list[tuple[int, float]]
 def main() -> int:
     end_on_sigterm()
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
+    model = sys.argv[2] if len(sys.argv) > 2 else "next"
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         place = Path(name)
         (place / "tmp").mkdir()
         began = time.monotonic()
-        status, memory = _run(place, steps)
+        status, memory = _run(place, steps, MODELS[model])
         seconds = time.monotonic() - began
         if status != 0:
             print((place / "log").read_text()[-3000:])
@@ -54,19 +65,19 @@ def main() -> int:
         print(f"{process}: {memory[process][-1][1]:.0f} MiB, {grown:+.1f} MiB since step {WARM * steps:.0f}")
     result = {
         "machine": machine(),
-        "command": f"bash tests/soak.sh {steps}",
+        "command": f"bash tests/soak.sh {steps} {model}",
         "steps": steps,
         "seconds": round(seconds),
         "growth_mib": {process: round(grown, 1) for process, grown in sorted(growth.items())},
         "mib": dict(sorted(memory.items())),
     }
-    (ROOT / "tools/results/soak.json").write_text(json.dumps(result) + "\n")
+    (ROOT / f"tools/results/soak_{model}.json").write_text(json.dumps(result) + "\n")
     return int(max(growth.values()) > MOST_GROWTH_MIB)
 
 
-def _run(place: Path, steps: int) -> tuple[int, dict[str, Series]]:
+def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[str, Series]]:
     """Exit status of the run, and by process its memory; of those that lived all the time."""
-    command = [sys.executable, "-m", "megatron_ibpo.train", *FLAGS, "--num-rollout", str(steps)]
+    command = [sys.executable, "-m", "megatron_ibpo.train", *of_model, *FLAGS, "--num-rollout", str(steps)]
     memory: dict[str, Series] = defaultdict(list)
     with (place / "log").open("wb") as log:
         driver = subprocess.Popen(
