@@ -46,11 +46,14 @@ POINTS = 256
 """Lengths that stand for a step's."""
 SHARES = frozenset(PARAMETERS) - {
     "routing", "train_layer", "engine_layer", "engine_tensor", "engine_sequence", "engine_request",
-    "host_adam", "step",
+    "host_adam", "step", "ampere", "blackwell", "cdna",
 }  # fmt: skip
+GENERATIONS = frozenset({"ampere", "blackwell", "cdna"})
 PRIOR = 1.0
 """Standard deviation of a parameter's logarithm before any row is seen: the fit starts from the defaults, and
 what no row moves stays there."""
+PRIOR_FACTOR = 0.3
+"""The same of the factor of a generation."""
 NOISE = 0.2
 """Of a row's logarithm: the weight of the rows against that."""
 
@@ -97,6 +100,7 @@ def engine_of(facts: Mapping[str, Any], shape: ModelShape, reached: Efficiencies
         cache_bytes=facts.get("cache_bytes", 2.0),
         state_bytes=facts.get("state_bytes", 2.0),
         most_running=most,
+        serves=facts.get("serves", True),
     )
 
 
@@ -219,8 +223,9 @@ def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 12) -> Fitt
             for row in rows
             for name, value in predict(row.facts, row.kind, _times(row), reached).items()
         ]
-        return np.array([*off, *((point - default) / PRIOR)])
+        return np.array([*off, *((point - default) / prior)])
 
+    prior = np.where([name in GENERATIONS for name in PARAMETERS], PRIOR_FACTOR, PRIOR)
     upper = np.array([0.0 if name in SHARES else np.inf for name in PARAMETERS])
     upper = np.where([name == "routing" for name in PARAMETERS], math.log(3), upper)
     lower = np.where([name == "routing" for name in PARAMETERS], -1e-6, -np.inf)

@@ -92,13 +92,18 @@ def _mlp_weights(shape: ModelShape) -> int:
 
 
 def kept_elements(
-    shape: ModelShape, parallel: ParallelConfig, layer: int, recomputed: Container[str] = ()
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    layer: int,
+    recomputed: Container[str] = (),
+    imbalance: float = EXPERT_IMBALANCE,
 ) -> float:
     """Elements per token that one layer keeps for its backward pass on one rank.
 
     Args:
         recomputed: parts that keep their input alone, in the words of Megatron's recompute_modules: of these
             `COUNTED` are known here, and others change nothing.
+        imbalance: tokens of the rank's experts over an even share.
     """
     tensor = parallel.tensor_model_parallel_size
     sequence = tensor if parallel.sequence_parallel else 1
@@ -117,7 +122,7 @@ def kept_elements(
     elements += 3 * 2 * shape.num_experts / sequence  # router logits and probabilities in fp32
     # each chosen expert: its input before and after the exchange, both layers, its output
     inner = 2 if "moe_act" in recomputed else 3  # without what the activation gives
-    routed = shape.experts_per_token * EXPERT_IMBALANCE * (3 * hidden + inner * shape.expert_hidden_size)
+    routed = shape.experts_per_token * imbalance * (3 * hidden + inner * shape.expert_hidden_size)
     return elements + routed / sequence
 
 

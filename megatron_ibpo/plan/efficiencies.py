@@ -1,7 +1,7 @@
 """What programs reach of the hardware: a few numbers, fitted to published runs (`tools/fit_planner.py`).
 
-They are shares of a data sheet's figure, or seconds. They hold for all hardware alike: more of them would fit
-better and predict worse.
+They are shares of a data sheet's figure, or seconds. They hold for all hardware alike, but for one factor on
+products of each generation: more of them would fit better and predict worse.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -43,9 +43,9 @@ class Efficiencies:
     engine_tensor: float = 1.5e-5
     """The same of a layer whose results several GPUs add up, twice."""
     engine_sequence: float = 2e-5
-    """Seconds of a step for each running sequence: sampling, scheduling, detokenizing."""
+    """Seconds of a step for each running sequence: scheduling, sampling, detokenizing, beside what GPUs do."""
     engine_request: float = 5e-3
-    """Seconds that a request costs an engine, however long it is."""
+    """Seconds that a request costs a server, however long it is."""
     gather: float = 0.1
     """Of the bandwidth between trainers and engines, in a weight update that gathers and broadcasts all."""
     reshard: float = 0.5
@@ -58,6 +58,16 @@ class Efficiencies:
     """Bytes per second for each GPU that the processors' Adam reads and writes."""
     step: float = 5.0
     """Seconds of a step of reinforcement learning that belong to none of its stages."""
+    ampere: float = 1.0
+    """What products reach of the peak on A100, over what they reach on Hopper."""
+    blackwell: float = 1.0
+    """The same on B200 and GB200."""
+    cdna: float = 1.0
+    """The same on MI300X."""
+
+    def on(self, generation: str) -> float:
+        """The factor of a generation; 1 of those that have none."""
+        return {"ampere": self.ampere, "blackwell": self.blackwell, "cdna": self.cdna}.get(generation, 1.0)
 
 
 PARAMETERS = tuple(field.name for field in fields(Efficiencies))

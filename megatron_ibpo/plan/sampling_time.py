@@ -47,6 +47,8 @@ class Engine:
     memory_share: float = 0.9
     """Of the GPUs' memory that the engine may use."""
     most_running: int = MOST_SEQUENCES
+    serves: bool = True
+    """Requests come one by one through a server; offline they are a list that is there from the start."""
     accepted: float = 0.0
     """Probability that the draft's next token is accepted; 0 without speculation."""
     drafted: int = 0
@@ -99,16 +101,16 @@ class Engine:
         if shape.is_moe:
             touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** tokens
             read += count.experts * touched * self.weight_bytes
-        rate = self.tensor * self.hardware.peak(self.precision) * reached.prefill
-        products = 2 * tokens * (count.layers + count.chosen + count.table) / rate
+        products = 2 * tokens * (count.layers + count.chosen + count.table) / self._rate
         caches = running * (context * self.cache_per_token + 2 * self.state_per_sequence)
-        return (
+        on_gpus: Any = (
             np.maximum(read / bandwidth, products)
             + caches / bandwidth
             + shape.num_layers * reached.engine_layer
             + self._between(tokens)
-            + running * reached.engine_sequence
         )
+        on_host = running * reached.engine_sequence
+        return np.maximum(on_gpus, on_host) if self.hardware.starts_ahead else on_gpus + on_host
 
     def prompt_seconds(self, tokens: float) -> float:
         """Reading one prompt beside others."""
@@ -116,13 +118,18 @@ class Engine:
             return 0.0
         count, (per_token, per_pair) = weight_count(self.shape), mixer_flops(self.shape)
         work = tokens * (2 * (count.layers + count.chosen) + per_token) + per_pair * tokens * (tokens + 1) / 2
-        peak = self.tensor * self.hardware.peak(self.precision)
         sent = 0.0
         if self.tensor > 1:
             each = 2 * 2 * self.shape.hidden_size * (self.tensor - 1) / self.tensor
             rate = self.hardware.between(self.tensor) * self.reached.link
             sent = 2 * self.shape.num_layers * each * tokens / rate
-        return work / (peak * self.reached.prefill) + sent
+        return work / self._rate + sent
+
+    @property
+    def _rate(self) -> float:
+        """Operations per second in products."""
+        peak = self.tensor * self.hardware.peak(self.precision)
+        return peak * self.reached.prefill * self.reached.on(self.hardware.generation)
 
     def per_step(self) -> float:
         """Tokens of a response that a step writes on average."""
@@ -183,7 +190,8 @@ def sample(
     slots = engine.slots(prompt / shared + typical)
     slots = min(slots, concurrency or slots)
     room = max(1, round(slots / weight))
-    reading = weight * (engine.prompt_seconds(prompt) / shared + engine.reached.engine_request)
+    request = engine.reached.engine_request if engine.serves else 0.0
+    reading = weight * (engine.prompt_seconds(prompt) / shared + request)
     plan = _schedule((lengths / engine.per_step()).tobytes(), room)
     each = engine.step_seconds(plan.running * weight, prompt + engine.per_step() * plan.written)
     spent = plan.steps * each
