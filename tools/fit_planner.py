@@ -46,14 +46,14 @@ POINTS = 256
 """Lengths that stand for a step's."""
 SHARES = frozenset(PARAMETERS) - {
     "routing", "train_layer", "engine_layer", "engine_tensor", "engine_sequence", "engine_request",
-    "host_adam", "step", "ampere", "blackwell", "cdna",
+    "host_adam", "step", "ampere", "blackwell", "cdna", "tensorrt",
 }  # fmt: skip
-GENERATIONS = frozenset({"ampere", "blackwell", "cdna"})
+FACTORS = frozenset({"ampere", "blackwell", "cdna", "tensorrt"})
 PRIOR = 1.0
 """Standard deviation of a parameter's logarithm before any row is seen: the fit starts from the defaults, and
 what no row moves stays there."""
 PRIOR_FACTOR = 0.3
-"""The same of the factor of a generation."""
+"""The same of the factor of a generation or an engine."""
 NOISE = 0.2
 """Of a row's logarithm: the weight of the rows against that."""
 
@@ -91,6 +91,8 @@ def layout_of(facts: Mapping[str, Any]) -> Layout:
 
 def engine_of(facts: Mapping[str, Any], shape: ModelShape, reached: Efficiencies, tensor: int) -> Engine:
     most = facts.get("running") or (256 if facts["hardware"] == "a100" else 1024)
+    if facts.get("engine") == "tensorrt":
+        reached = replace(reached, prefill=reached.prefill * reached.tensorrt)
     return Engine(
         shape=shape,
         hardware=hardware_of(facts),
@@ -225,7 +227,7 @@ def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 12) -> Fitt
         ]
         return np.array([*off, *((point - default) / prior)])
 
-    prior = np.where([name in GENERATIONS for name in PARAMETERS], PRIOR_FACTOR, PRIOR)
+    prior = np.where([name in FACTORS for name in PARAMETERS], PRIOR_FACTOR, PRIOR)
     upper = np.array([0.0 if name in SHARES else np.inf for name in PARAMETERS])
     upper = np.where([name == "routing" for name in PARAMETERS], math.log(3), upper)
     lower = np.where([name == "routing" for name in PARAMETERS], -1e-6, -np.inf)

@@ -39,6 +39,7 @@ class MixerCost:
     """Of the short convolution before it."""
 
 
+@lru_cache(maxsize=4096)
 def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
     cost: MixerCost = family_part(shape.family, "cost").mixer_cost(shape, layer)
     return cost

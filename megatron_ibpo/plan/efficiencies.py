@@ -65,6 +65,9 @@ class Efficiencies:
     cdna: float = 1.0
     """The same on MI300X."""
 
+    tensorrt: float = 1.0
+    """What an engine's products reach in TensorRT-LLM over vLLM and SGLang. Published rows alone have it."""
+
     def on(self, generation: str) -> float:
         """The factor of a generation; 1 of those that have none."""
         return {"ampere": self.ampere, "blackwell": self.blackwell, "cdna": self.cdna}.get(generation, 1.0)

@@ -253,6 +253,8 @@ def _schedule(lengths: bytes, room: int) -> _Schedule:
 
 def _thinned(lengths: np.ndarray, count: int) -> np.ndarray:
     """As many of them, in their order, that have the same quantiles."""
+    if lengths.min() == lengths.max():
+        return lengths[:count]
     quantiles = np.quantile(lengths, (np.arange(count) + 0.5) / count)
     quantiles *= lengths.mean() / quantiles.mean()
     order = np.argsort(
