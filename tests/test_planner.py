@@ -125,6 +125,49 @@ def test_slots_are_what_memory_leaves():
         replace(hybrid, tensor=1).slots(8192)
 
 
+def test_hosts_work_beside_gpus_but_processors_one_after_the_other():
+    slow = replace(ALL, engine_sequence=1e-3)
+    free, busy = engine(), replace(engine(), reached=slow)
+    assert busy.step_seconds(100, 0) == pytest.approx(0.1)
+    assert busy.step_seconds(1, 0) == free.step_seconds(1, 0)
+    in_turn = replace(busy, hardware=replace(H100, starts_ahead=False))
+    assert in_turn.step_seconds(100, 0) == pytest.approx(0.1 + free.step_seconds(100, 0))
+
+
+def test_requests_cost_a_server_and_not_a_list():
+    asked = replace(engine(), reached=replace(ALL, engine_request=0.5))
+    apart = sample(asked, [10.0] * 4).seconds - sample(replace(asked, serves=False), [10.0] * 4).seconds
+    assert apart == pytest.approx(4 * 0.5)
+
+
+def test_a_generation_has_its_factor_on_products_alone():
+    b200, slower = read_hardware("b200"), replace(ALL, blackwell=0.5)
+    batch, layout = Batch.of([4096] * 64), Layout(gpus=8, micro_batch=4096)
+    before, after = (pass_time(DENSE, layout, b200, reached, batch) for reached in (ALL, slower))
+    assert (after.products, after.attention) == pytest.approx((2 * before.products, 2 * before.attention))
+    assert after.elementwise == before.elementwise
+    assert pass_time(DENSE, layout, H100, slower, batch) == pass_time(DENSE, layout, H100, ALL, batch)
+
+
+def test_micro_batches_read_weights_and_add_to_gradients():
+    """Twice as many of half the size: 2 bytes forwards, 2 backwards and 8 of a gradient more."""
+    batch = Batch.of([4096] * 64)
+    few, many = (
+        pass_time(DENSE, Layout(gpus=8, micro_batch=size), H100, ALL, batch).elementwise
+        for size in (8192, 4096)
+    )
+    count = weight_count(DENSE)
+    assert many - few == pytest.approx(4 * 12 * count.total / 3.35e12)
+
+
+def test_sharded_weights_are_gathered_over_the_networks_of_whole_nodes():
+    """Nothing to compute behind which that could hide: 2 bytes in both passes and 4 of gradients, 4 times."""
+    instant = replace(H100, peak_bf16=1e30, memory_bandwidth=1e30)
+    layout = Layout(gpus=64, micro_batch=4096, fsdp=True)
+    found = pass_time(DENSE, layout, instant, ALL, Batch.of([4096] * 256))
+    assert found.data == pytest.approx(4 * 8 * weight_count(DENSE).total * 63 / 64 / 400e9)
+
+
 def test_speculation_writes_what_it_accepts():
     assert engine(accepted=0.5, drafted=3).per_step() == 1 + 0.5 + 0.25 + 0.125
 

@@ -49,6 +49,18 @@ SHARES = frozenset(PARAMETERS) - {
     "host_adam", "step", "ampere", "blackwell", "cdna", "tensorrt",
 }  # fmt: skip
 FACTORS = frozenset({"ampere", "blackwell", "cdna", "tensorrt"})
+SEEN_BY = {
+    "training": (
+        "matmul", "matmul_fp8", "experts", "attention", "elementwise", "link", "routing", "train_layer",
+        "host", "host_adam", "ampere", "blackwell", "cdna",
+    ),
+    "generation": (
+        "decode", "prefill", "engine_layer", "engine_tensor", "engine_sequence", "engine_request",
+        "link", "ampere", "blackwell", "cdna", "tensorrt",
+    ),
+    "update": ("gather", "reshard", "ipc"),
+}  # fmt: skip
+"""Parameters that can move a row of a kind; all of them a step's."""
 PRIOR = 1.0
 """Standard deviation of a parameter's logarithm before any row is seen: the fit starts from the defaults, and
 what no row moves stays there."""
@@ -218,12 +230,22 @@ def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 12) -> Fitt
     top = statistics.mean(figures.values())
     weights = {source: math.sqrt(math.sqrt(top / count)) / NOISE for source, count in figures.items()}
 
+    already: dict[tuple[int, tuple[float, ...]], dict[str, float]] = {}
+
+    def predicted(number: int, reached: Efficiencies) -> dict[str, float]:
+        """Of a row; most steps of the fit move parameters that most rows do not see."""
+        row = rows[number]
+        key = number, tuple(getattr(reached, name) for name in SEEN_BY.get(row.kind, PARAMETERS))
+        if key not in already:
+            already[key] = predict(row.facts, row.kind, _times(row), reached)
+        return already[key]
+
     def residuals(point: np.ndarray) -> np.ndarray:
         reached = from_logarithms(point)
         off = [
             weights[row.source] * math.log(value / row.measured[name])
-            for row in rows
-            for name, value in predict(row.facts, row.kind, _times(row), reached).items()
+            for number, row in enumerate(rows)
+            for name, value in predicted(number, reached).items()
         ]
         return np.array([*off, *((point - default) / prior)])
 
@@ -326,9 +348,9 @@ def by(judged: Sequence[Judged], what: str) -> dict[str, Any]:
     return {name: summary([found for found in judged if getattr(found, what) == name]) for name in names}
 
 
-def left_out(rows: Sequence[Row], source: str, start: Efficiencies, of: Mapping[str, str]) -> dict[str, Any]:
-    """A source predicted by a fit to all the others, from where the fit to one half ended."""
-    others = fit([row for row in rows if row.source != source], start, evaluations=3)
+def left_out(rows: Sequence[Row], source: str, of: Mapping[str, str]) -> dict[str, Any]:
+    """A source predicted by a fit to all the others, from the defaults, which no source has moved."""
+    others = fit([row for row in rows if row.source != source], Efficiencies(), evaluations=7)
     return summary(judge([row for row in rows if row.source == source], others.efficiencies, of))
 
 
@@ -440,7 +462,7 @@ def main(arguments: Arguments) -> None:
     results["left_out"] = {}
     for source in [None, *(sorted(results["sources"]) if arguments.leave_out else ())]:
         if source is not None:
-            results["left_out"][source] = left_out(rows, source, outcome.efficiencies, of)
+            results["left_out"][source] = left_out(rows, source, of)
             print("left out:", source, results["left_out"][source], flush=True)
         if arguments.save:
             keep(results)

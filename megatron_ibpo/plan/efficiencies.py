@@ -43,7 +43,7 @@ class Efficiencies:
     engine_tensor: float = 1.5e-5
     """The same of a layer whose results several GPUs add up, twice."""
     engine_sequence: float = 2e-5
-    """Seconds of a step for each running sequence: scheduling, sampling, detokenizing, beside what GPUs do."""
+    """Seconds of a step for each running sequence: scheduling, detokenizing, beside what GPUs do."""
     engine_request: float = 5e-3
     """Seconds that a request costs a server, however long it is."""
     gather: float = 0.1

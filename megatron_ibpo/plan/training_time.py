@@ -34,8 +34,6 @@ _OLD_ATTENTION = 0.6
 _WITH_STATES = 2.0
 """The rule of delta nets, over what it takes without context parallelism: it goes over values and, as wide as
 these, over what a state would change."""
-_TILE = 128
-"""Rows that a grouped product computes at once: of the last ones of each expert half are empty on average."""
 _ACCUMULATED = 8
 """Bytes of a parameter's gradient in fp32 that each micro-batch reads and writes."""
 _ADAM_BYTES = 26
@@ -167,7 +165,7 @@ def pass_time(
     dense_rate = peak * reached.matmul
     if layout.precision != "bf16":
         dense_rate = hardware.peak_fp8 * factor * reached.matmul_fp8
-    expert_rate = dense_rate * reached.experts / reached.matmul * _filled(shape, layout)
+    expert_rate = dense_rate * reached.experts / reached.matmul
     routing = 1.0 if layout.balanced_experts or layout.expert == 1 else reached.routing
     per_token, per_pair = mixer_flops(shape)
     products = (
@@ -236,14 +234,6 @@ def own_state(shape: ModelShape, layout: Layout) -> float:
     """Parameters whose optimizer state a GPU has."""
     dense, experts = own_parameters(shape, layout)
     return dense / layout.copies + experts / layout.expert_copies
-
-
-def _filled(shape: ModelShape, layout: Layout) -> float:
-    """Share of the rows of experts' products that are tokens."""
-    if not shape.is_moe:
-        return 1.0
-    tokens = layout.micro_batch / layout.context * layout.expert * shape.experts_per_token / shape.num_experts
-    return tokens / (tokens + _TILE / 2)
 
 
 @lru_cache(maxsize=256)
