@@ -98,11 +98,14 @@ class Linear(Module):
         save_original_input: bool = False,
     ):
         super().__init__()
-        assert not bias
         rows = divided(out_features, tp_size, parallel_mode == "column")
         columns = divided(in_features, tp_size, parallel_mode == "row")
         self.in_features, self.out_features, self.use_bias = columns, rows, bias
         self.add("weight", rows, columns, dtype=params_dtype, device=device)
+        if bias:
+            own = self.add("bias", rows, dtype=params_dtype, device=device)
+            if parallel_mode == "row":
+                own.sequence_parallel = sequence_parallel
 
 
 class LayerNormLinear(Linear):
@@ -119,7 +122,14 @@ class LayerNormLinear(Linear):
         device: Any = "cuda",
         **linear: Any,
     ):
-        super().__init__(in_features, out_features, params_dtype=params_dtype, device=device, **linear)
+        super().__init__(
+            in_features,
+            out_features,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
+            device=device,
+            **linear,
+        )
         assert normalization == "RMSNorm"
         norm = self.add("layer_norm_weight", in_features, dtype=params_dtype, device=device)
         norm.sequence_parallel = sequence_parallel
@@ -150,12 +160,14 @@ class GroupedLinear(Module):
         single_grouped_bias: bool = False,
     ):
         super().__init__()
-        assert not bias
         assert not single_grouped_weight
+        assert not single_grouped_bias
         self.num_gemms, self.use_bias, self.tp_size = num_gemms, bias, tp_size
         self.in_features, self.out_features = in_features, out_features
         for gemm in range(num_gemms):
             self.add(f"weight{gemm}", out_features, in_features, dtype=params_dtype, device=device)
+            if bias:
+                self.add(f"bias{gemm}", out_features, dtype=params_dtype, device=device)
 
     def init_fp8_metadata(self, num_gemms: int) -> None:
         pass
@@ -209,6 +221,9 @@ class DotProductAttention(Module):
                     incompatible.missing_keys.remove(key)
 
         self.register_load_state_dict_post_hook(forget_that_it_is_missing)
+        self.softmax_offset = None
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_attention_heads // tp_size))
 
 
 class Kernel:
@@ -357,7 +372,11 @@ def names_of(model: torch.nn.Module) -> dict[str, Any]:
     return {
         "parameters": {name: tuple(p.shape) for name, p in model.named_parameters()},
         "marks": {
-            name: (getattr(p, "allreduce", True), bool(getattr(p, "sequence_parallel", False)))
+            name: (
+                getattr(p, "allreduce", True),
+                bool(getattr(p, "sequence_parallel", False)),
+                name.endswith("softmax_offset") and (str(p.dtype), p.tensor_model_parallel),
+            )
             for name, p in model.named_parameters()
         },
         "checkpoint": sorted((t.key, t.global_shape, t.global_offset) for t in tensors),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_gated_delta_net import HostReads, kernels_stood_in
 from test_loop import ROOT, rows_of
-from tiny_models import make_qwen3, make_qwen3_next
+from tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
@@ -168,6 +168,7 @@ LAYOUTS = {
         2: [layout(cp=2), layout(cp=2, ep=2)],
         4: [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
     },
+    "oss": {2: [layout(cp=2)], 4: [layout(cp=4), layout(cp=2, tp=2, ep=2)]},
 }
 
 
@@ -296,6 +297,7 @@ def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
         "dense": make_qwen3(tmp_path / "dense", 3, std=0.1),
         # two heads in delta nets, which neither four ranks nor TP2 x CP2 divide
         "next": make_qwen3_next(tmp_path / "next", 4, std=0.1),
+        "oss": make_gpt_oss(tmp_path / "oss", 5, std=0.1),
     }
     alone = run_ranks(losses_and_gradients, 1, [(path, layout()) for path in paths.values()], timeout=280)[0]
     expected = dict(zip(paths, alone, strict=True))
@@ -332,6 +334,24 @@ def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other
         assert own_losses == pytest.approx(losses, abs=1e-6)
         for tensor, gradient in gradients.items():
             assert (own[tensor] - gradient).abs().max() < 1e-4 * gradient.abs().max(), tensor
+
+
+def without_sinks(world, path):
+    """On a GPU, where Transformer Engine computes attention."""
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+
+    config = Config(parallel=layout(2))
+    parallel.initialize(config.parallel, world, seed=0)
+    engine = Backends(transformer_engine=True, flash_linear_attention=False)
+    with pytest.raises(ValueError, match="ranks cannot share packed sequences where attention has sinks"):
+        build_model(read_hf_config(Path(path)), config, libraries=engine)
+    parallel.destroy()
+
+
+def test_by_transformer_engine_ranks_do_not_share_sequences_where_there_are_sinks(tmp_path):
+    run_ranks(without_sinks, 2, make_gpt_oss(tmp_path / "oss", 0))
 
 
 def refused(world, path):

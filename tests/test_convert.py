@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from test_weights import as_bytes, assert_same_bytes, shard_by_hand, with_fused_experts
 from tiny_models import (
     make_glm4_moe,
+    make_gpt_oss,
     make_llama,
     make_qwen2,
     make_qwen3,
@@ -115,6 +116,7 @@ def models(tmp_path_factory):
             make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1),
             torch.bfloat16,
         ),
+        "oss": (make_gpt_oss(directory / "p-oss", 14, layers=4, kv_heads=4), torch.bfloat16),
         "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
         "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),
         "qwen2": (make_qwen2(directory / "p-qwen2", 6, layers=4, kv_heads=4), torch.bfloat16),
@@ -171,10 +173,11 @@ EXPERT_LAYOUTS = [
 
 
 def cases():
-    for name in ("dense", "tied", "llama", "qwen2", "moe", "next", "mtp", "glm"):
+    for name in ("dense", "tied", "llama", "qwen2", "moe", "next", "mtp", "glm", "oss"):
         experts = [] if name in ("dense", "tied", "llama", "qwen2") else EXPERT_LAYOUTS
         for parallel, virtual_stages in LAYOUTS + experts:
-            yield name, parallel, virtual_stages
+            if name != "oss" or parallel.expert_tensor_parallel_size == 1:  # experts with biases
+                yield name, parallel, virtual_stages
     yield "glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1
     yield "few", layout(tp=4), 1
     yield "few", layout(tp=4, pp=2), 1
@@ -404,6 +407,7 @@ LOADED = {
         ("odd", layout(tp=2)),
         ("moe", layout(ep=2)),
         ("glm", layout(tp=2, ep=2)),
+        ("oss", layout(tp=2, ep=2)),
         ("next", layout(tp=2, ep=4)),
     ],
     2: [
@@ -412,12 +416,14 @@ LOADED = {
         ("odd", layout(tp=2)),
         ("moe", layout(etp=2, tp=2)),
         ("glm mtp", layout(pp=2, first=1)),
+        ("oss", layout(pp=2)),
         ("next", layout(pp=2, first=1)),
         ("mtp", layout(tp=2, ep=2)),
     ],
     4: [
         ("dense", layout(tp=4)),
         ("odd", layout(tp=4)),
+        ("oss", layout(tp=2, pp=2, ep=2)),
         ("next", layout(tp=4, ep=2, etp=2)),
         ("next", layout(pp=2, last=3, ep=2)),
     ],
@@ -638,7 +644,7 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
             assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "glm", "next", "mtp", "few"])
+@pytest.mark.parametrize("name", ["dense", "moe", "glm", "oss", "next", "mtp", "few"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_cover_every_stored_tensor_once(models, name, ranks):
     """And joined from cuts, a shard is what its blocks are of the parameter joined whole."""

@@ -30,6 +30,16 @@ def test_a_forward_pass_of_the_tiny_dense_model_by_hand():
     assert forward_flops(DENSE, 3) - 3 * forward_flops(DENSE, 1) == 4 * 4 * 128 * 3  # three pairs more
 
 
+def test_tokens_before_a_window_are_not_counted():
+    """Every other layer of gpt-oss-20b sees 128 tokens: 64 heads of 64, scores and values."""
+    shape = read_hf_config(ROOT / "examples/models/gpt_oss_20b")
+    pair = 4 * 64 * 64
+    f = {n: forward_flops(shape, n) for n in (1, 128, 129, 1000)}
+    assert f[128] - 128 * f[1] == 24 * pair * (128 * 127 // 2)
+    assert f[129] - f[128] - f[1] == 12 * pair * 128 + 12 * pair * 127
+    assert f[1000] - 1000 * f[1] == 12 * pair * (1000 * 999 // 2) + 12 * pair * (128 * 127 // 2 + 872 * 127)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("qwen3_32b", 2 * 31.98), ("qwen3_next_80b_a3b", 2 * 3.56)],

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from test_loop import ROOT, rows_of
 from test_mtp import with_mtp
-from tiny_models import LLAMA_3, make_glm4_moe, make_llama, make_qwen2, make_qwen3_moe
+from tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
 
 RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
 
@@ -36,6 +36,7 @@ MODELS = {
     "qwen2": lambda directory: make_qwen2(directory, 3),
     "qwen3_moe": lambda directory: make_qwen3_moe(directory, 4, std=0.02),
     "glm4_moe": lambda directory: make_glm4_moe(directory, 5, std=0.05),
+    "gpt_oss": lambda directory: make_gpt_oss(directory, 6, std=0.05),
 }
 
 
@@ -46,7 +47,7 @@ def test_three_steps_of_the_loop(tmp_path, name):
     model = MODELS[name](tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(ROOT / "examples/tiny_qwen3" / file, model)
-    experts = ["--expert-model-parallel-size", "2"] if "moe" in name else []
+    experts = ["--expert-model-parallel-size", "2"] if "moe" in name or name == "gpt_oss" else []
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "megatron_ibpo.train", "--config", str(RECIPE)]
     command += ["--hf-checkpoint", str(model), "--run-dir", str(run_dir), *FLAGS, *experts]

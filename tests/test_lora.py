@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, sequences
-from tiny_models import make_glm4_moe, make_qwen3, make_qwen3_5, make_qwen3_next
+from tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3, make_qwen3_5, make_qwen3_next
 
 from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import ConfigError, parse_config
@@ -32,6 +32,7 @@ def checkpoints(tmp_path_factory):
         "next": make_qwen3_next(directory / "next", 4, std=0.1),
         "3.5": make_qwen3_5(directory / "3.5", 5, moe=True, std=0.1),
         "glm": make_glm4_moe(directory / "glm", 6, std=0.1),
+        "oss": make_gpt_oss(directory / "oss", 7, std=0.1),
     }
 
 
@@ -116,7 +117,8 @@ def gradients_of_both_forms(world, hf_dir):
 
 
 @pytest.mark.parametrize(
-    "model", ["dense", "next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3.5", "glm"))]
+    "model",
+    ["dense", "next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3.5", "glm", "oss"))],
 )
 def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(checkpoints, model):
     """W' = W + s·BA gives dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, beside every matrix of the layers."""
@@ -165,6 +167,7 @@ SOME = ("q_proj", "v_proj", "down_proj", "experts")
         pytest.param("next", SOME, 5e-5, marks=pytest.mark.slow),
         pytest.param("3.5", ("all",), 5e-5, marks=pytest.mark.slow),
         pytest.param("glm", ("all",), 5e-5, marks=pytest.mark.slow),
+        pytest.param("oss", ("all",), 5e-5, marks=pytest.mark.slow),
     ],
 )
 def test_peft_computes_the_same_with_what_is_saved(checkpoints, tmp_path, model, targets, tolerance):

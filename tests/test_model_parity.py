@@ -25,6 +25,7 @@ from tiny_models import (
     LLAMA_3,
     VOCAB_SIZE,
     make_glm4_moe,
+    make_gpt_oss,
     make_llama,
     make_qwen2,
     make_qwen3,
@@ -54,7 +55,7 @@ YARN = {
 BOUND = {
     **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
     **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
-    **dict.fromkeys(("moe", "moe as it comes", "glm", "glm plain"), 1e-5),
+    **dict.fromkeys(("moe", "moe as it comes", "glm", "glm plain", "oss", "oss clamped"), 1e-5),
     **dict.fromkeys(("next", "wide next", "few next", "odd next"), 5e-5),
     **dict.fromkeys(("3.5", "3.5 moe", "wrapped 3.5", "wide 3.5", "wide 3.5 moe"), 5e-5),
 }
@@ -87,6 +88,8 @@ CASES = {
         ("moe as it comes", layout()),
         ("glm", layout()),
         ("glm plain", layout()),
+        ("oss", layout()),
+        ("oss clamped", layout()),
         ("3.5", layout()),
         ("3.5 moe", layout()),
         ("wrapped 3.5", layout()),
@@ -114,6 +117,9 @@ CASES = {
         ("moe", layout(ep=2)),
         ("glm", layout(tp=2, ep=2)),
         ("glm", layout(pp=2, first=1)),  # a stage without experts
+        ("oss", layout(tp=2)),
+        ("oss", layout(pp=2)),
+        ("oss", layout(tp=2, ep=2)),
         ("3.5", layout(tp=2)),
         ("3.5", layout(pp=2)),
         ("3.5", layout()),  # two data-parallel replicas
@@ -133,6 +139,8 @@ CASES = {
         ("wide 3.5", layout(tp=4)),
         ("3.5 moe", layout(tp=2, pp=2, ep=2)),
         ("glm", layout(tp=2, pp=2, ep=2, first=2)),
+        ("oss", layout(tp=2, pp=2, ep=2)),
+        ("oss", layout(tp=4)),  # and more ranks than key/value heads
         # more ranks than key/value heads
         ("dense", layout(tp=4)),
         ("few next", layout(tp=4, ep=4)),
@@ -151,6 +159,8 @@ MORE_CASES = {
         ("glm", layout(pp=2, first=2)),
         ("glm", layout(tp=2, etp=2)),
         ("glm plain", layout(tp=2, ep=2)),
+        ("oss", layout(ep=2)),
+        ("oss clamped", layout(tp=2, ep=2)),
         ("3.5 moe", layout(ep=2)),
         ("wrapped 3.5", layout(pp=2, first=1)),
     ],
@@ -220,6 +230,8 @@ def checkpoints(tmp_path_factory, plain_transformers):
         "moe as it comes": make_qwen3_moe(directory / "moe as it comes", 18, std=0.08, normalized=False),
         "glm": make_glm4_moe(directory / "glm", 21, std=0.08),
         "glm plain": make_glm4_moe(directory / "glm plain", 22, std=0.08, dense=2, plain=True),
+        "oss": make_gpt_oss(directory / "oss", 23, std=0.08),
+        "oss clamped": make_gpt_oss(directory / "oss clamped", 24, std=0.08, loud=7.0),
         "3.5": make_qwen3_5(directory / "3.5", 12, std=0.08, value_heads=4),
         "3.5 moe": make_qwen3_5(directory / "3.5 moe", 13, std=0.08, value_heads=4, moe=True),
         "wrapped 3.5": make_qwen3_5(
@@ -278,9 +290,13 @@ def transformers_result(path):
 
 
 def one_tensor_per_expert(tensors):
-    """transformers holds the experts of a layer in one tensor; checkpoints hold them one by one."""
+    """transformers holds the experts of a layer in one tensor; checkpoints hold them one by one. Those of
+    gpt-oss do not; its router has another name."""
+    in_one = any(name.endswith("mlp.router.bias") for name in tensors)
     for name, tensor in tensors.items():
-        if name.endswith(".experts.gate_up_proj"):
+        if in_one:
+            yield name, tensor
+        elif name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
                     yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half

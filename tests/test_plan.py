@@ -61,7 +61,8 @@ LIKE = {
     "qwen3_5_35b_a3b": "qwen3_30b_a3b",
     **dict.fromkeys(("llama_3_1_8b", "qwen2_5_7b"), "qwen3_4b"),
     **dict.fromkeys(("llama_3_1_70b", "qwen2_5_32b"), "qwen3_32b"),
-    "glm_4_5_air": "qwen3_next_80b_a3b",
+    **dict.fromkeys(("glm_4_5_air", "gpt_oss_120b"), "qwen3_next_80b_a3b"),
+    "gpt_oss_20b": "qwen3_30b_a3b",
 }
 """Models for which examples/run.sh takes the recipe of another."""
 RECIPES |= {
@@ -180,6 +181,25 @@ def test_glm_4_5_air_fits_by_the_recipe_for_mixtures_of_its_size(planner):
     assert experts == [layers * 16 * expert for layers in (10, 12, 12, 11)]  # 16 of 128 on each rank
     estimated = estimate_census(plan.shape, configured(model, *ends), 32)
     assert [part.experts for part in estimated.stages] == experts
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "parameters"),
+    [("gpt_oss_20b", 8, 20_914_757_184), ("gpt_oss_120b", 32, 116_829_156_672)],
+)
+def test_gpt_oss_fits_by_the_recipes_for_mixtures_of_its_size(planner, name, gpus, parameters):
+    """With the 20.9 and 116.8 billion parameters that its model card counts."""
+    model = REPOSITORY / "examples/models" / name
+    plan = planner(plan_of, model, gpus)
+    assert plan.problems == []
+    assert tightest(plan).left > 5 * GIB
+    config = json.loads((model / "config.json").read_text())
+    hidden, queries, shared = 2880, 64 * 64, 8 * 64
+    attention = hidden * (2 * queries + 2 * shared) + queries + 2 * shared + hidden + 64  # biases, sinks
+    expert = 3 * hidden * hidden + 3 * hidden
+    layer = attention + 2 * hidden + config["num_local_experts"] * (expert + hidden + 1)
+    total = config["num_hidden_layers"] * layer + (2 * 201088 + 1) * hidden
+    assert plan.census.total == total == parameters
 
 
 @pytest.mark.parametrize("name", WRITTEN_FOR)

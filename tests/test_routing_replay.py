@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_trainer import EPSILON, LR, close_trainer, config_for, layout, open_trainer, sequences
-from tiny_models import make_glm4_moe, make_qwen3_next
+from tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3_next
 
 from megatron_ibpo.config import ConfigError, check_config
 from megatron_ibpo.policy.overrides import check_overrides
@@ -248,6 +248,15 @@ def test_dense_layers_have_no_place_among_the_choices(tmp_path):
     assert expected[0][0]["routing_changed"] > 0.3
     for one, other in zip(found, expected, strict=True):
         agree(one, other)
+
+
+def test_choices_of_a_router_with_biases_are_replayed(tmp_path):
+    oss = make_gpt_oss(tmp_path / "oss", 9, std=0.1)
+    rows = with_strange_choices(sequences(), layers=2)
+    expected = run_ranks(all_updated, 1, oss, [replaying()], rows)[0][0]
+    found = run_ranks(all_updated, 2, oss, [replaying(layout(tp=2, ep=2))], rows)[0][0]
+    assert expected[0]["routing_changed"] > 0.3
+    agree(found, expected)
 
 
 def second_step(world, hf_dir, rows, parallel, cases):

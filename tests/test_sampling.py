@@ -30,7 +30,7 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError
+from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
@@ -339,6 +339,25 @@ def test_without_a_successor_the_death_is_raised_and_the_others_are_told_to_stop
     with pytest.raises(EngineError, match="engine 0 died: it has ended"):
         stream([dying, living])
     assert living.aborted
+
+
+def test_whoever_asks_after_the_last_engine_was_lost_is_told_so_too() -> None:
+    """The run waits for room in the cluster whichever of its askers is heard first."""
+
+    async def lost(index: int) -> SimulatedEngine:
+        raise EngineLostError(f"engine {index} was lost with its node")
+
+    dying = SimulatedEngine(STEP, write, dies_at=0.05)
+    sampler = Sampler([dying], RandomScore(), stall_timeout=100, revive=lost)
+    prompt = make_prompts(0, 1)[0]
+    asked = [(prompt, SampleRequest(prompt.token_ids, 0, 20))]
+
+    async def twice() -> None:
+        for said in ("engine 0 was lost with its node", "no engine is left"):
+            with pytest.raises(EngineLostError, match=said):
+                await sampler.answers(asked)
+
+    in_virtual_time(twice())
 
 
 def test_an_engine_that_hangs_is_ended_and_replaced() -> None:

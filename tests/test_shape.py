@@ -72,6 +72,7 @@ LLAMA_31_8B = {  # as published
     "vocab_size": 128256,
 }
 GLM_AIR = json.loads((Path(__file__).parents[1] / "examples/models/glm_4_5_air/config.json").read_text())
+OSS_20B = json.loads((Path(__file__).parents[1] / "examples/models/gpt_oss_20b/config.json").read_text())
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -135,6 +136,19 @@ def test_a_glm_without_dense_layers_has_experts_in_all(tmp_path):
     assert (shape.shared_expert_hidden_size, shape.carried) == (2816, ())
 
 
+@pytest.mark.parametrize("spelled_out", [True, False])
+def test_the_published_gpt_oss_20b_config_is_read(tmp_path, spelled_out):
+    config = {**OSS_20B} if spelled_out else {**OSS_20B, "layer_types": None, "sliding_window": None}
+    shape = read_hf_config(write(tmp_path / "20b", config))
+    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (64, 64, 1.5e5)
+    assert shape.rope_scaling == RopeScaling("yarn", 32.0, 4096, truncate=False)
+    assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
+    assert (shape.attention_sinks, shape.qkv_bias, shape.attention_output_bias) == (True, True, True)
+    assert (shape.query_key_norms, shape.expert_bias, shape.tie_word_embeddings) == (False, True, False)
+    assert (shape.num_experts, shape.experts_per_token, shape.expert_hidden_size) == (32, 4, 2880)
+    assert shape.moe_layers == 24
+
+
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -169,7 +183,16 @@ def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(t
         ({**GLM_AIR, "first_k_dense_replace": 46}, "first_k_dense_replace=46 leaves no layer of 46 with"),
         ({**GLM_AIR, "first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0"),
         ({**GLM_AIR, "routed_scaling_factor": 0}, "routed_scaling_factor must be positive, is 0"),
-        ({**NEXT_80B, "model_type": "gpt_oss"}, "gpt_oss cannot be trained yet: .* no sinks"),
+        ({**OSS_20B, "attention_bias": False}, "attention_bias=False is not supported"),
+        ({**OSS_20B, "attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+        ({**OSS_20B, "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({**OSS_20B, "swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
+        ({**OSS_20B, "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
+        (
+            {**OSS_20B, "layer_types": ["full_attention", "sliding_attention"] * 12},
+            "layer_types must be sliding_attention and full_attention in turn for 24 layers",
+        ),
+        ({**OSS_20B, "rope_scaling": {**OSS_20B["rope_scaling"], "truncate": 0}}, "truncate must be true or"),
         ({**NEXT_80B, "model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
         ({}, "model_type None is unknown"),
         ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
@@ -244,6 +267,16 @@ def test_ranks_divide_the_key_value_heads_or_share_them_evenly(next_80b):
     six = replace(next_80b, num_attention_heads=12, num_key_value_heads=6)
     (problem,) = check_layout(six, four, 4)
     assert problem.endswith("=4 is neither a divisor nor a multiple of the key/value heads (6)")
+
+
+def test_experts_with_biases_are_not_divided(tmp_path):
+    shape = read_hf_config(write(tmp_path / "20b", OSS_20B))
+    assert check_layout(shape, ParallelConfig(expert_model_parallel_size=8), 8) == []
+    problems = check_layout(shape, ParallelConfig(expert_tensor_parallel_size=2), 2)
+    assert problems == [
+        "--expert-tensor-parallel-size=2: megatron-core does not divide experts with biases, which gpt_oss "
+        "has; use 1, and --expert-model-parallel-size"
+    ]
 
 
 def test_the_delta_nets_heads_must_divide(next_80b):

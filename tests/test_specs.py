@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import make_qwen3, make_qwen3_next
+from tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 
 HERE = Path(__file__).parent
 
@@ -36,8 +36,14 @@ def dense(tmp_path_factory):
     return build_both(make_qwen3(tmp_path_factory.mktemp("dense"), 0), tp=2, ep=1)
 
 
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """With sinks, and experts that have biases."""
+    return build_both(make_gpt_oss(tmp_path_factory.mktemp("oss"), 0), tp=2, ep=2)
+
+
 @pytest.mark.parametrize("what", ["parameters", "marks", "checkpoint"])
-@pytest.mark.parametrize("model", ["hybrid", "dense"])
+@pytest.mark.parametrize("model", ["hybrid", "dense", "biased"])
 def test_both_back_ends_agree(request, model, what):
     built = request.getfixturevalue(model)
     assert built["te"][what] == built["local"][what]

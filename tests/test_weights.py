@@ -13,6 +13,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     make_glm4_moe,
+    make_gpt_oss,
     make_llama,
     make_qwen2,
     make_qwen3,
@@ -48,6 +49,7 @@ def checkpoints(tmp_path_factory):
         "next": make_qwen3_next(directory / "next", 7, value_heads=4),
         "moe": make_qwen3_moe(directory / "moe", 11),
         "glm": make_glm4_moe(directory / "glm", 12),
+        "oss": make_gpt_oss(directory / "oss", 13),
         "llama": make_llama(directory / "llama", 9, biased=True),
         "qwen2": make_qwen2(directory / "qwen2", 10),
         "odd": make_qwen3(directory / "odd", 8, kv_heads=4, vocabulary=211),  # no TP divides it
@@ -88,16 +90,21 @@ def assert_same_bytes(found, expected):
 # -------------------------------------------------------------------------------------------- the map
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe", "glm", "llama", "qwen2"])
+@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe", "glm", "oss", "llama", "qwen2"])
 def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints, name):
     path = checkpoints[name, torch.float32]
     entries = weight_map(read_hf_config(path)).values()
-    uses = Counter(piece.name for entry in entries for piece in entry.pieces)
-    shapes = {piece.name: piece.shape for entry in entries for piece in entry.pieces}
+    pieces = [piece for entry in entries for piece in entry.pieces]
+    stored = [piece.stored for piece in pieces if piece.ends_stored]
+    uses = Counter(used for used, _ in stored)
+    shapes = dict(stored)
     files = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
     assert shapes == files
     twice = {"model.embed_tokens.weight"} if name == "tied" else set()
     assert {used for used, count in uses.items() if count > 1} == twice
+    in_one = Counter(piece.stored for piece in pieces if piece.stored[0] not in (piece.name, *twice))
+    assert all(count == size[0] for (_, size), count in in_one.items()), "each expert's part of a tensor once"
+    assert bool(in_one) == (name == "oss")
 
 
 def parameter_shapes(world, paths):
@@ -115,7 +122,7 @@ def parameter_shapes(world, paths):
 
 def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoints):
     """And every buffer that Megatron stores."""
-    names = ["dense", "tied", "next", "moe", "glm", "llama", "qwen2"]
+    names = ["dense", "tied", "next", "moe", "glm", "oss", "llama", "qwen2"]
     paths = [checkpoints[name, torch.float32] for name in names]
     (found,) = run_ranks(parameter_shapes, 1, paths)
     for name, path, parameters in zip(names, paths, found, strict=True):
@@ -134,6 +141,9 @@ def test_global_names_count_layers_and_experts_over_the_whole_model():
     assert (
         global_name(local, first_layer=4, first_expert=8)
         == "decoder.layers.5.mlp.experts.linear_fc1.weight11"
+    )
+    assert global_name("decoder.layers.0.mlp.experts.linear_fc2.bias1", 0, 2) == (
+        "decoder.layers.0.mlp.experts.linear_fc2.bias3"
     )
     assert global_name("decoder.layers.0.self_attention.linear_qkv.weight", 2, 4) == (
         "decoder.layers.2.self_attention.linear_qkv.weight"
@@ -175,6 +185,9 @@ CASES = {
         ("odd", layout(tp=2)),
         ("glm", layout(tp=2, ep=2)),
         ("glm", layout(pp=2, first=1)),
+        ("oss", layout(tp=2)),
+        ("oss", layout(ep=2)),
+        ("oss", layout(pp=2)),
         ("llama", layout(tp=2)),
         ("llama", layout(pp=2)),
         ("qwen2", layout(tp=2)),
@@ -186,6 +199,8 @@ CASES = {
         ("dense", layout(tp=2, pp=2)),
         ("next", layout(tp=2, pp=2, ep=2)),
         ("next", layout(ep=4)),
+        ("oss", layout(tp=2, pp=2, ep=2)),
+        ("oss", layout(tp=4, ep=4)),  # and more ranks than key/value heads
         ("odd", layout(tp=4, vocabulary=16)),
     ],
 }

@@ -2,7 +2,7 @@
 
     make_qwen3_next(directory, seed)    make_qwen3(directory, seed, tie=False)    make_llama(directory, seed)
     make_qwen3_5(directory, seed, moe=False, wrapped=False)    make_qwen3_moe(directory, seed)
-    make_glm4_moe(directory, seed)
+    make_glm4_moe(directory, seed)    make_gpt_oss(directory, seed)
 
 No tokenizer, token ids 0..63 unless another vocabulary is asked for, end
 of sequence is id 1.
@@ -10,6 +10,7 @@ of sequence is id 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "EOS_ID",
     "VOCAB_SIZE",
     "make_glm4_moe",
+    "make_gpt_oss",
     "make_llama",
     "make_qwen2",
     "make_qwen3",
@@ -277,12 +279,58 @@ def make_glm4_moe(
     return _save(Glm4MoeForCausalLM, config, directory, seed)
 
 
+def make_gpt_oss(
+    directory: Path,
+    seed: int,
+    *,
+    layers: int = 2,
+    std: float = 0.2,
+    kv_heads: int = 2,
+    loud: float = 1.0,
+) -> Path:
+    """A gpt-oss in float32, with a window of 24 tokens in its first layer and every other one from there on.
+    `loud`: how far the biases of experts spread; beyond 5 or so what they compute is clamped."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **{**SHARED, "num_key_value_heads": kv_heads},
+        num_hidden_layers=layers,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        initializer_range=std,
+    )
+
+    def spread(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter))  # as large as logits
+            elif name.endswith("gate_up_proj_bias"):  # zeros, as the others
+                parameter.copy_(torch.randn_like(parameter) * loud)
+            elif name.endswith("down_proj_bias"):
+                parameter.copy_(torch.randn_like(parameter) * std)
+
+    return _save(GptOssForCausalLM, config, directory, seed, spread)
+
+
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """What a tensor has in a checkpoint of `dtype`: a router's correction stays in float32."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
-def _save(model_class: Any, config: Any, directory: Path, seed: int) -> Path:
+def _save(
+    model_class: Any, config: Any, directory: Path, seed: int, change: Callable[[Any], None] = lambda _: None
+) -> Path:
     # the seed's own stream: the caller's draws stay what they were
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -294,6 +342,7 @@ def _save(model_class: Any, config: Any, directory: Path, seed: int) -> Path:
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):  # as large as the scores differ
                     buffer.copy_(torch.randn_like(buffer) * 0.2)
+            change(model)
     model.generation_config.eos_token_id = EOS_ID
     model.save_pretrained(directory)
     return directory

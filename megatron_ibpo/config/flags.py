@@ -37,8 +37,6 @@ def parse_config(
         ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
             type; an unknown preset; words that are no text, or no value where there must be one.
     """
-    import tyro  # here, so that a trainer does without it
-
     _check_words(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=path_of_user, action="append", default=[])
@@ -62,7 +60,20 @@ def parse_config(
     for name, value in resolve(layers, defaults.algorithm.advantage_estimator).items():
         ENTRIES[name].put(defaults, value)
 
-    config = tyro.cli(
+    # tyro builds a parser for every field, which takes ten times as long as all the rest
+    config = _with_flags(defaults, flags, program, description) if flags else defaults
+    for entry in ENTRIES.values():
+        entry.put(config, entry.located(entry.get(config), in_recipe=False))
+    if known.print_config:
+        print(config_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def _with_flags(defaults: Config, flags: Sequence[str], program: str, description: str) -> Config:
+    import tyro  # here, so that a trainer does without it
+
+    return tyro.cli(
         Config,
         args=flags,
         default=defaults,
@@ -70,12 +81,6 @@ def parse_config(
         description=description + _RECIPES,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    for entry in ENTRIES.values():
-        entry.put(config, entry.located(entry.get(config), in_recipe=False))
-    if known.print_config:
-        print(config_yaml(config), end="")
-        raise SystemExit(0)
-    return config
 
 
 def _with_values(words: Sequence[str]) -> list[str]:

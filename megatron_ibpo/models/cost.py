@@ -29,6 +29,8 @@ class MixerCost:
     """Operations beyond those products, for each token."""
     flops_per_pair: int = 0
     """The same for each pair of a token and one that it sees, itself among them."""
+    window: int | None = None
+    """How many tokens each sees; None: itself and all before it."""
     kept: int
     """Elements per token that the backward pass needs."""
     kept_with_states: int = 0
@@ -45,9 +47,9 @@ def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
     return cost
 
 
-def attention_cost(shape: ModelShape) -> MixerCost:
-    """Softmax attention. A causal token meets itself and all before it, once for the scores and once for the
-    values."""
+def attention_cost(shape: ModelShape, window: int | None = None) -> MixerCost:
+    """Softmax attention. A causal token meets itself and all before it, or a window that ends with it, once
+    for the scores and once for the values."""
     query = shape.num_attention_heads * shape.head_dim
     key = shape.num_key_value_heads * shape.head_dim
     gated = shape.attention_output_gate
@@ -56,6 +58,7 @@ def attention_cost(shape: ModelShape) -> MixerCost:
     return MixerCost(
         weights=shape.hidden_size * ((2 if gated else 1) * query + 2 * key + query),
         flops_per_pair=4 * query,
+        window=window,
         kept=projected + normed_and_rotated + query + (2 * query if gated else 0),
     )
 
@@ -67,19 +70,26 @@ def forward_flops(shape: ModelShape, length: int) -> float:
     embeddings, short convolutions and activations are left out.
     """
     per_token, per_pair = _flops(shape)
-    return float(per_token * length + per_pair * (length * (length + 1) // 2))
+    pairs = sum(flops * _pairs(length, window) for window, flops in per_pair.items())
+    return float(per_token * length + pairs)
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Of a token and one that it sees, itself among them, in a causal sequence."""
+    beyond = 0 if window is None else max(0, length - window)
+    return (length * (length + 1) - beyond * (beyond + 1)) // 2
 
 
 @lru_cache(maxsize=8)
-def _flops(shape: ModelShape) -> tuple[int, int]:
-    """(operations per token, per pair of tokens)"""
+def _flops(shape: ModelShape) -> tuple[int, dict[int | None, int]]:
+    """(operations per token, by window those per pair of tokens)"""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
     weights = sum(mixer.weights for mixer in mixers) + _mlp_weights(shape)
     per_token = 2 * (weights + shape.hidden_size * shape.vocab_size)
-    return (
-        per_token + sum(mixer.flops_per_token for mixer in mixers),
-        sum(mixer.flops_per_pair for mixer in mixers),
-    )
+    per_pair: dict[int | None, int] = {}
+    for mixer in mixers:
+        per_pair[mixer.window] = per_pair.get(mixer.window, 0) + mixer.flops_per_pair
+    return per_token + sum(mixer.flops_per_token for mixer in mixers), per_pair
 
 
 def _mlp_weights(shape: ModelShape) -> int:
@@ -186,6 +196,7 @@ def weight_count(shape: ModelShape) -> WeightCount:
 
 @lru_cache(maxsize=64)
 def mixer_flops(shape: ModelShape) -> tuple[int, int]:
-    """(operations of all mixers for each token beyond products with weights, for each pair of tokens)"""
+    """(operations of all mixers for each token beyond products with weights, for each pair of tokens). Where
+    attention sees a window, they are counted for all pairs: more than there are."""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
     return sum(mixer.flops_per_token for mixer in mixers), sum(mixer.flops_per_pair for mixer in mixers)

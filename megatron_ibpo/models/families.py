@@ -14,15 +14,9 @@ FAMILIES = {
     "qwen3_5_moe": "megatron_ibpo.models.qwen3_5",
     "qwen3_5_moe_text": "megatron_ibpo.models.qwen3_5",
     "glm4_moe": "megatron_ibpo.models.glm4_moe",
+    "gpt_oss": "megatron_ibpo.models.gpt_oss",
 }
 """By `model_type` of config.json: the package with everything that is special to the family."""
-
-NOT_BUILT = {
-    "gpt_oss": "megatron-core 0.19.2 and vLLM 0.32 have all of its parts, but attention has no sinks and no "
-    "windows in the layers for CPUs here, and experts no biases; the weight map has neither these nor fused "
-    "experts of alternating rows; and its published checkpoints are in MXFP4, which is not read",
-}
-"""`model_type` of families that people ask for → what of them is not here."""
 
 Part = Literal["shape", "cost", "weight_map", "spec"]
 

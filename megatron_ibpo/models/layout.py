@@ -163,6 +163,11 @@ def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: in
             )
         return
     yield from _undivided("--expert-model-parallel-size", ep, {"the experts": shape.num_experts})
+    if shape.expert_bias and etp > 1:
+        yield (
+            f"--expert-tensor-parallel-size={etp}: megatron-core does not divide experts with biases, which "
+            f"{shape.family} has; use 1, and --expert-model-parallel-size"
+        )
     hidden = {"an expert's hidden size": shape.expert_hidden_size}
     yield from _undivided("--expert-tensor-parallel-size", etp, hidden)
     if tp > 1 and not parallel.sequence_parallel:

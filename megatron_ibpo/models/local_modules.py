@@ -1,6 +1,7 @@
 """Layers in plain torch, for machines without Transformer Engine. They take packed (thd) sequences, and
 their parameters and checkpoint entries carry the names that Transformer Engine's layers give them."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
@@ -84,8 +86,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One linear layer an expert, `weight0`, `weight1`, …, as in Transformer Engine's GroupedLinear.
-    Rows of the input belong to the experts in order. Communication is the token dispatcher's."""
+    """One linear layer an expert, `weight0`, `weight1`, … and, with biases, `bias0`, `bias1`, …, as in
+    Transformer Engine's GroupedLinear. Rows of the input belong to the experts in order. Communication is
+    the token dispatcher's. Expert-tensor parallelism does not divide layers with biases."""
 
     partition_dim: int
     """Dimension of a weight that expert-tensor parallelism divides."""
@@ -98,10 +101,14 @@ class _GroupedLinear(torch.nn.Module):
         *,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        bias: bool,
+        skip_bias_add: bool,
         **_: Any,
     ):
         super().__init__()
+        assert not bias or get_pg_size(pg_collection.expt_tp) == 1, "biases are not divided"
         self.num_experts = num_experts
+        self.use_bias, self.skip_bias_add = bias, skip_bias_add
         self.groups = pg_collection
         size = [output_size, input_size]
         size[self.partition_dim] = divide(size[self.partition_dim], get_pg_size(pg_collection.expt_tp))
@@ -109,13 +116,21 @@ class _GroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(torch.empty(*size, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{expert}", weight)
+            if bias:
+                own = torch.nn.Parameter(torch.empty(output_size, dtype=config.params_dtype))
+                self.register_parameter(f"bias{expert}", own)
 
-    def forward(self, x_TI: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
+    def forward(self, x_TI: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """The second part: the biases of all experts, where they are left to whom called."""
+        biases = [
+            getattr(self, f"bias{expert}") for expert in range(self.num_experts if self.use_bias else 0)
+        ]
+        added = [] if self.skip_bias_add else biases
         parts = [
-            F.linear(x, getattr(self, f"weight{expert}"))
+            F.linear(x, getattr(self, f"weight{expert}"), added[expert] if added else None)
             for expert, x in enumerate(x_TI.split(tokens_per_expert))
         ]
-        return torch.cat(parts), None
+        return torch.cat(parts), biases if biases and self.skip_bias_add else None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -123,14 +138,15 @@ class _GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Experts of all EP ranks as slices of one tensor `weight`, as Transformer Engine's are."""
+        """Experts of all EP ranks as slices of one tensor, `weight` or `bias`, as in Transformer Engine."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         first = get_pg_rank(self.groups.ep) * self.num_experts
         total = get_pg_size(self.groups.ep) * self.num_experts
         sharded: ShardedStateDict = {}
-        for expert in range(self.num_experts):
+        kinds = ["weight", "bias"] if self.use_bias else ["weight"]
+        for expert, kind in itertools.product(range(self.num_experts), kinds):
             entry = make_sharded_tensors_for_checkpoint(
-                {f"{expert}.weight": getattr(self, f"weight{expert}")},
+                {f"{expert}.{kind}": getattr(self, f"{kind}{expert}")},
                 "",
                 {f"{expert}.weight": self.partition_dim},
                 (*sharded_offsets, (len(sharded_offsets), first + expert, total)),
@@ -138,9 +154,9 @@ class _GroupedLinear(torch.nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(entry, f"{expert}.", prefix)
-            shard = entry[f"{expert}.weight"]
+            shard = entry[f"{expert}.{kind}"]
             shard.replica_id = (*shard.replica_id[:2], get_pg_rank(self.groups.expt_dp))
-            sharded[f"{prefix}weight{expert}"] = shard
+            sharded[f"{prefix}{kind}{expert}"] = shard
         return sharded
 
 
@@ -157,10 +173,40 @@ class GroupedRowLinear(_GroupedLinear):
 
 
 class NoCoreAttention(torch.nn.Module):
-    """Holds core attention's place in Megatron's layer: `PackedSelfAttention` computes it itself."""
+    """Holds core attention's place in Megatron's layer: `PackedSelfAttention` computes it itself. Here are
+    its sinks, a number for each head of this rank, and how many tokens it sees."""
 
-    def __init__(self, **_: Any):
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ):
         super().__init__()
+        self.tp_group = pg_collection.tp
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1  # Megatron leaves the token itself out
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = divide(config.num_attention_heads, get_pg_size(self.tp_group))
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """The sinks of all heads as one tensor, as Transformer Engine's are."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 class PackedSelfAttention(SelfAttention):
@@ -193,9 +239,10 @@ class PackedSelfAttention(SelfAttention):
         cos, sin = grown * angles_ND.cos().unsqueeze(1), grown * angles_ND.sin().unsqueeze(1)
         query_NHD, key_NHD = _rotate(query_NHD, cos, sin), _rotate(key_NHD, cos, sin)
 
-        attend: Callable[..., Tensor] = _attend
+        core = self.core_attention
+        attend: Callable[..., Tensor] = partial(_attend, core.softmax_offset, core.window)
         if group.size() > 1:
-            attend = partial(_attend_to_all_ranks, group, positions_N)
+            attend = partial(_attend_to_all_ranks, group, positions_N, core.softmax_offset, core.window)
         if self.checkpoint_core_attention and self.training:
             output = checkpoint(attend, False, query_NHD, key_NHD, value_NHD, cu_seqlens)
         else:
@@ -215,27 +262,86 @@ def _rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, still), dim=-1)
 
 
-def _attend(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Causal attention within each sequence; H query heads share G key/value heads. [N, H, D]."""
+def _attend(
+    sinks_H: Tensor | None,
+    window: int | None,
+    query_NHD: Tensor,
+    key_NGD: Tensor,
+    value_NGD: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """Causal attention within each sequence; H query heads share G key/value heads. [N, H, D].
+
+    Args:
+        sinks_H: each head's logit of nothing; None: there is none.
+        window: how many tokens each sees, itself the last; None: all before it.
+    """
     rectangles = packed.by_length(cu_seqlens)
     heads = [query_NHD.shape[1], key_NGD.shape[1], value_NGD.shape[1]]
     together = packed.take(torch.cat((query_NHD, key_NGD, value_NGD), dim=1), rectangles)
     outputs = []
     for part_BLHD in rectangles.split(together):
         query, key, value = part_BLHD.transpose(1, 2).split(heads, dim=1)
-        attended_BHLD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        if sinks_H is None and window is None:
+            attended_BHLD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        else:
+            seen = _seen(torch.arange(key.shape[2], device=key.device)[:, None], key, window)
+            attended_BHLD = _attend_where(seen, query, key, value, sinks_H)
         outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
     return packed.drop(torch.cat(outputs), rectangles)
 
 
+def _seen(position_L: Tensor, key_BGKD: Tensor, window: int | None) -> Tensor:
+    """bool [..., L, K]: which of a sequence's keys a query sees.
+
+    Args:
+        position_L: of the queries, [..., L, 1].
+    """
+    keys_K = torch.arange(key_BGKD.shape[2], device=key_BGKD.device)
+    seen = keys_K <= position_L  # what pads a sequence comes after all positions
+    return seen if window is None else seen & (keys_K > position_L - window)
+
+
+def _attend_where(
+    seen: Tensor, query_BHLD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, sinks_H: Tensor | None
+) -> Tensor:
+    """Attention to the keys that are `seen`. [B, H, L, D].
+
+    A sink is one more key, of value zero, in front of the others: queries, keys and values get one more
+    element, which is the sink in queries, 1 in that key and 0 elsewhere, so that their product is the sink.
+    """
+    if sinks_H is None:
+        return F.scaled_dot_product_attention(
+            query_BHLD, key_BGKD, value_BGKD, attn_mask=seen, enable_gqa=True
+        )
+    size = query_BHLD.shape[-1]
+    sinks = sinks_H.to(query_BHLD.dtype).view(1, -1, 1, 1).expand(*query_BHLD.shape[:3], 1)
+    query = torch.cat((query_BHLD * size**-0.5, sinks), dim=-1)
+    of_sink = key_BGKD.new_zeros(*key_BGKD.shape[:2], 1, size + 1)
+    of_sink[..., -1] = 1
+    key = torch.cat((of_sink, F.pad(key_BGKD, (0, 1))), dim=2)
+    value = F.pad(value_BGKD, (0, 1, 1, 0))
+    seen = F.pad(seen, (1, 0), value=True)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=1.0, enable_gqa=True)
+    return attended[..., :size]
+
+
 def _attend_to_all_ranks(
-    group: Any, positions_N: Tensor, query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, cu_seqlens: Tensor
+    group: Any,
+    positions_N: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    query_NHD: Tensor,
+    key_NGD: Tensor,
+    value_NGD: Tensor,
+    cu_seqlens: Tensor,
 ) -> Tensor:
     """The same under context parallelism: of the queries that this rank holds, to keys and values that are
     gathered from all ranks. [N, H, D].
 
     Args:
         positions_N: of the queries in their sequences.
+        sinks_H, window: as in `_attend`.
         cu_seqlens: of whole sequences.
     """
     ranks = group.size()
@@ -250,9 +356,7 @@ def _attend_to_all_ranks(
         queries, positions, wanted.split(packed.take(whole, wanted)), strict=True
     ):
         key, value = part_BKGD.transpose(1, 2).chunk(2, dim=1)
-        # what pads a sequence comes after all positions
-        seen = torch.arange(key.shape[2], device=key.device) <= position_BL[:, None, :, None]
-        query = query_BLHD.transpose(1, 2)
-        attended_BHLD = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+        seen = _seen(position_BL[:, None, :, None], key, window)
+        attended_BHLD = _attend_where(seen, query_BLHD.transpose(1, 2), key, value, sinks_H)
         outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
     return packed.drop(torch.cat(outputs), wanting)

@@ -16,6 +16,8 @@ class RopeScaling:
     """YaRN: turns within those positions from which on a frequency stays as it is."""
     beta_slow: float = 1.0
     """YaRN: turns below which it is divided by `factor`."""
+    truncate: bool = True
+    """YaRN: the frequencies between which it changes from one to the other are whole ones."""
 
 
 MEGATRON_LLAMA3 = {
@@ -55,7 +57,7 @@ def config_attributes(scaling: RopeScaling | None) -> dict[str, Any]:
         # None: cosines and sines grow by 0.1 ln(factor) + 1, as in the paper and in transformers
         "yarn_mscale": None,
         "yarn_mscale_all_dim": None,
-        "yarn_correction_range_round_to_int": True,
+        "yarn_correction_range_round_to_int": scaling.truncate,
     }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.models.families import FAMILIES, NOT_BUILT, family_part
+from megatron_ibpo.models.families import FAMILIES, family_part
 from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
 from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.words import shown
@@ -47,6 +47,10 @@ class ModelShape:
     """The projections to queries, keys and values add a bias."""
     attention_output_bias: bool = False
     """The projection back adds one."""
+    attention_sinks: bool = False
+    """Each head's softmax has one more logit, of its own and without a value."""
+    windows: tuple[int | None, ...] = ()
+    """For each layer: how many tokens attention sees, the last is itself; None: all. Empty: no windows."""
     mlp_bias: bool = False
     """All linear layers of the dense MLP add one."""
     attention_output_gate: bool = False
@@ -73,6 +77,8 @@ class ModelShape:
     """What a shared expert gives is multiplied by a sigmoid of the token."""
     normalize_expert_weights: bool = True
     """The weights of a token's chosen experts sum to one."""
+    expert_bias: bool = False
+    """The linear layers of experts add a bias, and so does the router."""
 
     @property
     def is_moe(self) -> bool:
@@ -91,6 +97,10 @@ class ModelShape:
     def is_recurrent(self) -> bool:
         """Some layers carry a state from token to token in place of keys and values."""
         return not all(self.full_attention)
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens the attention of a layer sees; None: all."""
+        return self.windows[layer] if self.windows else None
 
     def divided_by_tp(self) -> dict[str, int]:
         """Sizes that tensor parallelism has to divide, in the trainer and in engines, by what they count."""
@@ -120,8 +130,6 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
     family = raw.get("model_type")
-    if isinstance(family, str) and family in NOT_BUILT:
-        raise ModelConfigError(f"{path}: model_type {family} cannot be trained yet: {NOT_BUILT[family]}")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelConfigError(f"{path}: model_type {shown(family)} is unknown; one of {', '.join(FAMILIES)}")
     return family_part(family, "shape").read(Fields(raw, path))
@@ -277,7 +285,7 @@ def _rope_scaling(rope: Fields, share: float) -> RopeScaling | None:
                     f"megatron-core has {value:g} written into its code"
                 )
         return RopeScaling(kind, factor, original)
-    for name, *usual in (("attention_factor",), ("mscale",), ("mscale_all_dim",), ("truncate", True)):
-        rope.refuse(name, *usual)
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        rope.refuse(name)
     betas = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
-    return RopeScaling(kind, factor, original, *betas)
+    return RopeScaling(kind, factor, original, *betas, rope.flag("truncate", True))

@@ -30,6 +30,9 @@ def attention(shape: ModelShape) -> list[Entry]:
     if shape.attention_output_bias:
         bias = Piece("self_attn.o_proj.bias", (hidden,))
         entries.append(Entry("self_attention.linear_proj.bias", (bias,)))
+    if shape.attention_sinks:
+        sinks = Piece("self_attn.sinks", (shape.num_attention_heads,), ROWS)
+        entries.append(Entry("self_attention.core_attention.softmax_offset", (sinks,)))
     return entries
 
 

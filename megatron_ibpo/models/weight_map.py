@@ -47,6 +47,9 @@ class Fused:
     """Of the larger tensor."""
     expert: int
     first_row: int
+    always: bool = False
+    """No checkpoint holds the piece apart, and exports do not either. It is all of what the larger tensor has
+    of the expert then."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,18 @@ class Piece:
         """The piece with its names prefixed."""
         fused = self.fused and replace(self.fused, name=prefix + self.fused.name)
         return replace(self, name=prefix + self.name, fused=fused)
+
+    @property
+    def stored(self) -> tuple[str, tuple[int, ...]]:
+        """Name and shape of the tensor that holds the piece in the checkpoints which are written here."""
+        if self.fused is not None and self.fused.always:
+            return self.fused.name, self.fused.shape
+        return self.name, self.shape
+
+    @property
+    def ends_stored(self) -> bool:
+        """It is the last piece of that tensor, in the order of a weight map."""
+        return self.fused is None or not self.fused.always or self.fused.expert == self.fused.shape[0] - 1
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """(start, length) along the cut's dimension of what `rank` of `ranks` holds; of rows if uncut."""
@@ -114,6 +129,10 @@ class Entry:
     even_up_to: int | None = None
     """Ranks up to which an equal share of every piece makes up a shard; None: any number. More ranks divide
     the rows of the joined parameter, wherever in the pieces these come from."""
+    by_rows: bool = True
+    """`join` moves whole rows and nothing else; otherwise there is one piece, and ranks do not divide it."""
+    joined_shape: tuple[int, ...] | None = None
+    """Of the whole parameter, where `join` does not keep that of its piece."""
     dtype: torch.dtype | None = None
     """Of its own: Megatron holds it in a buffer, in this dtype beside weights in another, and it is not
     trained. None: a parameter in the dtype of the model."""
@@ -125,7 +144,9 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter: joins are by rows."""
+        """Of the whole parameter."""
+        if self.joined_shape is not None:
+            return self.joined_shape
         first = self.pieces[0].shape
         return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
 
@@ -296,7 +317,7 @@ def mtp_layers(names: Iterable[str]) -> int:
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)(\d+)$")
+_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 
 
 def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
@@ -307,7 +328,7 @@ def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
         name = name.removeprefix("module.")
     name = name.replace(".mtp_model_layer.", ".transformer_layer.")
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
-    return _EXPERT.sub(lambda match: str(int(match[1]) + first_expert), name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}", name)
 
 
 def carried_entry(name: str, shape: tuple[int, ...]) -> Entry:

@@ -8,7 +8,8 @@ but nothing of it needs a GPU: gloo serves all its collectives. `activate()` put
 2. `torch.cuda.Stream` and `Event`: objects that do nothing, as everything is in order on a CPU.
 3. `Tensor.cuda` and `Module.cuda`: stay where they are.
 4. Tensors made with the literal `device="cuda"` (`CUDA_LITERALS`): in those Megatron modules the name
-   `torch` leads to a view of torch whose factories take the CPU instead.
+   `torch` leads to a view of torch whose factories take the CPU instead. So do those made with
+   `pin_memory=True` (`PINNED_MEMORY`): there is nothing to pin memory for.
 5. Comparisons of `Tensor.type()` with "torch.cuda.FloatTensor" in the optimizer (`CUDA_TYPE_NAMES`):
    CPU tensors answer with the CUDA name there, and only there.
 6. `maybe_move_tensor_to_cpu` in the MoE token dispatcher, which leaves a CPU tensor unconverted where
@@ -47,6 +48,9 @@ CUDA_LITERALS = (
     "megatron.core.utils",
 )
 """Megatron modules that name the device "cuda" as text."""
+
+PINNED_MEMORY = ("megatron.core.models.common.embeddings.rope_utils",)
+"""Megatron modules that ask for pinned memory: YaRN's positions where ranks share sequences."""
 
 CUDA_TYPE_NAMES = (
     "megatron.core.optimizer.clip_grads",
@@ -111,7 +115,7 @@ CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _TorchOnCpu(ModuleType):
-    """torch, except that its tensor factories take the CPU for "cuda"."""
+    """torch, except that its tensor factories take the CPU for "cuda", and pin no memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -126,6 +130,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make
@@ -160,7 +165,7 @@ def activate() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     compiler: Any = torch
     compiler.compile = _as_it_is
-    literal_modules: list[Any] = [importlib.import_module(name) for name in CUDA_LITERALS]
+    literal_modules: list[Any] = [importlib.import_module(name) for name in (*CUDA_LITERALS, *PINNED_MEMORY)]
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
 

@@ -38,7 +38,8 @@ def build_model(
             shapes of parameters do not depend on them.
 
     Raises:
-        BackendError: a library is missing on a GPU, or for --delta-net-cp heads.
+        BackendError: a library is missing on a GPU, or for --delta-net-cp heads; or ranks would share
+            sequences that Transformer Engine attends to with sinks.
         ConfigError: adapters beside modules that the model has not.
         ValueError: Megatron refuses what --model-override made of its configuration.
 
@@ -48,6 +49,8 @@ def build_model(
     [sequences + 1] from 0 to N; max_seqlen_q must be set.
     """
     cpu.activate()
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
     from megatron_ibpo.models import spec
 
     if libraries is None:
@@ -58,6 +61,12 @@ def build_model(
         raise BackendError(
             "--delta-net-cp heads: only flash-linear-attention has it, and plain torch computes the delta "
             "nets here; take --delta-net-cp state"
+        )
+    shared = config.parallel.context_parallel_size > 1
+    if computes and libraries.transformer_engine and shape.attention_sinks and shared:
+        raise BackendError(
+            f"--context-parallel-size {config.parallel.context_parallel_size}: by Transformer Engine "
+            f"ranks cannot share packed sequences where attention has sinks, as {shape.family} has; use 1"
         )
     backend = spec.make_backend(libraries)
     core = transformer_config(shape, config, use_te=libraries.transformer_engine)
@@ -72,6 +81,9 @@ def build_model(
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
+            if name.endswith(".softmax_offset"):  # Transformer Engine's are in fp32 and not marked
+                parameter.data = parameter.data.to(core.params_dtype)
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     if lora := chosen_lora(config.model, shape):
         from megatron_ibpo.policy.lora import add_adapters
 
@@ -191,6 +203,7 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "add_bias_linear": False,
         "qk_layernorm": True,
         "attention_output_gate": shape.attention_output_gate,
+        "softmax_type": "learnable" if shape.attention_sinks else "vanilla",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # layout
@@ -235,6 +248,11 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": use_te,
             "moe_permute_fusion": use_te,
+        }
+    if window := next(filter(None, shape.windows), None):
+        fields |= {
+            "window_size": (window - 1, 0),  # the token itself is left out
+            "window_attn_skip_freq": [int(window is not None) for window in shape.windows],
         }
     if shape.shared_expert_hidden_size:
         fields |= {

@@ -272,7 +272,7 @@ class Sampler:
         if lane.state != "alive":
             self._homeless.append(opened)
             if self._failure is not None or all(lane.state == "gone" for lane in self._lanes):
-                self._fail(self._failure or EngineError("no engine is left"))
+                self._fail(self._failure or EngineLostError("no engine is left"))
             return
         number = next(self._numbers)
         lane.open[number] = opened

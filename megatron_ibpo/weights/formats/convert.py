@@ -10,10 +10,11 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -152,10 +153,11 @@ def megatron_to_hf(
         logger.warning("%s: not trained and taken from %s: %s", stored_dir, origin, names)
 
     def metas_of(entry: Entry) -> list[TensorMeta]:
+        """Of each piece: the tensor that it is stored in."""
         if source is not None and entry.name in from_origin:
             return [TensorMeta(piece.name, source.dtype(piece), piece.shape) for piece in entry.pieces]
         dtype = stored.dtype(entry.blocks()[0])
-        return [TensorMeta(piece.name, dtype, piece.shape) for piece in entry.pieces]
+        return [TensorMeta(name, dtype, size) for name, size in (piece.stored for piece in entry.pieces)]
 
     def parameter(entry: Entry, turn: Turn) -> AbstractContextManager[Tensor]:
         if source is not None and entry.name in from_origin:
@@ -164,7 +166,7 @@ def megatron_to_hf(
 
     metas = {entry.name: metas_of(entry) for entry in (*entries, *carried)}
     jobs = _hf_files([*entries, *carried], metas)
-    files = {job.file: [meta for entry in job.items for meta in metas[entry.name]] for job in jobs}
+    files = {job.file: _tensors(job.items, metas) for job in jobs}
 
     def write(directory: Path) -> dict[str, str]:
         work = partial(_write_safetensors, directory, metas, parameter)
@@ -399,20 +401,39 @@ def _write_safetensors(
     report: Callable[[int], None],
 ) -> str:
     """One file of a Hugging Face checkpoint. Returns its digest."""
-    file = SafetensorsFile(directory / job.file, [meta for entry in job.items for meta in metas[entry.name]])
+    file = SafetensorsFile(directory / job.file, _tensors(job.items, metas))
     for entry in job.items:
         with parameter(entry, turn) as whole:
             for number, meta in enumerate(metas[entry.name]):
-                spans = sorted(span for span in entry.spans() if span.piece == number)
-                file.write(meta.name, *(whole[span.shard_row :][: span.rows] for span in spans))
+                file.write(meta.name, *_parts(entry, number, whole))
             report(whole.nbytes)
     return file.close()
+
+
+def _tensors(entries: Sequence[Entry], metas: dict[str, list[TensorMeta]]) -> list[TensorMeta]:
+    """What a file with these entries holds, each tensor once."""
+    return list(dict.fromkeys(meta for entry in entries for meta in metas[entry.name]))
+
+
+def _parts(entry: Entry, number: int, whole: Tensor) -> list[Tensor]:
+    """Consecutive rows of the tensor that piece `number` of a parameter is stored in."""
+    if not entry.by_rows:
+        return [part[None] for part in entry.part(whole)]
+    spans = sorted(span for span in entry.spans() if span.piece == number)
+    return [whole[span.shard_row :][: span.rows] for span in spans]
 
 
 @contextmanager
 def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
     """A shard, contiguous: where it lies in a file if nothing has to be moved for it."""
     cuts = checkpoint.read_shard(share.entry, share.rank, share.ranks)
+    if not share.entry.by_rows:
+        with turn(share.shape, cuts[0].dtype) as shard:
+            turn.check()
+            shard.copy_(share.entry.join(cuts))
+            _warn_of_nan(shard, f"{checkpoint.directory}: {share.entry.pieces[0].name}")
+            yield shard
+        return
     spans = share.entry.spans(share.rank, share.ranks)
     in_place = len(spans) == 1 and cuts[spans[0].piece].is_contiguous()
     with nullcontext(cuts[spans[0].piece]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
@@ -487,9 +508,16 @@ def _in_parts(shares: list[_Share], parts: int) -> list[list[_Share]]:
 
 
 def _hf_files(entries: list[Entry], metas: dict[str, list[TensorMeta]]) -> list[Job[Entry]]:
-    sizes = [sum(meta.num_bytes for meta in metas[entry.name]) for entry in entries]
+    """Entries whose pieces are stored in one tensor are in one file."""
+    groups: list[list[Entry]] = [[]]
+    for entry in entries:
+        groups[-1].append(entry)
+        if entry.pieces[-1].ends_stored:
+            groups.append([])
+    groups.pop()
+    sizes = [sum(meta.num_bytes for meta in _tensors(group, metas)) for group in groups]
     runs = consecutive_runs(sizes, HF_FILE_BYTES)
     return [
-        Job(name, entries[run.start : run.stop], sum(sizes[run.start : run.stop]))
+        Job(name, list(chain.from_iterable(groups[run.start : run.stop])), sum(sizes[run.start : run.stop]))
         for name, run in zip(file_names(len(runs)), runs, strict=True)
     ]

@@ -21,6 +21,7 @@ from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
+from megatron_ibpo.weights.formats.mxfp4 import BLOCKS, SCALES, PackedSlice
 from megatron_ibpo.weights.layout.regions import TensorMeta
 from megatron_ibpo.words import shown
 
@@ -60,7 +61,16 @@ class Checkpoint:
                     f"{hf_dir} holds its weights as pickles only ({present}), a format that can run code; "
                     "take a safetensors version of the model, or --allow-pickle to read them weights-only"
                 )
-            self.file_of = self._read_index(index) if present == index else self._read_single(single)
+            self._stored_in = self._read_index(index) if present == index else self._read_single(single)
+            self.packed = [
+                name.removesuffix(BLOCKS)
+                for name in self._stored_in
+                if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._stored_in
+            ]
+            """Tensors in MXFP4, which are read as bfloat16."""
+            parts = {name + part for name in self.packed for part in (BLOCKS, SCALES)}
+            self.file_of = {name: file for name, file in self._stored_in.items() if name not in parts}
+            self.file_of |= {name: self._stored_in[name + BLOCKS] for name in self.packed}
             return
         raise CheckpointError(f"{hf_dir} holds neither {SINGLE} nor {INDEX}")
 
@@ -120,13 +130,32 @@ class Checkpoint:
         return name, self._slice(name)
 
     def _slice(self, name: str) -> Any:
+        if name not in self.packed:
+            return self._stored_slice(name)
         try:
-            return self._files.get(self.file_of[name]).get_slice(name)
+            return PackedSlice(self._stored_slice(name + BLOCKS), self._stored_slice(name + SCALES))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.directory / self.file_of[name]}: {name} is not in MXFP4 as its name says: {error}"
+            ) from None
+
+    def _stored_slice(self, name: str) -> Any:
+        file = self._stored_in[name]
+        try:
+            return self._files.get(file).get_slice(name)
         except (SafetensorError, KeyError) as error:
             raise CheckpointError(
-                f"{self.directory / self.file_of[name]}: {name} is not in it, though the index says so "
-                f"({error})"
+                f"{self.directory / file}: {name} is not in it, though the index says so ({error})"
             ) from None
+
+    def refuse_packed(self) -> None:
+        """Raises CheckpointError if some of it is in MXFP4: engines that load the same files would hold that,
+        and could not take what is trained."""
+        if self.packed:
+            raise CheckpointError(
+                f"{self.directory} holds {listed(sorted(self.packed))} in MXFP4, which is not trained: make "
+                "one in bfloat16 of it with `tools/ibpo.sh convert to-megatron` and then `convert to-hf`"
+            )
 
     def check(self, shape: ModelShape, entries: Iterable[Entry]) -> list[str]:
         """Compare names, shapes and dtypes with the model's; reads only headers.
@@ -216,9 +245,11 @@ def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
     reads only headers.
 
     Raises:
-        CheckpointError: no weights are there, or files that cannot be read.
+        CheckpointError: no weights are there, files that cannot be read, or weights in MXFP4.
     """
-    elements = Checkpoint(hf_dir).elements()
+    checkpoint = Checkpoint(hf_dir)
+    checkpoint.refuse_packed()
+    elements = checkpoint.elements()
     return {name: count for name, count in elements.items() if not is_ignored(shape, name)}
 
 
@@ -260,7 +291,10 @@ class SafetensorsFile:
     one at a time need be in memory."""
 
     def __init__(self, path: Path, metas: Iterable[TensorMeta]):
-        self._expected = iter(metas := list(metas))
+        metas = list(metas)
+        self._expected = iter(metas)
+        self._begun: TensorMeta | None = None
+        self._rows = 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for meta in metas:
@@ -272,18 +306,22 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, *parts: Tensor) -> None:
-        """The next tensor, in one part or in several of consecutive rows."""
-        meta = next(self._expected)
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        found = TensorMeta(name, parts[0].dtype, shape)
+        """The next tensor, or the next rows of it: parts of consecutive rows, in one call or in several."""
+        meta = next(self._expected) if self._begun is None else self._begun
+        self._rows += sum(part.shape[0] for part in parts)
+        self._begun = meta if self._rows < meta.shape[0] else None
+        rows = meta.shape[0] if self._begun else self._rows
+        found = TensorMeta(name, parts[0].dtype, (rows, *parts[0].shape[1:]))
         assert found == meta, f"{meta} was announced, {found} is written"
+        if self._begun is None:
+            self._rows = 0
         for part in parts:
             raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._file.write(raw.numpy().data)
 
     def close(self) -> str:
         """The file's digest."""
-        left = next(self._expected, None)
+        left = self._begun or next(self._expected, None)
         assert left is None, f"{left} was announced and not written"
         return self._file.close()
 
@@ -307,7 +345,8 @@ def write_index(directory: Path, files: dict[str, list[TensorMeta]]) -> None:
 
 
 def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None:
-    """Configuration, tokenizer and whatever else lies beside the weights; config.json names `dtype`."""
+    """Configuration, tokenizer and whatever else lies beside the weights; config.json names `dtype`, and no
+    quantization, which is never written."""
     for path in sorted(origin.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHTS):
             shutil.copyfile(path, target / path.name)
@@ -315,5 +354,6 @@ def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None
     inner = config.get("text_config")
     for named in (config, inner) if isinstance(inner, dict) else (config,):
         named.pop("torch_dtype", None)  # its name before transformers 5
+        named.pop("quantization_config", None)
         named["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -34,10 +34,11 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
 
     Raises:
         CheckpointError: a file is missing or truncated, a tensor is missing, superfluous or has another
-            shape than config.json says, or is no floating-point tensor: nothing is written then. Or a tensor
-            holds NaN or infinity.
+            shape than config.json says, is in MXFP4 or no floating-point tensor: nothing is written then. Or
+            a tensor holds NaN or infinity.
     """
     checkpoint = Checkpoint(hf_dir)
+    checkpoint.refuse_packed()
     holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
     entries = weight_map(shape, vocab_rows=holding.vocab_rows)
     if ignored := checkpoint.check(shape, entries.values()):

@@ -1,7 +1,8 @@
 """Megatron parameters under Hugging Face names: who holds which part of each tensor, and those parts.
 
 Names are those of Hugging Face checkpoints with one tensor per expert, which both transformers and
-vLLM's `load_weights` take.
+vLLM's `load_weights` take; where a family's checkpoints hold the experts of a layer in one tensor only, it is
+that one, and each rank has the part of its experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ class _Task:
         piece = self.entry.pieces[number]
         before, dim = whole(piece.shape), piece.cut.dim if piece.cut else 0
         return [
-            (*before[:dim], (start, start + length), *before[dim + 1 :])
+            _in_stored(piece, (*before[:dim], (start, start + length), *before[dim + 1 :]))
             for start, length in self.entry.ranges(number, shard, len(self.holders))
         ]
 
@@ -50,7 +51,7 @@ class _Task:
         piece = self.entry.pieces[number]
         if piece.cut is None:
             everyone = tuple(sorted(rank for ranks in self.holders for rank in ranks))
-            return (Region(whole(piece.shape), everyone),)
+            return (Region(_in_stored(piece, whole(piece.shape)), everyone),)
         return tuple(
             Region(box, ranks)
             for shard, ranks in enumerate(self.holders)
@@ -114,18 +115,28 @@ class HFExport:
         return self._regions
 
     def local(self) -> Iterator[dict[Box, Tensor]]:
+        held: dict[Box, Tensor] = {}
         for task in self._tasks:
-            shard = task.shard_of(self._rank)
-            if shard is None:
-                yield from ({} for _ in task.entry.pieces)
-                continue
-            name = task.entry.name
-            read = self._values.get(name)
-            weight = self._weights[name].detach() if read is None else read()
-            padding = task.entry.padding(shard, len(task.holders))
-            parts = task.entry.take_apart(weight[: len(weight) - padding], shard, len(task.holders))
-            for number, part in enumerate(parts):
-                yield _by_box(task.entry.pieces[number], part, task.boxes(number, shard))
+            for piece, own in zip(task.entry.pieces, self._held(task), strict=True):
+                held |= own
+                if piece.ends_stored:
+                    yield held
+                    held = {}
+
+    def _held(self, task: _Task) -> list[dict[Box, Tensor]]:
+        """Of each piece: what this rank holds of the tensor that it is stored in."""
+        shard = task.shard_of(self._rank)
+        if shard is None:
+            return [{} for _ in task.entry.pieces]
+        name = task.entry.name
+        read = self._values.get(name)
+        weight = self._weights[name].detach() if read is None else read()
+        padding = task.entry.padding(shard, len(task.holders))
+        parts = task.entry.take_apart(weight[: len(weight) - padding], shard, len(task.holders))
+        return [
+            _by_box(task.entry.pieces[number], part, task.boxes(number, shard))
+            for number, part in enumerate(parts)
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         return iter(self._gather)
@@ -143,14 +154,28 @@ def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region,
 
 def _metadata(entries: Sequence[Entry], dtype: torch.dtype) -> list[TensorMeta]:
     return [
-        TensorMeta(piece.name, entry.dtype or dtype, piece.shape)
+        TensorMeta(name, entry.dtype or dtype, size)
         for entry in entries
-        for piece in entry.pieces
+        for name, size in (piece.stored for piece in entry.pieces if piece.ends_stored)
     ]
 
 
 def _regions(tasks: list[_Task]) -> list[tuple[Region, ...]]:
-    return [task.regions(number) for task in tasks for number in range(len(task.entry.pieces))]
+    found, parts = [], list[Region]()
+    for task in tasks:
+        for number, piece in enumerate(task.entry.pieces):
+            parts += task.regions(number)
+            if piece.ends_stored:
+                found.append(tuple(parts))
+                parts = []
+    return found
+
+
+def _in_stored(piece: Piece, box: Box) -> Box:
+    """A box of a piece, in the tensor that it is stored in."""
+    if piece.fused is None or not piece.fused.always:
+        return box
+    return ((piece.fused.expert, piece.fused.expert + 1), *box)
 
 
 def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
@@ -158,6 +183,8 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     dim = piece.cut.dim if piece.cut else 0
     if not boxes:
         return {}
+    if piece.fused is not None and piece.fused.always:
+        return {boxes[0]: part[None]}
     sizes = [box[dim][1] - box[dim][0] for box in boxes]
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 

@@ -1,5 +1,5 @@
 """Loaded into vLLM's workers (`worker_extension_cls`): receives weights over gloo, keeps receipts of what
-arrives, and mends on CPUs the update of experts and tied heads, and prompts of one token."""
+arrives, and mends the update of gpt-oss and, on CPUs, of experts and tied heads, and prompts of one token."""
 
 import logging
 import pickle
@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
+from megatron_ibpo.weights.transfer.gpt_oss_updates import take_updates_whole
 from megatron_ibpo.weights.transfer.loading import Drafter, Loading
 from megatron_ibpo.weights.transfer.nccl_worker import NcclWorker
 from megatron_ibpo.weights.transfer.order import NCCL_BACKEND
@@ -195,6 +196,7 @@ def _say_less() -> None:
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
 WeightTransferEngineFactory.register_engine(NCCL_BACKEND, NcclWorker)
 _say_less()
+take_updates_whole()
 if current_platform.is_cpu():
     _repack_experts_on_update()
     _close_up_single_rows()

@@ -1,0 +1,62 @@
+"""Mends, in vLLM's workers, how vLLM 0.32 takes updates of gpt-oss.
+
+An update goes by the loaders that vLLM wraps for it. The model's own loader copies sinks, and the tensors
+that hold all experts of a layer, into parameters past those loaders: a first load is right, and an update of
+them is lost without a word. Experts are handed to it one by one, which it takes by their loader, sinks are
+loaded here.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+EXPERTS = (
+    ".experts.gate_up_proj",
+    ".experts.gate_up_proj_bias",
+    ".experts.down_proj",
+    ".experts.down_proj_bias",
+)
+"""End the names of tensors that hold all experts of a layer."""
+SINKS = ".self_attn.sinks"
+
+
+def take_updates_whole() -> None:
+    """Let all of gpt-oss come by vLLM's loaders."""
+    model_class: Any = GptOssForCausalLM
+    load_weights = model_class.load_weights
+
+    def load_by_loaders(self: Any, weights: Weights) -> set[str]:
+        sinks: set[str] = set()
+        return load_weights(self, _one_by_one(self, weights, sinks)) | sinks
+
+    model_class.load_weights = load_by_loaders
+
+
+def _one_by_one(model: Any, weights: Weights, loaded: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same without sinks, which are loaded, and with a tensor for each expert."""
+    for name, tensor in weights:
+        if name.endswith(EXPERTS):
+            before, _, kind = name.rpartition(".")
+            for expert in range(tensor.shape[0]):
+                yield f"{before}.{expert}.{kind}", tensor[expert]
+        elif name.endswith(SINKS):
+            loaded |= _load_sinks(model, name.replace(".self_attn.", ".attn."), tensor)
+        else:
+            yield name, tensor
+
+
+def _load_sinks(model: Any, name: str, sinks_H: torch.Tensor) -> set[str]:
+    """The parameter that took this worker's heads; none where it is of a layer that another worker has."""
+    parameter = dict(model.named_parameters()).get(name)
+    if parameter is None:
+        return set()
+    heads = parameter.shape[0]
+    own = sinks_H.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, own)
+    return {name}
