@@ -220,6 +220,19 @@ def test_corrections_in_the_stream_wait_for_nobody():
     assert apart.update == pytest.approx(1.5 * step().update, rel=0.1)
 
 
+def test_a_loop_takes_longer_than_benchmarks_of_its_parts():
+    slower = replace(ALL, loop=1.5)
+    alone, within = step(), step(reached=slower, engine=replace(engine(), reached=slower))
+    for stage in ("sampling", "log_probs", "update"):
+        assert within.stages()[stage] == pytest.approx(1.5 * alone.stages()[stage])
+    assert within.weights == alone.weights
+    benchmark = Layout(gpus=8, micro_batch=4096), H100
+    before, after = (
+        pass_time(DENSE, *benchmark, reached, Batch.of([4096] * 64)) for reached in (ALL, slower)
+    )
+    assert before == after
+
+
 def test_a_weight_update_sends_what_its_transport_must():
     whole = 2 * weight_count(DENSE).total
     given = {"engine_tensor": 4, "gpus": 32}
