@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -30,7 +32,7 @@ from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megat
 from megatron_ibpo.weights.formats.directories import DiskSpaceError
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
-from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, read_metadata
+from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint, read_metadata
 from megatron_ibpo.world import World
 
 ALONE = World(0, 1, torch.device("cpu"), None)
@@ -494,6 +496,16 @@ def test_a_disk_that_fills_up_leaves_nothing(here, stored, tmp_path, direction):
     assert "DiskSpaceError" in done.stderr
     assert "no room after" in done.stderr
     assert list(target.parent.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_within_a_tensor_is_no_error_of_torch(tmp_path, monkeypatch):
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file, weight = DistcpFile(tmp_path / "part.distcp"), torch.zeros(3_000_000)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(DiskSpaceError, match=r"part\.distcp: no room after 0 bytes"):
+        file.add(Block("weight", weight.shape, (0,), weight.shape), weight)
 
 
 @pytest.mark.parametrize("direction", ["there", "back"])

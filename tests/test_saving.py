@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import threading
@@ -19,9 +21,26 @@ from tiny_models import make_qwen3
 from megatron_ibpo.weights.formats.retention import Keep
 
 
+class FullForAMoment(io.FileIO):
+    """Without room for one write. torch then complains of the place in the file, and closing it succeeds."""
+
+    refused = False
+
+    def write(self, data):
+        if not self.refused:
+            self.refused = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def on_full_disk(path, mode):
+    return io.BufferedWriter(FullForAMoment(path, mode))
+
+
 def while_training(world, hf_dir, rows, directory):
     """Three saves of one trainer of two ranks: one that training overtakes, one for which the disk of rank 1
     has no room, one that is not disturbed. What was found, by rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from megatron_ibpo.policy.checkpoint import load_checkpoint
@@ -40,9 +59,10 @@ def while_training(world, hf_dir, rows, directory):
         return write(*arguments, **named)
 
     def full_on_rank_1(*arguments, **named):
-        if world.rank == 1:
-            return 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*arguments, **named)
+        with contextlib.ExitStack() as stack:
+            if world.rank == 1:  # Megatron opens its files by this name
+                stack.enter_context(mock.patch.object(filesystem_async, "open", on_full_disk, create=True))
+            return write(*arguments, **named)
 
     def there():
         world.barrier()

@@ -29,6 +29,7 @@ from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.formats.directories import disk_error
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 from megatron_ibpo.weights.formats.integrity import write_integrity
 from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
@@ -282,7 +283,7 @@ def _write(parts: Sequence[_Part]) -> None:
                 transforms, index, file, None, None, use_fsync=True
             )
             if isinstance(written, Exception):
-                raise written
+                raise disk_error(written)
             results[index] = written
         part.request.async_fn_args[2].put(results)
         part.files.clear()

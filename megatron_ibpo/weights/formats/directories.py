@@ -26,6 +26,17 @@ class DiskSpaceError(OSError):
     errno = errno.ENOSPC
 
 
+def disk_error(error: Exception) -> Exception:
+    """The disk's own error, where that is beneath. torch closes the archive that it could not write, and then
+    complains of that: a full disk would be a RuntimeError, "unexpected pos"."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
 class HashedFile:
     """A new file, written front to back, hashed on the way and on the disk when it is closed.
 
@@ -45,11 +56,11 @@ class HashedFile:
         """Raises DiskSpaceError, naming the file, when the disk is full."""
         left = memoryview(data).cast("B")
         num_bytes = left.nbytes
-        self.size += num_bytes
         while left.nbytes:
             part = left[: BUFFER_BYTES - self._used]
             self._buffer[self._used : self._used + part.nbytes] = part
             self._used += part.nbytes
+            self.size += part.nbytes
             left = left[part.nbytes :]
             if self._used == BUFFER_BYTES:
                 self._write_out()

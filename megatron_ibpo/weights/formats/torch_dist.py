@@ -29,7 +29,7 @@ from megatron_ibpo.models.weight_map import Block, Entry
 from megatron_ibpo.strict_json import read_json
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
-from megatron_ibpo.weights.formats.directories import HashedFile
+from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
 from megatron_ibpo.weights.formats.integrity import is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import CONFIG, METADATA
@@ -377,7 +377,10 @@ class DistcpFile:
         own = tensor.untyped_storage()[first : first + tensor.nbytes]  # else all of a view's storage is saved
         tensor = torch.empty(0, dtype=tensor.dtype).set_(own).view(block.sizes)
         start = self._file.size
-        torch.save(tensor, self._file)  # type: ignore[arg-type]
+        try:
+            torch.save(tensor, self._file)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise disk_error(error) from None
         length = self._file.size - start
         self.records.append(Record(block, tensor.dtype, self._file.path.name, start, length))
 
