@@ -61,6 +61,19 @@ def test_with_nothing_but_arithmetic_a_pass_takes_its_operations():
     assert again.products == pytest.approx(4 * forward.products)
 
 
+def test_layers_with_a_window_meet_and_keep_no_more_than_it():
+    """Every other of 24 layers of gpt-oss-20b sees 128 tokens: 64 heads of 64, 8 of them keys and values."""
+    oss, length = read_hf_config(MODELS / "gpt_oss_20b"), 4096
+    passed = pass_time(
+        oss, Layout(gpus=1, micro_batch=length), ENDLESS, ALL, Batch.of([length]), backward=False
+    )
+    seen = length * (length + 1) / 2 + (128 * 129 / 2 + (length - 128) * 128)
+    assert passed.attention == pytest.approx(12 * 4 * 64 * 64 * seen / 989e12)
+    writing = Engine(shape=oss, hardware=H100, reached=ALL)
+    assert writing.cache_of(length) == 12 * 2 * 8 * 64 * 2 * (length + 128)
+    assert writing.cache_of(100) == 24 * 2 * 8 * 64 * 2 * 100
+
+
 def test_the_bubble_is_the_stages_beyond_one_over_the_micro_batches():
     batch = Batch.of([4096] * 64)
     layout = Layout(gpus=8, pipeline=4, micro_batch=4096)
@@ -119,7 +132,7 @@ def test_slots_are_what_memory_leaves():
     assert hybrid.state_per_sequence == 36 * (4 * 32 * 128 * 128 + 2 * 8192 * 3)
     count = weight_count(HYBRID)
     free = 4 * (79.2 * 0.9 - 1.5) * GIB - 2 * (count.total)
-    each = 8192 * hybrid.cache_per_token + hybrid.state_per_sequence
+    each = 8192 * hybrid.cache_of(1) + hybrid.state_per_sequence
     assert hybrid.slots(8192) == int(free / each)
     with pytest.raises(ValueError, match="1 GPUs of h100 do not hold the weights"):
         replace(hybrid, tensor=1).slots(8192)

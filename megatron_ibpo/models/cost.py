@@ -4,7 +4,7 @@ Estimates from the shape. What the mixer of a layer costs (attention, or what a 
 the family's to say; everything around it is common.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,27 +69,22 @@ def forward_flops(shape: ModelShape, length: int) -> float:
     2 for each weight that a token meets in a matrix product, and what the mixers do with the sequence. Norms,
     embeddings, short convolutions and activations are left out.
     """
-    per_token, per_pair = _flops(shape)
-    pairs = sum(flops * _pairs(length, window) for window, flops in per_pair.items())
-    return float(per_token * length + pairs)
+    per_token, per_pair = mixer_flops(shape)
+    pairs = sum(flops * seen_pairs(length, window) for window, flops in per_pair.items())
+    return (_flops_of_weights(shape) + per_token) * length + pairs
 
 
-def _pairs(length: int, window: int | None) -> int:
-    """Of a token and one that it sees, itself among them, in a causal sequence."""
+def seen_pairs(length: float, window: int | None) -> float:
+    """Pairs of a token and one that it sees, itself among them, in a causal sequence."""
     beyond = 0 if window is None else max(0, length - window)
-    return (length * (length + 1) - beyond * (beyond + 1)) // 2
+    return (length * (length + 1) - beyond * (beyond + 1)) / 2
 
 
 @lru_cache(maxsize=8)
-def _flops(shape: ModelShape) -> tuple[int, dict[int | None, int]]:
-    """(operations per token, by window those per pair of tokens)"""
-    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    weights = sum(mixer.weights for mixer in mixers) + _mlp_weights(shape)
-    per_token = 2 * (weights + shape.hidden_size * shape.vocab_size)
-    per_pair: dict[int | None, int] = {}
-    for mixer in mixers:
-        per_pair[mixer.window] = per_pair.get(mixer.window, 0) + mixer.flops_per_pair
-    return per_token + sum(mixer.flops_per_token for mixer in mixers), per_pair
+def _flops_of_weights(shape: ModelShape) -> int:
+    """Operations of a token in products with weights."""
+    mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
+    return 2 * (mixers + _mlp_weights(shape) + shape.hidden_size * shape.vocab_size)
 
 
 def _mlp_weights(shape: ModelShape) -> int:
@@ -195,8 +190,11 @@ def weight_count(shape: ModelShape) -> WeightCount:
 
 
 @lru_cache(maxsize=64)
-def mixer_flops(shape: ModelShape) -> tuple[int, int]:
-    """(operations of all mixers for each token beyond products with weights, for each pair of tokens). Where
-    attention sees a window, they are counted for all pairs: more than there are."""
+def mixer_flops(shape: ModelShape) -> tuple[int, Mapping[int | None, int]]:
+    """(operations of all mixers for each token beyond products with weights, by window those for each pair of
+    a token and one that it sees)"""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    return sum(mixer.flops_per_token for mixer in mixers), sum(mixer.flops_per_pair for mixer in mixers)
+    per_pair: dict[int | None, int] = {}
+    for mixer in mixers:
+        per_pair[mixer.window] = per_pair.get(mixer.window, 0) + mixer.flops_per_pair
+    return sum(mixer.flops_per_token for mixer in mixers), per_pair

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.cost import kept_elements, mixer_cost, mixer_flops, weight_count
+from megatron_ibpo.models.cost import kept_elements, mixer_cost, mixer_flops, seen_pairs, weight_count
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.hardware import Hardware
@@ -92,17 +92,33 @@ class Layout:
 class Batch:
     """What a pass goes over."""
 
-    tokens: float
-    pairs: float
-    """Of a token and one that it sees, itself among them."""
-    sequences: float
+    lengths: tuple[float, ...]
+    times: float = 1.0
+    """How many sequences each of them stands for."""
 
     @classmethod
     def of(cls, lengths: Sequence[float] | npt.NDArray[np.float64]) -> "Batch":
-        return cls(float(sum(lengths)), float(sum(n * (n + 1) / 2 for n in lengths)), float(len(lengths)))
+        return cls(tuple(map(float, lengths)))
 
     def scaled(self, share: float) -> "Batch":
-        return Batch(self.tokens * share, self.pairs * share, self.sequences * share)
+        return Batch(self.lengths, self.times * share)
+
+    @property
+    def tokens(self) -> float:
+        return self.times * sum(self.lengths)
+
+    @property
+    def sequences(self) -> float:
+        return self.times * len(self.lengths)
+
+    def pairs(self, window: int | None) -> float:
+        """Of a token and one that it sees, itself among them."""
+        return self.times * _pairs(self.lengths, window)
+
+
+@lru_cache(maxsize=256)
+def _pairs(lengths: tuple[float, ...], window: int | None) -> float:
+    return sum(seen_pairs(length, window) for length in lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +194,8 @@ def pass_time(
     )
     old = _OLD_ATTENTION if layout.attention < 3 else 1.0
     attention_passes = 1 + (1.0 if again == 1 else 0.0) + (_ATTENTION_BACKWARD if backward else 0)
-    attention = attention_passes * per_pair * batch.pairs / parts / (peak * reached.attention * old)
+    met = sum(flops * batch.pairs(window) for window, flops in per_pair.items())
+    attention = attention_passes * met / parts / (peak * reached.attention * old)
     rule = _WITH_STATES if layout.context > 1 else 1.0
     attention += rule * passes * per_token * batch.tokens / parts / (peak * reached.attention)
     even, twice = _kept(shape, layout.tensor, layout.context)
