@@ -752,7 +752,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_ends_with_its_owner_and_leaves_nothing(
     checkpoints: dict[str, Path], tmp_path: Path, ready: bool
 ) -> None:
@@ -777,6 +777,7 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(
     assert not any(Path(path).exists() for path in shared)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(
     tmp_path: Path,
 ) -> None:

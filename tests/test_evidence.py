@@ -33,13 +33,16 @@ def test_the_halves_hold_whole_sources_of_every_kind():
     assert kinds["held out"] >= {"training", "generation", "step"}
     # by name alone: neither what a source says nor the order in which sources are read matters
     assert halves(ROWS[::-1]) == of
-    assert of["torchtitan"] == "fitted"  # 00dd… comes before c62e…, that of megatron_bridge
-    assert of["megatron_bridge"] == "held out"
+    # of training in order: nemo, torchtitan (00dd…), pith_train, gpu_recipes and so on
+    assert (of["nemo"], of["torchtitan"], of["pith_train"], of["gpu_recipes"]) == ("fitted", "held out") * 2
 
 
 def test_hardware_is_read_as_its_file_has_it():
     h100 = read_hardware("H100")
     assert (h100.peak("bf16"), h100.peak("mxfp8")) == (989e12, 1979e12)
     assert (h100.between(8), h100.between(9)) == (450e9, 50e9)
+    # a ring passes between nodes on the networks of all members that a node has, and on a rack on none
+    assert (h100.collective(8), h100.collective(64), h100.collective(8, stride=8)) == (450e9, 400e9, 50e9)
+    assert read_hardware("gb200").collective(64, stride=2) == 900e9
     with pytest.raises(ValueError, match="no hardware 'h1000'; there are a100, b200"):
         read_hardware("h1000")

@@ -163,6 +163,7 @@ def under_layouts(world, cases, rows):
     return [measured(world, hf_dir, config_for(chosen), rows, [EXACT, 2]) for hf_dir, chosen in cases]
 
 
+@pytest.mark.slow
 def test_every_layout_measures_the_same(checkpoints):
     """Each parameter counts once: TP shares matrices and repeats norms, EP spreads experts."""
     rows = sequences()

@@ -142,6 +142,7 @@ def check_resuming(cases, directory):
         assert all((resumed[name][1][n] - own).abs().max() < 1e-6 for n, own in expected.items())
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_another_layout_and_another_from_it(models, tmp_path):
     check_resuming(
         {

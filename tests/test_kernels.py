@@ -25,6 +25,7 @@ def command(suite, marked="not slow"):
     "program",
     [
         *(pytest.param(command(suite), id=suite) for suite in SUITES),
+        pytest.param(command("test_kernels.py", "slow"), id="more kernels", marks=pytest.mark.slow),
         pytest.param(command("test_layouts.py", "slow"), id="more layouts", marks=pytest.mark.slow),
     ],
 )

@@ -299,6 +299,7 @@ def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(checkpoints,
         assert torch.equal(converted[name], tensor), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_layer_is_refused(checkpoints, tmp_path):
     run_through(checkpoints["next"], tmp_path, "without")
     said = run_through(checkpoints["next"], tmp_path, "resumed")

@@ -182,6 +182,7 @@ def test_bytes_of_optimizer_state_follow_the_settings(bf16, precise, offload, se
     assert (counted.device, counted.host) == (device, host)
 
 
+@pytest.mark.slow
 def test_the_dry_run_counts_it(models, planner):
     needs_gpus = ("moe_token_dispatcher_type=flex", "moe_enable_deepep=true")
     config = overriding(*needs_gpus, optimizer=("exp_avg_dtype=bf16",), bf16=True)

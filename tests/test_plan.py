@@ -28,7 +28,7 @@ from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, ti
 from megatron_ibpo.plan.main_memory import census_by_names
 from megatron_ibpo.plan.memory import (
     communicators,
-    kv_bytes_per_token,
+    kv_bytes,
     rank_memory,
     state_bytes_per_sequence,
     sync_bytes,
@@ -362,7 +362,7 @@ def test_memory_of_an_engine(planner, plan_80b):
     experts_of_a_layer = 512 * 3 * 2048 * 512 * 2
     assert plan.engine.loading == experts_of_a_layer + experts_of_a_layer // 8, "whole, and the shard of it"
     # one head of 256 for keys and for values, of 12 layers
-    assert kv_bytes_per_token(shape, plan.config) == 12 * 2 * 256 * 2
+    assert kv_bytes(shape, plan.config, 1) == 12 * 2 * 256 * 2
     # 4 of 32 value heads, states of 128 x 128; 3 tokens of 8,192 / 8 channels; 36 layers
     state = 36 * 2 * (4 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128) // 8)
     assert state_bytes_per_sequence(shape, plan.config) == state

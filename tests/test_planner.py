@@ -61,6 +61,19 @@ def test_with_nothing_but_arithmetic_a_pass_takes_its_operations():
     assert again.products == pytest.approx(4 * forward.products)
 
 
+def test_layers_with_a_window_meet_and_keep_no_more_than_it():
+    """Every other of 24 layers of gpt-oss-20b sees 128 tokens: 64 heads of 64, 8 of them keys and values."""
+    oss, length = read_hf_config(MODELS / "gpt_oss_20b"), 4096
+    passed = pass_time(
+        oss, Layout(gpus=1, micro_batch=length), ENDLESS, ALL, Batch.of([length]), backward=False
+    )
+    seen = length * (length + 1) / 2 + (128 * 129 / 2 + (length - 128) * 128)
+    assert passed.attention == pytest.approx(12 * 4 * 64 * 64 * seen / 989e12)
+    writing = Engine(shape=oss, hardware=H100, reached=ALL)
+    assert writing.cache_of(length) == 12 * 2 * 8 * 64 * 2 * (length + 128)
+    assert writing.cache_of(100) == 24 * 2 * 8 * 64 * 2 * 100
+
+
 def test_the_bubble_is_the_stages_beyond_one_over_the_micro_batches():
     batch = Batch.of([4096] * 64)
     layout = Layout(gpus=8, pipeline=4, micro_batch=4096)
@@ -119,10 +132,53 @@ def test_slots_are_what_memory_leaves():
     assert hybrid.state_per_sequence == 36 * (4 * 32 * 128 * 128 + 2 * 8192 * 3)
     count = weight_count(HYBRID)
     free = 4 * (79.2 * 0.9 - 1.5) * GIB - 2 * (count.total)
-    each = 8192 * hybrid.cache_per_token + hybrid.state_per_sequence
+    each = 8192 * hybrid.cache_of(1) + hybrid.state_per_sequence
     assert hybrid.slots(8192) == int(free / each)
     with pytest.raises(ValueError, match="1 GPUs of h100 do not hold the weights"):
         replace(hybrid, tensor=1).slots(8192)
+
+
+def test_hosts_work_beside_gpus_but_processors_one_after_the_other():
+    slow = replace(ALL, engine_sequence=1e-3)
+    free, busy = engine(), replace(engine(), reached=slow)
+    assert busy.step_seconds(100, 0) == pytest.approx(0.1)
+    assert busy.step_seconds(1, 0) == free.step_seconds(1, 0)
+    in_turn = replace(busy, hardware=replace(H100, starts_ahead=False))
+    assert in_turn.step_seconds(100, 0) == pytest.approx(0.1 + free.step_seconds(100, 0))
+
+
+def test_requests_cost_a_server_and_not_a_list():
+    asked = replace(engine(), reached=replace(ALL, engine_request=0.5))
+    apart = sample(asked, [10.0] * 4).seconds - sample(replace(asked, serves=False), [10.0] * 4).seconds
+    assert apart == pytest.approx(4 * 0.5)
+
+
+def test_a_generation_has_its_factor_on_products_alone():
+    b200, slower = read_hardware("b200"), replace(ALL, blackwell=0.5)
+    batch, layout = Batch.of([4096] * 64), Layout(gpus=8, micro_batch=4096)
+    before, after = (pass_time(DENSE, layout, b200, reached, batch) for reached in (ALL, slower))
+    assert (after.products, after.attention) == pytest.approx((2 * before.products, 2 * before.attention))
+    assert after.elementwise == before.elementwise
+    assert pass_time(DENSE, layout, H100, slower, batch) == pass_time(DENSE, layout, H100, ALL, batch)
+
+
+def test_micro_batches_read_weights_and_add_to_gradients():
+    """Twice as many of half the size: 2 bytes forwards, 2 backwards and 8 of a gradient more."""
+    batch = Batch.of([4096] * 64)
+    few, many = (
+        pass_time(DENSE, Layout(gpus=8, micro_batch=size), H100, ALL, batch).elementwise
+        for size in (8192, 4096)
+    )
+    count = weight_count(DENSE)
+    assert many - few == pytest.approx(4 * 12 * count.total / 3.35e12)
+
+
+def test_sharded_weights_are_gathered_over_the_networks_of_whole_nodes():
+    """Nothing to compute behind which that could hide: 2 bytes in both passes and 4 of gradients, 4 times."""
+    instant = replace(H100, peak_bf16=1e30, memory_bandwidth=1e30)
+    layout = Layout(gpus=64, micro_batch=4096, fsdp=True)
+    found = pass_time(DENSE, layout, instant, ALL, Batch.of([4096] * 256))
+    assert found.data == pytest.approx(4 * 8 * weight_count(DENSE).total * 63 / 64 / 400e9)
 
 
 def test_speculation_writes_what_it_accepts():
@@ -175,6 +231,19 @@ def test_corrections_in_the_stream_wait_for_nobody():
     streamed = step(task=replace(TASK, corrections=0.5))
     assert streamed.corrections < apart.corrections
     assert apart.update == pytest.approx(1.5 * step().update, rel=0.1)
+
+
+def test_a_loop_takes_longer_than_benchmarks_of_its_parts():
+    slower = replace(ALL, loop=1.5)
+    alone, within = step(), step(reached=slower, engine=replace(engine(), reached=slower))
+    for stage in ("sampling", "log_probs", "update"):
+        assert within.stages()[stage] == pytest.approx(1.5 * alone.stages()[stage])
+    assert within.weights == alone.weights
+    benchmark = Layout(gpus=8, micro_batch=4096), H100
+    before, after = (
+        pass_time(DENSE, *benchmark, reached, Batch.of([4096] * 64)) for reached in (ALL, slower)
+    )
+    assert before == after
 
 
 def test_a_weight_update_sends_what_its_transport_must():

@@ -295,7 +295,8 @@ JOURNEYS = {
 the third."""
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["whole", "sharded"])
 def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimizer):
     """TP2, TP4 and back to TP1 and TP2; a sharded optimizer goes from TP1 to TP2 and to TP1 and TP4."""
     name, legs, ends = JOURNEYS[optimizer]

@@ -1,4 +1,5 @@
-"""Fit the planner's efficiencies to one half of the published runs, and predict the other half.
+"""Fit the planner's efficiencies to one half of the published runs, and predict the other half; then fit them
+to all, which is what the planner uses.
 
     python tools/fit_planner.py                 # fit, judge, print
     python tools/fit_planner.py --save          # and keep it, with the tables of docs/planner.md
@@ -28,7 +29,7 @@ from scipy.optimize import least_squares
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import Fields
-from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted, fitted, save
+from megatron_ibpo.plan.efficiencies import PARAMETERS, Efficiencies, Fitted, save
 from megatron_ibpo.plan.evidence import Row, about, halves, model_dimensions, read_evidence
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.lengths import fixed, log_normal, shuffled, uniform
@@ -44,15 +45,30 @@ LOOSE = 1.5
 """Highest over lowest prediction within a row's open facts above which it is judged by its range."""
 POINTS = 256
 """Lengths that stand for a step's."""
-SHARES = frozenset(PARAMETERS) - {
+FACTORS = frozenset({"loop", "ampere", "blackwell", "cdna", "tensorrt"})
+SHARES = frozenset(PARAMETERS) - FACTORS - {
     "routing", "train_layer", "engine_layer", "engine_tensor", "engine_sequence", "engine_request",
     "host_adam", "step",
 }  # fmt: skip
+SEEN_BY = {
+    "training": (
+        "matmul", "matmul_fp8", "experts", "attention", "elementwise", "link", "routing", "train_layer",
+        "host", "host_adam", "ampere", "blackwell", "cdna",
+    ),
+    "generation": (
+        "decode", "prefill", "engine_layer", "engine_tensor", "engine_sequence", "engine_request",
+        "link", "ampere", "blackwell", "cdna", "tensorrt",
+    ),
+    "update": ("gather", "reshard", "ipc"),
+}  # fmt: skip
+"""Parameters that can move a row of a kind; all of them a step's."""
 PRIOR = 1.0
 """Standard deviation of a parameter's logarithm before any row is seen: the fit starts from the defaults, and
 what no row moves stays there."""
+PRIOR_FACTOR = 0.3
+"""The same of the factor of a loop, a generation or an engine."""
 NOISE = 0.2
-"""Of a row's logarithm: the weight of the rows against that."""
+"""Of a figure's logarithm, beside what its row leaves open: its weight against the prior."""
 
 # -------------------------------------------------------------------------------------------- predictions
 
@@ -88,6 +104,8 @@ def layout_of(facts: Mapping[str, Any]) -> Layout:
 
 def engine_of(facts: Mapping[str, Any], shape: ModelShape, reached: Efficiencies, tensor: int) -> Engine:
     most = facts.get("running") or (256 if facts["hardware"] == "a100" else 1024)
+    if facts.get("engine") == "tensorrt":
+        reached = replace(reached, prefill=reached.prefill * reached.tensorrt)
     return Engine(
         shape=shape,
         hardware=hardware_of(facts),
@@ -97,6 +115,7 @@ def engine_of(facts: Mapping[str, Any], shape: ModelShape, reached: Efficiencies
         cache_bytes=facts.get("cache_bytes", 2.0),
         state_bytes=facts.get("state_bytes", 2.0),
         most_running=most,
+        serves=facts.get("serves", True),
     )
 
 
@@ -202,25 +221,37 @@ def from_logarithms(point: np.ndarray) -> Efficiencies:
 
 
 def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 12) -> Fitted:
-    """Least squares of logarithms; every source weighs the same as the square root of its figures says, and
-    what lies far off counts less (soft L1)."""
+    """Least squares of logarithms; every source weighs the same as the square root of its figures says, a
+    figure the less the more its row leaves open, and what lies far off counts less (soft L1)."""
     origin = np.log([getattr(start, name) for name in PARAMETERS])
     default = np.log([getattr(Efficiencies(), name) for name in PARAMETERS])
     figures = dict.fromkeys({row.source for row in rows}, 0)
     for row in rows:
         figures[row.source] += len(_times(row))
     top = statistics.mean(figures.values())
-    weights = {source: math.sqrt(math.sqrt(top / count)) / NOISE for source, count in figures.items()}
+    weights = {source: math.sqrt(math.sqrt(top / count)) for source, count in figures.items()}
+    noise = [figure_noise(row) for row in rows]
+
+    already: dict[tuple[int, tuple[float, ...]], dict[str, float]] = {}
+
+    def predicted(number: int, reached: Efficiencies) -> dict[str, float]:
+        """Of a row; most steps of the fit move parameters that most rows do not see."""
+        row = rows[number]
+        key = number, tuple(getattr(reached, name) for name in SEEN_BY.get(row.kind, PARAMETERS))
+        if key not in already:
+            already[key] = predict(row.facts, row.kind, _times(row), reached)
+        return already[key]
 
     def residuals(point: np.ndarray) -> np.ndarray:
         reached = from_logarithms(point)
         off = [
-            weights[row.source] * math.log(value / row.measured[name])
-            for row in rows
-            for name, value in predict(row.facts, row.kind, _times(row), reached).items()
+            weights[row.source] / noise[number][name] * math.log(value / row.measured[name])
+            for number, row in enumerate(rows)
+            for name, value in predicted(number, reached).items()
         ]
-        return np.array([*off, *((point - default) / PRIOR)])
+        return np.array([*off, *((point - default) / prior)])
 
+    prior = np.where([name in FACTORS for name in PARAMETERS], PRIOR_FACTOR, PRIOR)
     upper = np.array([0.0 if name in SHARES else np.inf for name in PARAMETERS])
     upper = np.where([name == "routing" for name in PARAMETERS], math.log(3), upper)
     lower = np.where([name == "routing" for name in PARAMETERS], -1e-6, -np.inf)
@@ -240,6 +271,15 @@ def fit(rows: Sequence[Row], start: Efficiencies, evaluations: int = 12) -> Fitt
         if np.abs(moved[:, i]).max(initial=0) > 1e-3
     }
     return Fitted(from_logarithms(found.x), intervals, {})
+
+
+def figure_noise(row: Row) -> dict[str, float]:
+    """Standard deviation of each figure's logarithm: what it may lie off, and that of an even spread over
+    what the open facts of the row allow."""
+    ranges = open_range(row, Efficiencies())
+    return {
+        name: math.hypot(NOISE, math.log(high / low) / math.sqrt(12)) for name, (low, high) in ranges.items()
+    }
 
 
 def _times(row: Row) -> dict[str, float]:
@@ -319,9 +359,9 @@ def by(judged: Sequence[Judged], what: str) -> dict[str, Any]:
     return {name: summary([found for found in judged if getattr(found, what) == name]) for name in names}
 
 
-def left_out(rows: Sequence[Row], source: str, start: Efficiencies, of: Mapping[str, str]) -> dict[str, Any]:
-    """A source predicted by a fit to all the others, from where the fit to one half ended."""
-    others = fit([row for row in rows if row.source != source], start, evaluations=3)
+def left_out(rows: Sequence[Row], source: str, of: Mapping[str, str]) -> dict[str, Any]:
+    """A source predicted by a fit to all the others, from the defaults, which no source has moved."""
+    others = fit([row for row in rows if row.source != source], Efficiencies(), evaluations=7)
     return summary(judge([row for row in rows if row.source == source], others.efficiencies, of))
 
 
@@ -346,6 +386,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     ]
     sources = [line(f"{name} ({results['half'][name]})", f) for name, f in results["sources"].items()]
     alone = [line(name, found) for name, found in results["left_out"].items()]
+    used = [line(kind, found) for kind, found in results["used"].items()]
     rows = [
         f"| {row['source']} | {row['row']} | {row['figure']} | {row['measured']:.4g} | "
         f"{row['predicted']:.4g} | {100 * row['error']:+.0f} % | "
@@ -355,14 +396,20 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     parameters = [
         f"| `{name}` | {entry['value']:.3g} | "
         + (f"{entry['low']:.3g} to {entry['high']:.3g}" if "low" in entry else "not seen: the start")
-        + f" | {entry['start']:.3g} |"
+        + f" | {entry['half']:.3g} | {entry['start']:.3g} |"
         for name, entry in results["parameters"].items()
     ]
     return {
         "halves": "\n".join([head.format("half and kind"), *halves_]),
+        "used": "\n".join([head.format("kind"), *used]),
         "sources": "\n".join([head.format("source"), *sources]),
         "left out": "\n".join([head.format("source left out"), *alone]),
-        "parameters": "\n".join(["| parameter | fitted | 90 % | start |\n|---|---|---|---|", *parameters]),
+        "parameters": "\n".join(
+            [
+                "| parameter | fitted to all | 90 % | to the fitted half | start |\n|---|---|---|---|---|",
+                *parameters,
+            ]
+        ),
         "rows": "\n".join(
             [
                 "| source | row | figure | published | predicted | error | over what is open |",
@@ -390,8 +437,6 @@ def keep(results: Mapping[str, Any]) -> None:
 class Arguments:
     save: bool = False
     """Keep what comes out: efficiencies.yaml, tools/results/fit_planner.json, tables of docs/planner.md."""
-    stored: bool = False
-    """Judge the efficiencies that are stored instead of fitting them."""
     leave_out: bool = True
     """Also fit without each source in turn."""
 
@@ -399,32 +444,30 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     everything = read_evidence()
     rows, of = known(everything), halves(everything)
-    own = [row for row in rows if of[row.source] == "fitted"]
-    outcome = fitted() if arguments.stored else fit(own, Efficiencies())
-    judged = judge(rows, outcome.efficiencies, of)
+    half = fit([row for row in rows if of[row.source] == "fitted"], Efficiencies())
+    judged = judge(rows, half.efficiencies, of)
+    used = fit(rows, half.efficiencies)
     unseen = [found for found in judged if found.half == "held out"]
     errors = {
-        kind: factor([f for f in unseen if f.kind == kind]) for kind in ("training", "generation", "step")
+        kind: round(factor([f for f in unseen if f.kind == kind]), 3)
+        for kind in ("training", "generation", "step")
     }
-    outcome = replace(outcome, error={kind: round(value, 3) for kind, value in errors.items()})
+    used = replace(used, error=errors)
     if arguments.save:
-        save(outcome)
-    start = asdict(Efficiencies())
+        save(used)
     results: dict[str, Any] = {
         "machine": machine("numpy", "scipy"),
         "rows_in_all": len(everything),
         "half": of,
         "about": about(),
-        "parameters": {
-            name: {"value": value, "start": start[name]}
-            | dict(zip(("low", "high"), outcome.intervals.get(name, ()), strict=False))
-            for name, value in asdict(outcome.efficiencies).items()
-        },
-        "error_factor": outcome.error,
+        "parameters": {name: parameter(name, half, used) for name in PARAMETERS},
+        "error_factor": errors,
     }
-    for half in ("held out", "fitted"):
-        results[half] = by([found for found in judged if found.half == half], "kind")
-        print(half, json.dumps(results[half]), flush=True)
+    for name in ("held out", "fitted"):
+        results[name] = by([found for found in judged if found.half == name], "kind")
+        print(name, json.dumps(results[name]), flush=True)
+    results["used"] = by(judge(rows, used.efficiencies, of), "kind")
+    print("used, on what it was fitted to", json.dumps(results["used"]), flush=True)
     results["sources"] = by(judged, "source")
     print(json.dumps(results["sources"], indent=1), flush=True)
     results["rows"] = [
@@ -433,10 +476,19 @@ def main(arguments: Arguments) -> None:
     results["left_out"] = {}
     for source in [None, *(sorted(results["sources"]) if arguments.leave_out else ())]:
         if source is not None:
-            results["left_out"][source] = left_out(rows, source, outcome.efficiencies, of)
+            results["left_out"][source] = left_out(rows, source, of)
             print("left out:", source, results["left_out"][source], flush=True)
         if arguments.save:
             keep(results)
+
+
+def parameter(name: str, half: Fitted, used: Fitted) -> dict[str, float]:
+    """Its start, its value in both fits, and the interval of that which is used."""
+    return {
+        "value": getattr(used.efficiencies, name),
+        "half": getattr(half.efficiencies, name),
+        "start": getattr(Efficiencies(), name),
+    } | dict(zip(("low", "high"), used.intervals.get(name, ()), strict=False))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,16 @@
     "$(bash tools/bootstrap.sh)" tools/judge_memory.py --save
 
 The rows are those of megatron_ibpo/plan/evidence/ that give a peak, of models that this project knows and of
-layers that are kept or recomputed whole. Others shard weights and gradients too: these are divided here by
-the ranks that share them, and two layers' weights are added, the one at work and the next. CUDA's context and
-communicators, which allocators do not count, are left out.
+layers that are kept or recomputed whole. What other programs hold in another way is counted as they hold it:
+
+- Fully sharded (FSDP2): weights in fp32 in place of the optimizer's, gradients in fp32 and Adam's means are
+  divided by the ranks that share them. Two layers' weights lie there in bf16, the one at work and the next,
+  and one layer's gradients in bf16 and in fp32, as which they are reduced. Pipeline stages keep all their
+  weights gathered between micro-batches, and their whole gradients in fp32.
+- Whole logits: what the head gives, its copy in fp32, log-probabilities, and a gradient in fp32. The peaks
+  are of what torch's allocator has reserved, so that the first two count after they are gone.
+
+CUDA's context and communicators, which allocators do not count, are left out.
 """
 
 import json
@@ -20,14 +27,18 @@ import tyro
 from fit_planner import PAGE, shape_of
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.census import estimate_census
+from megatron_ibpo.models import ModelShape, padded_vocab_size
+from megatron_ibpo.plan.census import Census, StagePart, estimate_census
 from megatron_ibpo.plan.evidence import Row, read_evidence
-from megatron_ibpo.plan.memory import GIB, rank_memory
+from megatron_ibpo.plan.memory import GIB, RankMemory, rank_memory
 
 RESULTS = Path(__file__).parent / "results/judge_memory.json"
-ELEMENT = 2
-"""Bytes of a gathered weight."""
+GATHERED = 2
+"""Bytes of a gathered weight: bf16."""
+SINGLE = 4
+"""Bytes in fp32."""
+LOGIT = 2 + 3 * 4
+"""Bytes of a logit that lies there whole: what the head gives, in fp32, log-probability, gradient."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +86,27 @@ def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
     found = []
     for part in census.stages:
         memory = rank_memory(shape, config, part, census, tokens)
+        if memory.logits and not config.loss.fuse_lm_head:
+            columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
+            memory = replace(memory, logits=LOGIT * tokens * columns)
         if row.facts.get("fsdp"):
-            shared = census.data_parallel
-            gathered = 2 * ELEMENT * part.parameters // part.layers if shared > 1 else 0
-            memory = replace(
-                memory, weights=memory.weights // shared + gathered, gradients=memory.gradients // shared
-            )
+            memory = fully_sharded(memory, config, part, census)
         found.append((memory.training - memory.process, memory.state))
     counted, state = max(found)
     return state, counted
+
+
+def fully_sharded(memory: RankMemory, config: Config, part: StagePart, census: Census) -> RankMemory:
+    """The same of a rank under FSDP2."""
+    shared = census.data_parallel
+    own, layer = part.parameters // shared, part.parameters // part.layers
+    unsharded = 0
+    if config.parallel.pipeline_model_parallel_size > 1:
+        unsharded = (GATHERED + SINGLE) * part.parameters
+    elif shared > 1:
+        unsharded = (2 * GATHERED + GATHERED + SINGLE) * layer
+    means = 0 if config.optimizer.optimizer_cpu_offload else 2 * SINGLE * own
+    return replace(memory, weights=SINGLE * own + unsharded, gradients=SINGLE * own, optimizer=means)
 
 
 def config_of(facts: Any, layers: int) -> Config:

@@ -4,7 +4,7 @@ Estimates from the shape. What the mixer of a layer costs (attention, or what a 
 the family's to say; everything around it is common.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,6 +41,7 @@ class MixerCost:
     """Of the short convolution before it."""
 
 
+@lru_cache(maxsize=4096)
 def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
     cost: MixerCost = family_part(shape.family, "cost").mixer_cost(shape, layer)
     return cost
@@ -68,27 +69,22 @@ def forward_flops(shape: ModelShape, length: int) -> float:
     2 for each weight that a token meets in a matrix product, and what the mixers do with the sequence. Norms,
     embeddings, short convolutions and activations are left out.
     """
-    per_token, per_pair = _flops(shape)
-    pairs = sum(flops * _pairs(length, window) for window, flops in per_pair.items())
-    return float(per_token * length + pairs)
+    per_token, per_pair = mixer_flops(shape)
+    pairs = sum(flops * seen_pairs(length, window) for window, flops in per_pair.items())
+    return (_flops_of_weights(shape) + per_token) * length + pairs
 
 
-def _pairs(length: int, window: int | None) -> int:
-    """Of a token and one that it sees, itself among them, in a causal sequence."""
+def seen_pairs(length: float, window: int | None) -> float:
+    """Pairs of a token and one that it sees, itself among them, in a causal sequence."""
     beyond = 0 if window is None else max(0, length - window)
-    return (length * (length + 1) - beyond * (beyond + 1)) // 2
+    return (length * (length + 1) - beyond * (beyond + 1)) / 2
 
 
 @lru_cache(maxsize=8)
-def _flops(shape: ModelShape) -> tuple[int, dict[int | None, int]]:
-    """(operations per token, by window those per pair of tokens)"""
-    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    weights = sum(mixer.weights for mixer in mixers) + _mlp_weights(shape)
-    per_token = 2 * (weights + shape.hidden_size * shape.vocab_size)
-    per_pair: dict[int | None, int] = {}
-    for mixer in mixers:
-        per_pair[mixer.window] = per_pair.get(mixer.window, 0) + mixer.flops_per_pair
-    return per_token + sum(mixer.flops_per_token for mixer in mixers), per_pair
+def _flops_of_weights(shape: ModelShape) -> int:
+    """Operations of a token in products with weights."""
+    mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
+    return 2 * (mixers + _mlp_weights(shape) + shape.hidden_size * shape.vocab_size)
 
 
 def _mlp_weights(shape: ModelShape) -> int:
@@ -102,13 +98,18 @@ def _mlp_weights(shape: ModelShape) -> int:
 
 
 def kept_elements(
-    shape: ModelShape, parallel: ParallelConfig, layer: int, recomputed: Container[str] = ()
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    layer: int,
+    recomputed: Container[str] = (),
+    imbalance: float = EXPERT_IMBALANCE,
 ) -> float:
     """Elements per token that one layer keeps for its backward pass on one rank.
 
     Args:
         recomputed: parts that keep their input alone, in the words of Megatron's recompute_modules: of these
             `COUNTED` are known here, and others change nothing.
+        imbalance: tokens of the rank's experts over an even share.
     """
     tensor = parallel.tensor_model_parallel_size
     sequence = tensor if parallel.sequence_parallel else 1
@@ -127,7 +128,7 @@ def kept_elements(
     elements += 3 * 2 * shape.num_experts / sequence  # router logits and probabilities in fp32
     # each chosen expert: its input before and after the exchange, both layers, its output
     inner = 2 if "moe_act" in recomputed else 3  # without what the activation gives
-    routed = shape.experts_per_token * EXPERT_IMBALANCE * (3 * hidden + inner * shape.expert_hidden_size)
+    routed = shape.experts_per_token * imbalance * (3 * hidden + inner * shape.expert_hidden_size)
     return elements + routed / sequence
 
 
@@ -189,8 +190,11 @@ def weight_count(shape: ModelShape) -> WeightCount:
 
 
 @lru_cache(maxsize=64)
-def mixer_flops(shape: ModelShape) -> tuple[int, int]:
-    """(operations of all mixers for each token beyond products with weights, for each pair of tokens). Where
-    attention sees a window, they are counted for all pairs: more than there are."""
+def mixer_flops(shape: ModelShape) -> tuple[int, Mapping[int | None, int]]:
+    """(operations of all mixers for each token beyond products with weights, by window those for each pair of
+    a token and one that it sees)"""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    return sum(mixer.flops_per_token for mixer in mixers), sum(mixer.flops_per_pair for mixer in mixers)
+    per_pair: dict[int | None, int] = {}
+    for mixer in mixers:
+        per_pair[mixer.window] = per_pair.get(mixer.window, 0) + mixer.flops_per_pair
+    return sum(mixer.flops_per_token for mixer in mixers), per_pair

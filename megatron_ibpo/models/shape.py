@@ -1,5 +1,6 @@
 """A model's dimensions in plain numbers, as its config.json gives them."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,10 @@ class ModelShape:
     def window(self, layer: int) -> int | None:
         """How many tokens the attention of a layer sees; None: all."""
         return self.windows[layer] if self.windows else None
+
+    def attention_windows(self) -> Counter[int | None]:
+        """Window → how many layers with softmax attention have it."""
+        return Counter(self.window(layer) for layer, softmax in enumerate(self.full_attention) if softmax)
 
     def divided_by_tp(self) -> dict[str, int]:
         """Sizes that tensor parallelism has to divide, in the trainer and in engines, by what they count."""

@@ -1,7 +1,7 @@
 """What programs reach of the hardware: a few numbers, fitted to published runs (`tools/fit_planner.py`).
 
-They are shares of a data sheet's figure, or seconds. They hold for all hardware alike: more of them would fit
-better and predict worse.
+They are shares of a data sheet's figure, or seconds. They hold for all hardware alike, but for one factor on
+products of each generation: more of them would fit better and predict worse.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -43,9 +43,9 @@ class Efficiencies:
     engine_tensor: float = 1.5e-5
     """The same of a layer whose results several GPUs add up, twice."""
     engine_sequence: float = 2e-5
-    """Seconds of a step for each running sequence: sampling, scheduling, detokenizing."""
+    """Seconds of a step for each running sequence: scheduling, detokenizing, beside what GPUs do."""
     engine_request: float = 5e-3
-    """Seconds that a request costs an engine, however long it is."""
+    """Seconds that a request costs a server, however long it is."""
     gather: float = 0.1
     """Of the bandwidth between trainers and engines, in a weight update that gathers and broadcasts all."""
     reshard: float = 0.5
@@ -58,8 +58,36 @@ class Efficiencies:
     """Bytes per second for each GPU that the processors' Adam reads and writes."""
     step: float = 5.0
     """Seconds of a step of reinforcement learning that belong to none of its stages."""
+    loop: float = 1.0
+    """What engines and trainers take within a loop of reinforcement learning over what the same layers take
+    in a benchmark of theirs alone."""
+    ampere: float = 1.0
+    """What products reach of the peak on A100, over what they reach on Hopper."""
+    blackwell: float = 1.0
+    """The same on B200 and GB200."""
+    cdna: float = 1.0
+    """The same on MI300X."""
+    tensorrt: float = 1.0
+    """What an engine's products reach in TensorRT-LLM over vLLM and SGLang. Published rows alone have it."""
+
+    def on(self, generation: str) -> float:
+        """The factor of a generation; 1 of those that have none."""
+        return {"ampere": self.ampere, "blackwell": self.blackwell, "cdna": self.cdna}.get(generation, 1.0)
+
+    def within_a_loop(self) -> "Efficiencies":
+        """What is left of them there: all that a pass or an engine's step consists of takes `loop` times as
+        long."""
+        rates = {name: getattr(self, name) / self.loop for name in _RATES}
+        return replace(
+            self, **rates, **{name: getattr(self, name) * self.loop for name in _SECONDS}, loop=1.0
+        )
 
 
+_RATES = (
+    "matmul", "matmul_fp8", "experts", "attention", "elementwise", "link", "decode", "prefill", "host",
+    "host_adam",
+)  # fmt: skip
+_SECONDS = ("train_layer", "engine_layer", "engine_tensor", "engine_sequence", "engine_request")
 PARAMETERS = tuple(field.name for field in fields(Efficiencies))
 
 

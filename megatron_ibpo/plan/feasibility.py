@@ -20,7 +20,7 @@ from megatron_ibpo.plan.memory import (
     RankMemory,
     engine_memory,
     host_memory,
-    kv_bytes_per_token,
+    kv_bytes,
     rank_memory,
     state_bytes_per_sequence,
     sync_bytes,
@@ -259,6 +259,6 @@ def full_contexts(plan: Plan) -> float:
 def sequences(plan: Plan, tokens: int) -> float:
     """Sequences of so many tokens that one engine's KV cache holds at once, each with its recurrent state."""
     assert plan.engine is not None
-    one = tokens * kv_bytes_per_token(plan.shape, plan.config)
+    one = kv_bytes(plan.shape, plan.config, tokens)
     one += state_bytes_per_sequence(plan.shape, plan.config)
     return plan.engine.kv_cache / one

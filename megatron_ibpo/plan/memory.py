@@ -333,10 +333,13 @@ def _engine_weights(shape: ModelShape, total: int, size: int, element: int, quan
     return (int(matrices * each) + embeddings * element) // size + routers * element
 
 
-def kv_bytes_per_token(shape: ModelShape, config: Config) -> int:
-    """KV cache of one token on one GPU of an engine; key/value heads are copied where TP exceeds them."""
+def kv_bytes(shape: ModelShape, config: Config, tokens: int) -> int:
+    """KV cache of a sequence of so many tokens on one GPU of an engine; key/value heads are copied where TP
+    exceeds them. Layers with a window keep no more than that."""
     heads = max(1, shape.num_key_value_heads // config.rollout.rollout_num_gpus_per_engine)
-    return sum(shape.full_attention) * 2 * heads * shape.head_dim * _engine_element(config)
+    windows = shape.attention_windows().items()
+    kept = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in windows)
+    return kept * 2 * heads * shape.head_dim * _engine_element(config)
 
 
 def state_bytes_per_sequence(shape: ModelShape, config: Config) -> int:

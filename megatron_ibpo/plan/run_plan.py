@@ -26,7 +26,7 @@ from megatron_ibpo.plan.feasibility import (
 from megatron_ibpo.plan.memory import (
     GIB,
     RankMemory,
-    kv_bytes_per_token,
+    kv_bytes,
     state_bytes_per_sequence,
     sync_bytes,
 )
@@ -305,8 +305,13 @@ def _kv_cache(plan: Plan) -> str:
     state = state_bytes_per_sequence(plan.shape, plan.config)
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     responses = sequences(plan, rollout.rollout_max_response_len)
+    windows = "".join(
+        f", in {layers} layers of the last {window:,} tokens alone"
+        for window, layers in plan.shape.attention_windows().items()
+        if window is not None
+    )
     return (
-        f"KV cache: {kv_bytes_per_token(plan.shape, plan.config):,} bytes a token and GPU{states}; one "
+        f"KV cache: {kv_bytes(plan.shape, plan.config, 1):,} bytes a token and GPU{windows}{states}; one "
         f"engine holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens, or "
         f"{responses:.0f} responses of {rollout.rollout_max_response_len:,}; it works at no more than "
         f"{rollout.vllm_max_num_seqs} at once (--vllm-max-num-seqs)"

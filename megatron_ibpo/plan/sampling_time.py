@@ -7,7 +7,7 @@ al., arXiv 2309.06180); speculation is Leviathan et al.'s (arXiv 2211.17192).
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.cost import mixer_cost, mixer_flops, weight_count
+from megatron_ibpo.models.cost import mixer_cost, mixer_flops, seen_pairs, weight_count
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.hardware import Hardware
 
@@ -47,6 +47,8 @@ class Engine:
     memory_share: float = 0.9
     """Of the GPUs' memory that the engine may use."""
     most_running: int = MOST_SEQUENCES
+    serves: bool = True
+    """Requests come one by one through a server; offline they are a list that is there from the start."""
     accepted: float = 0.0
     """Probability that the draft's next token is accepted; 0 without speculation."""
     drafted: int = 0
@@ -56,12 +58,20 @@ class Engine:
     def precision(self) -> str:
         return "bf16" if self.weight_bytes == 2 else "fp8"
 
-    @cached_property
-    def cache_per_token(self) -> float:
-        """Bytes on all GPUs together."""
+    def cache_of(self, tokens: FloatOrArray) -> FloatOrArray:
+        """Bytes of a sequence's keys and values, on all GPUs together. Layers with a window keep no more."""
         shape = self.shape
         heads = max(shape.num_key_value_heads, min(self.tensor, shape.num_attention_heads))
-        return sum(shape.full_attention) * 2 * heads * shape.head_dim * self.cache_bytes
+        each = 2 * heads * shape.head_dim * self.cache_bytes
+        kept: Any = sum(
+            layers * (tokens if window is None else np.minimum(tokens, window))
+            for window, layers in self._windows.items()
+        )
+        return each * kept
+
+    @cached_property
+    def _windows(self) -> Mapping[int | None, int]:
+        return self.shape.attention_windows()
 
     @cached_property
     def state_per_sequence(self) -> float:
@@ -82,7 +92,7 @@ class Engine:
             count.total - count.layers - count.experts
         )
         free = self.tensor * (self.hardware.memory_gib * GIB * self.memory_share - _WORKSPACE) - weights
-        fitting = free / (tokens * self.cache_per_token + self.state_per_sequence)
+        fitting = free / (self.cache_of(tokens) + self.state_per_sequence)
         if fitting < 1:
             raise ValueError(
                 f"{self.tensor} GPUs of {self.hardware.name} do not hold the weights "
@@ -99,30 +109,36 @@ class Engine:
         if shape.is_moe:
             touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** tokens
             read += count.experts * touched * self.weight_bytes
-        rate = self.tensor * self.hardware.peak(self.precision) * reached.prefill
-        products = 2 * tokens * (count.layers + count.chosen + count.table) / rate
-        caches = running * (context * self.cache_per_token + 2 * self.state_per_sequence)
-        return (
+        products = 2 * tokens * (count.layers + count.chosen + count.table) / self._rate
+        caches = running * (self.cache_of(context) + 2 * self.state_per_sequence)
+        on_gpus: Any = (
             np.maximum(read / bandwidth, products)
             + caches / bandwidth
             + shape.num_layers * reached.engine_layer
             + self._between(tokens)
-            + running * reached.engine_sequence
         )
+        on_host = running * reached.engine_sequence
+        return np.maximum(on_gpus, on_host) if self.hardware.starts_ahead else on_gpus + on_host
 
     def prompt_seconds(self, tokens: float) -> float:
         """Reading one prompt beside others."""
         if tokens <= 0:
             return 0.0
         count, (per_token, per_pair) = weight_count(self.shape), mixer_flops(self.shape)
-        work = tokens * (2 * (count.layers + count.chosen) + per_token) + per_pair * tokens * (tokens + 1) / 2
-        peak = self.tensor * self.hardware.peak(self.precision)
+        work = tokens * (2 * (count.layers + count.chosen) + per_token)
+        work += sum(flops * seen_pairs(tokens, window) for window, flops in per_pair.items())
         sent = 0.0
         if self.tensor > 1:
             each = 2 * 2 * self.shape.hidden_size * (self.tensor - 1) / self.tensor
             rate = self.hardware.between(self.tensor) * self.reached.link
             sent = 2 * self.shape.num_layers * each * tokens / rate
-        return work / (peak * self.reached.prefill) + sent
+        return work / self._rate + sent
+
+    @property
+    def _rate(self) -> float:
+        """Operations per second in products."""
+        peak = self.tensor * self.hardware.peak(self.precision)
+        return peak * self.reached.prefill * self.reached.on(self.hardware.generation)
 
     def per_step(self) -> float:
         """Tokens of a response that a step writes on average."""
@@ -183,7 +199,8 @@ def sample(
     slots = engine.slots(prompt / shared + typical)
     slots = min(slots, concurrency or slots)
     room = max(1, round(slots / weight))
-    reading = weight * (engine.prompt_seconds(prompt) / shared + engine.reached.engine_request)
+    request = engine.reached.engine_request if engine.serves else 0.0
+    reading = weight * (engine.prompt_seconds(prompt) / shared + request)
     plan = _schedule((lengths / engine.per_step()).tobytes(), room)
     each = engine.step_seconds(plan.running * weight, prompt + engine.per_step() * plan.written)
     spent = plan.steps * each
@@ -245,6 +262,8 @@ def _schedule(lengths: bytes, room: int) -> _Schedule:
 
 def _thinned(lengths: np.ndarray, count: int) -> np.ndarray:
     """As many of them, in their order, that have the same quantiles."""
+    if lengths.min() == lengths.max():
+        return lengths[:count]
     quantiles = np.quantile(lengths, (np.arange(count) + 0.5) / count)
     quantiles *= lengths.mean() / quantiles.mean()
     order = np.argsort(

@@ -109,6 +109,8 @@ def step_times(
     Raises:
         ValueError: an engine does not hold weights and a sequence.
     """
+    reached = reached.within_a_loop()
+    engine = replace(engine, reached=engine.reached.within_a_loop())
     engines = max(1, engine_gpus // engine.tensor)
     lengths = shuffled(np.asarray(task.responses, np.float64))
     first = _sample(engine, lengths, task, engines, task.count, task.prompt)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.cost import kept_elements, mixer_cost, mixer_flops, weight_count
+from megatron_ibpo.models.cost import kept_elements, mixer_cost, mixer_flops, seen_pairs, weight_count
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.hardware import Hardware
@@ -34,6 +34,8 @@ _OLD_ATTENTION = 0.6
 _WITH_STATES = 2.0
 """The rule of delta nets, over what it takes without context parallelism: it goes over values and, as wide as
 these, over what a state would change."""
+_ACCUMULATED = 8
+"""Bytes of a parameter's gradient in fp32 that each micro-batch reads and writes."""
 _ADAM_BYTES = 26
 """Of a parameter in an optimizer step: gradient, master weight and two means read, the latter three written,
 and the weight in bf16."""
@@ -90,17 +92,33 @@ class Layout:
 class Batch:
     """What a pass goes over."""
 
-    tokens: float
-    pairs: float
-    """Of a token and one that it sees, itself among them."""
-    sequences: float
+    lengths: tuple[float, ...]
+    times: float = 1.0
+    """How many sequences each of them stands for."""
 
     @classmethod
     def of(cls, lengths: Sequence[float] | npt.NDArray[np.float64]) -> "Batch":
-        return cls(float(sum(lengths)), float(sum(n * (n + 1) / 2 for n in lengths)), float(len(lengths)))
+        return cls(tuple(map(float, lengths)))
 
     def scaled(self, share: float) -> "Batch":
-        return Batch(self.tokens * share, self.pairs * share, self.sequences * share)
+        return Batch(self.lengths, self.times * share)
+
+    @property
+    def tokens(self) -> float:
+        return self.times * sum(self.lengths)
+
+    @property
+    def sequences(self) -> float:
+        return self.times * len(self.lengths)
+
+    def pairs(self, window: int | None) -> float:
+        """Of a token and one that it sees, itself among them."""
+        return self.times * _pairs(self.lengths, window)
+
+
+@lru_cache(maxsize=256)
+def _pairs(lengths: tuple[float, ...], window: int | None) -> float:
+    return sum(seen_pairs(length, window) for length in lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +176,11 @@ def pass_time(
     micro_batches = _micro_batches(layout, batch, steps)
     rank_tokens = batch.tokens / (layout.data * layout.context)
 
-    peak = hardware.peak_bf16
+    factor = reached.on(hardware.generation)
+    peak = hardware.peak_bf16 * factor
     dense_rate = peak * reached.matmul
     if layout.precision != "bf16":
-        dense_rate = hardware.peak_fp8 * reached.matmul_fp8
+        dense_rate = hardware.peak_fp8 * factor * reached.matmul_fp8
     expert_rate = dense_rate * reached.experts / reached.matmul
     routing = 1.0 if layout.balanced_experts or layout.expert == 1 else reached.routing
     per_token, per_pair = mixer_flops(shape)
@@ -175,10 +194,15 @@ def pass_time(
     )
     old = _OLD_ATTENTION if layout.attention < 3 else 1.0
     attention_passes = 1 + (1.0 if again == 1 else 0.0) + (_ATTENTION_BACKWARD if backward else 0)
-    attention = attention_passes * per_pair * batch.pairs / parts / (peak * reached.attention * old)
+    met = sum(flops * batch.pairs(window) for window, flops in per_pair.items())
+    attention = attention_passes * met / parts / (peak * reached.attention * old)
     rule = _WITH_STATES if layout.context > 1 else 1.0
     attention += rule * passes * per_token * batch.tokens / parts / (peak * reached.attention)
-    elementwise = 2 * 2 * _kept(shape, layout.tensor, layout.context) * rank_tokens / layout.pipeline * passes
+    even, twice = _kept(shape, layout.tensor, layout.context)
+    kept = even + (twice - even) * (routing - 1)
+    weights = sum(own_parameters(shape, layout)) * micro_batches
+    elementwise = 2 * 2 * kept * rank_tokens / layout.pipeline * passes
+    elementwise += weights * (2 * (1 + again) + (2 + _ACCUMULATED if backward else 0))
     elementwise /= hardware.memory_bandwidth * reached.elementwise
     layers = shape.num_layers / layout.pipeline
     least = reached.train_layer * layers * micro_batches * passes
@@ -230,10 +254,13 @@ def own_state(shape: ModelShape, layout: Layout) -> float:
 
 
 @lru_cache(maxsize=256)
-def _kept(shape: ModelShape, tensor: int, context: int) -> float:
-    """Elements that all layers write for each token on a rank; as many are read."""
+def _kept(shape: ModelShape, tensor: int, context: int) -> tuple[float, float]:
+    """Elements that all layers write for each token on a rank, where its experts get an even share of tokens
+    and twice that; as many are read."""
     parallel = ParallelConfig(tensor_model_parallel_size=tensor, context_parallel_size=context)
-    return sum(kept_elements(shape, parallel, layer) for layer in range(shape.num_layers))
+    layers = range(shape.num_layers)
+    even, twice = (sum(kept_elements(shape, parallel, i, (), share) for i in layers) for share in (1.0, 2.0))
+    return even, twice
 
 
 def _micro_batches(layout: Layout, batch: Batch, steps: int) -> float:
@@ -342,19 +369,17 @@ def _data_seconds(
     of the last micro-batch. With it: weights are gathered in every pass, behind computation; pipeline stages
     gather them once a step."""
     dense, experts = own_parameters(shape, layout)
-    copies, expert_copies = layout.copies, layout.expert_copies
-    if copies == 1:
-        return 0.0
-    rate = hardware.between(layout.gpus // layout.pipeline) * reached.link
-    share = (copies - 1) / copies
+    copies = layout.copies
+    holders = max(1, layout.gpus // (layout.expert * layout.pipeline))  # of the same experts
+    seconds = dense * (copies - 1) / copies / hardware.collective(copies, layout.tensor)
+    seconds += experts * (holders - 1) / holders / hardware.collective(holders, layout.expert)
+    seconds /= reached.link
     if layout.fsdp:
         each = 2 * (2 if backward else 1) + (4 if backward else 0)
         gathers = micro_batches if layout.pipeline == 1 else steps  # a stage keeps what it has gathered
-        sent = (dense + experts) * each * share * gathers
-        return max(0.0, sent / rate - computing)
-    sent = steps * 6 * (dense * share + experts * (expert_copies - 1) / expert_copies)
+        return max(0.0, seconds * each * gathers - computing)
     hidden = steps * computing / micro_batches / 2
-    return max(0.0, sent / rate - hidden)
+    return max(0.0, seconds * steps * 6 - hidden)
 
 
 def _optimizer_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, reached: Efficiencies) -> float:

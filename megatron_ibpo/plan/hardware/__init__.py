@@ -34,6 +34,8 @@ class Hardware:
     """The same to all other GPUs."""
     host_link: float
     """The same to main memory."""
+    generation: str = ""
+    """Of its makers' designs: `plan.efficiencies` has a factor for some."""
     starts_ahead: bool = True
     """Kernels are started while others compute; a processor starts one when the one before is done."""
 
@@ -44,6 +46,13 @@ class Hardware:
     def between(self, gpus: int) -> float:
         """Bytes per second that each of so many neighbouring GPUs sends to the others at once."""
         return self.link if gpus <= self.linked else self.network
+
+    def collective(self, ranks: int, stride: int = 1) -> float:
+        """Bytes per second at which each of a group's ranks, so many GPUs apart, sends or gets what the group
+        gathers or reduces. Rings pass between nodes on the networks of all members that a node has."""
+        if ranks * stride <= self.linked:
+            return self.link
+        return min(self.link, self.network * max(1, self.linked // stride))
 
 
 def hardware_names() -> list[str]:
