@@ -22,7 +22,7 @@ from megatron_ibpo.rollout.settings import CPU_KV_CACHE_BYTES
 from megatron_ibpo.words import listed
 
 TRAINER_PROGRAM_BYTES = int(0.4 * GIB)
-"""Of a trainer's process, its model apart: 406 MiB with a tiny one on a CPU (tools/results/soak_next.json)."""
+"""Of a trainer's process, its model apart: 406 MiB with a tiny one (tools/results/soak_next.json)."""
 ENGINE_PROGRAM_BYTES = int(0.5 * GIB)
 """Of an engine's on a CPU: 1,104 MiB there, of which a KV cache of 512 MiB."""
 _MOST_NODES = 8
