@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -523,6 +524,15 @@ def minimal(tmp_path, **changes):
     return path
 
 
+def test_tuning_runs_are_evaluated_at_their_start_and_end_alone(tmp_path):
+    common = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "eval-interval": 3}
+    tune = {"grid": {"lr": [1e-4]}, "seeds": [9], "budget": 5}
+    study = read_study([minimal(tmp_path, common=common, tune=tune)])
+    tuning, main = plan_tuning(study, tmp_path / "out")[0], plan_main(study, tmp_path / "out")[0]
+    assert yaml.safe_load(tuning.config).get("eval-interval") is None
+    assert yaml.safe_load(main.config)["eval-interval"] == 3
+
+
 def test_every_run_has_its_seed_its_budget_and_a_recipe_of_its_own(tmp_path):
     planned = plan_main(read_study([minimal(tmp_path)]), tmp_path / "out")
     assert [(run.method, run.seed) for run in planned] == [
@@ -621,22 +631,25 @@ def test_a_method_that_cannot_work_is_refused_before_anything_runs(tmp_path):
 
 # -------------------------------------------------------------------------------------------- child processes
 
-STUBBORN = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open(sys.argv[1], "w").write(str(below.pid))
-time.sleep(600)
-"""
+
+def stubborn(arguments):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(arguments[0]).write_text(str(below.pid))
+    time.sleep(600)
+
+
+def failing(arguments):
+    print("why")
+    return 3
 
 
 def planned(tmp_path):
-    return PlannedRun("m", 0, tmp_path / "runs/seed_0", ("--none",), "key: value\n", 1.0)
+    return PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
 
 
 def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
-    noted = tmp_path / "pid"
-    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", STUBBORN, str(noted)))
+    monkeypatch.setattr(runs, "PROGRAM", stubborn)
     monkeypatch.setattr(runs, "GRACE_S", 0.3)
     started = time.monotonic()
     assert (
@@ -644,7 +657,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypa
         == "timed out"
     )
     assert time.monotonic() - started < 20
-    below = int(noted.read_text())
+    below = int((tmp_path / "pid").read_text())
     if psutil.pid_exists(below):
         process = psutil.Process(below)
         gone, _ = psutil.wait_procs([process], timeout=5)  # it was killed a moment ago
@@ -652,7 +665,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypa
 
 
 def test_a_run_that_fails_says_so_and_keeps_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "print('why'); raise SystemExit(3)"))
+    monkeypatch.setattr(runs, "PROGRAM", failing)
     run = planned(tmp_path)
     assert runs.execute(run, STUDY, lambda row: None, threading.Event()) == "failed"
     assert run.directory.with_suffix(".log").read_text() == "why\n"

@@ -335,12 +335,13 @@ class LeanModel:
         own = columns[first:, None]  # [columns of ids, 1]
         pads = cache.pads[:, None, None]
         # padding sees itself, since a softmax over nothing is NaN
-        sees = ((columns <= own) & (columns >= pads)) | (columns == own)
+        hidden_from = ((columns > own) | (columns < pads)) & (columns != own)
+        bias = torch.zeros(hidden_from.shape).masked_fill_(hidden_from, -torch.inf)
         positions = (columns[first:] - cache.pads[:, None]).clamp(min=0)
         rotation = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         hidden = F.embedding(ids, self._embedding)
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
-            hidden = layer(hidden, rotation, keys, values, sees[:, None], first, last)
+            hidden = layer(hidden, rotation, keys, values, bias, first, last)
         cache.filled = last
         return F.linear(_normed(hidden[:, -1], self._norm, self._shape.rms_norm_eps), self._head)
 
@@ -382,7 +383,7 @@ class _Layer:
         rotation: tuple[Tensor, Tensor],
         keys: Tensor,
         values: Tensor,
-        sees: Tensor,
+        bias: Tensor,
         first: int,
         last: int,
     ) -> Tensor:
@@ -395,20 +396,38 @@ class _Layer:
         rotated = _rotated(_normed(mixed[:, :, : heads + shared], self.head_norms, eps), *rotation)
         keys[:, :, first:last] = rotated[:, :, heads:].transpose(1, 2)
         values[:, :, first:last] = mixed[:, :, heads + shared :].transpose(1, 2)
-        seen = F.scaled_dot_product_attention(
-            rotated[:, :, :heads].transpose(1, 2),
-            keys[:, :, :last],
-            values[:, :, :last],
-            attn_mask=sees,
-            enable_gqa=heads != shared,
-        )
-        hidden = hidden + F.linear(seen.transpose(1, 2).reshape(rows, columns, -1), self.output)
+        seen = _attended(rotated[:, :, :heads], keys[:, :, :last], values[:, :, :last], bias)
+        hidden = hidden + F.linear(seen, self.output)
         gate, up = F.linear(_normed(hidden, self.before_mlp, eps), self.gate_and_up).chunk(2, -1)
         return hidden + F.linear(F.silu(gate) * up, self.down)
 
 
+def _attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """[rows, columns, query heads * head]
+
+    `scaled_dot_product_attention` takes three times as long for one query per row: here the query heads that
+    share keys are the rows of one product.
+
+    Args:
+        queries: [rows, columns, query heads, head]
+        keys: [rows, key-value heads, all columns, head]
+        values: as `keys`.
+        bias: [rows, columns, all columns]: 0 where a query sees, else -inf.
+    """
+    rows, columns, heads, head = queries.shape
+    shared, seen = keys.shape[1:3]
+    own = (queries * head**-0.5).view(rows, columns, shared, heads // shared, head)
+    own = own.permute(0, 2, 3, 1, 4).reshape(rows, shared, -1, head)
+    scores = (own @ keys.transpose(2, 3)).view(rows, shared, heads // shared, columns, seen)
+    weights = scores.add_(bias[:, None, None]).softmax(-1).view(rows, shared, -1, seen)
+    found = (weights @ values).view(rows, shared, heads // shared, columns, head)
+    return found.permute(0, 3, 1, 2, 4).reshape(rows, columns, heads * head)
+
+
 def _normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
+    # half the operations of torch's own on a processor
+    norms = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    return hidden * norms.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_() * weight
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

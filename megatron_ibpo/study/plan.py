@@ -212,6 +212,8 @@ def _planned(
     settings: Settings = {} if phase == "tuning" else {"eval-other-temperatures": OTHER_TEMPERATURES}
     settings |= {**study.common, **task.settings, **study.methods[method], **tuned}
     settings |= {"budget": budget, "budget-unit": study.budget_unit}
+    if phase == "tuning":
+        settings["eval-interval"] = None  # judged by its end alone
     if study.tune is not None or study.pilot_seeds:
         # what is chosen must not be chosen on the problems by which it is judged
         settings["eval-half"] = "tuning" if phase in ("tuning", "pilot") else "test"
