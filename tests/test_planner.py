@@ -335,7 +335,8 @@ def test_ranks_that_share_sequences_pass_keys_behind_attention_and_states_in_the
     # of each of 36 delta nets: 15 hops of a state of 32 heads of 128 x 128 in fp32, and the last 3 tokens of
     # 8,192 channels in bf16 of two chunks to 7 ranks; both ways, for 8 sequences
     sent = 2 * 8 * 36 * (15 * 4 * 32 * 128 * 128 + 7 * 2 * 2 * 3 * 8192)
-    assert shared.context == pytest.approx(sent / 450e9)
+    # and 15 hops and one gather for each of 8 micro-batches, each begun in 11.8 us
+    assert shared.context == pytest.approx(sent / 450e9 + 2 * 8 * 36 * 16 * 11.8e-6)
     assert alone.context == 0
     assert shared.attention > alone.attention  # delta nets compute states beside their values
     assert shared.products == pytest.approx(alone.products)
@@ -345,6 +346,25 @@ def test_ranks_that_share_sequences_pass_keys_behind_attention_and_states_in_the
     )
     assert dense.attention == pytest.approx(dense_alone.attention)
     assert dense.context == 0  # 36 layers of keys and values take less than their attention
+
+
+def test_ranks_that_share_out_heads_exchange_what_delta_nets_take_and_give():
+    batch, layout = Batch.of([65536] * 8), Layout(gpus=8, context=8, micro_batch=65536)
+    states, heads = (
+        pass_time(HYBRID, replace(layout, delta_net_cp=way), H100, ALL, batch) for way in ("state", "heads")
+    )
+    # of each of 65,536 tokens of a rank 2 x 2,048 of queries and keys, 2 x 4,096 of values and gates, 2 x 32
+    # of decay and beta, 4,096 of outputs, in bf16, 7 of 8 to other ranks; both ways
+    sent = 2 * 36 * 65536 * 2 * (2 * 2048 + 3 * 4096 + 2 * 32) * 7 / 8
+    assert heads.context == pytest.approx(sent / 450e9 + 2 * 2 * 36 * 8 * 11.8e-6)
+    assert heads.context > states.context  # sequences are long
+    alone = pass_time(HYBRID, Layout(gpus=8, micro_batch=65536), H100, ALL, batch)
+    assert heads.attention == pytest.approx(alone.attention)
+
+
+def test_over_the_network_a_message_begins_later():
+    assert H100.start(8) == pytest.approx(11.8e-6)
+    assert H100.start(16) == pytest.approx(22.4e-6)
 
 
 def test_long_sequences_are_shared_where_one_rank_does_not_hold_them():

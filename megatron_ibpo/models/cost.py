@@ -35,6 +35,8 @@ class MixerCost:
     """Elements per token that the backward pass needs."""
     kept_with_states: int = 0
     """The same, more of them, where states are passed between ranks that share a sequence."""
+    exchanged: int = 0
+    """Elements per token that ranks which share a sequence exchange, where they share out heads instead."""
     recurrent_state: int = 0
     """Elements of one sequence that an engine holds in place of keys and values."""
     convolution_state: int = 0

@@ -94,6 +94,7 @@ def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Mach
         precision="fp8" if model_overrides(config).get("fp8") else "bf16",
         recompute=config.model.recompute_granularity,
         offload_optimizer=config.optimizer.optimizer_cpu_offload,
+        delta_net_cp=parallel.delta_net_cp,
         micro_batch=config.model.max_tokens_per_gpu * parallel.context_parallel_size,
     )
     engine = Engine(

@@ -1,6 +1,7 @@
 """Seconds of training passes: a roofline of what is computed, what ranks send, the pipeline's bubble.
 
-Under context parallelism keys and values go around behind attention, and delta nets pass their states.
+Under context parallelism keys and values go around behind attention, and delta nets pass their states or
+share out their heads.
 
 Sources of the terms: operations as `models.cost` counts them; recomputation, the pipeline's bubble
 (p - 1) / (v m) and the volumes of tensor, sequence and pipeline parallelism from Narayanan et al.
@@ -61,6 +62,8 @@ class Layout:
     recompute: str = "none"
     """none, selective or full."""
     offload_optimizer: bool = False
+    delta_net_cp: str = "state"
+    """state: ranks that share a sequence pass states; heads: they exchange what delta nets take and give."""
     micro_batch: int
     """Tokens of a micro-batch, over all its context-parallel ranks."""
     balanced_experts: bool = False
@@ -86,6 +89,11 @@ class Layout:
     def parallel(self) -> ParallelConfig:
         """What a layer keeps depends on this."""
         return ParallelConfig(tensor_model_parallel_size=self.tensor, expert_model_parallel_size=self.expert)
+
+    @property
+    def passes_states(self) -> bool:
+        """Whether delta nets do."""
+        return self.context > 1 and self.delta_net_cp == "state"
 
 
 @dataclass(frozen=True)
@@ -196,9 +204,9 @@ def pass_time(
     attention_passes = 1 + (1.0 if again == 1 else 0.0) + (_ATTENTION_BACKWARD if backward else 0)
     met = sum(flops * batch.pairs(window) for window, flops in per_pair.items())
     attention = attention_passes * met / parts / (peak * reached.attention * old)
-    rule = _WITH_STATES if layout.context > 1 else 1.0
+    rule = _WITH_STATES if layout.passes_states else 1.0
     attention += rule * passes * per_token * batch.tokens / parts / (peak * reached.attention)
-    even, twice = _kept(shape, layout.tensor, layout.context)
+    even, twice = _kept(shape, layout.tensor, layout.passes_states)
     kept = even + (twice - even) * (routing - 1)
     weights = sum(own_parameters(shape, layout)) * micro_batches
     elementwise = 2 * 2 * kept * rank_tokens / layout.pipeline * passes
@@ -210,10 +218,17 @@ def pass_time(
 
     tensor = _tensor_seconds(shape, layout, hardware, reached, rank_tokens, backward, again)
     expert = _expert_seconds(shape, layout, hardware, reached, rank_tokens, backward, again) * routing
-    context = max(0.0, _context_seconds(shape, layout, hardware, reached, rank_tokens, backward) - attention)
-    context += _state_seconds(
-        shape, layout, hardware, reached, batch.sequences / layout.data, backward, again
-    )
+    around = _context_seconds(shape, layout, hardware, reached, rank_tokens, micro_batches, backward)
+    context = max(0.0, around - attention)
+    if layout.context > 1 and shape.is_recurrent:
+        passed = 1 + (again == 1) + backward
+        if layout.passes_states:
+            sent, messages = _states_passed(shape, layout, batch.sequences / layout.data)
+        else:
+            sent, messages = _heads_exchanged(shape, layout, rank_tokens)
+        group = layout.tensor * layout.context
+        context += passed * sent / (hardware.between(group) * reached.link)
+        context += passed * messages * micro_batches * hardware.start(group)
     waiting = max(0.0, least - computing) if hardware.starts_ahead else least
     busy = computing + tensor + expert + context + waiting
     bubble = busy * (layout.pipeline - 1) / (layout.chunks * micro_batches / steps)
@@ -254,9 +269,10 @@ def own_state(shape: ModelShape, layout: Layout) -> float:
 
 
 @lru_cache(maxsize=256)
-def _kept(shape: ModelShape, tensor: int, context: int) -> tuple[float, float]:
+def _kept(shape: ModelShape, tensor: int, passes_states: bool) -> tuple[float, float]:
     """Elements that all layers write for each token on a rank, where its experts get an even share of tokens
     and twice that; as many are read."""
+    context = 2 if passes_states else 1  # any number keeps the same
     parallel = ParallelConfig(tensor_model_parallel_size=tensor, context_parallel_size=context)
     layers = range(shape.num_layers)
     even, twice = (sum(kept_elements(shape, parallel, i, (), share) for i in layers) for share in (1.0, 2.0))
@@ -319,40 +335,50 @@ def _context_seconds(
     hardware: Hardware,
     reached: Efficiencies,
     tokens: float,
+    micro_batches: float,
     backward: bool,
 ) -> float:
     """Keys and values of all other ranks, and in the backward pass again with their gradients."""
-    times = (layout.context - 1) * (3 if backward else 1)
-    elements = 2 * shape.num_key_value_heads * shape.head_dim * sum(shape.full_attention)
-    rate = hardware.between(layout.tensor * layout.context) * reached.link
-    return times * 2 * elements * tokens / layout.tensor / layout.pipeline / rate
+    layers, hops = sum(shape.full_attention) / layout.pipeline, layout.context - 1
+    elements = 2 * shape.num_key_value_heads * shape.head_dim * layers
+    group = layout.tensor * layout.context
+    rate = hardware.between(group) * reached.link
+    sending = (3 if backward else 1) * 2 * elements * tokens / layout.tensor / rate
+    return hops * (sending + (1 + backward) * layers * micro_batches * hardware.start(group))
 
 
-def _state_seconds(
-    shape: ModelShape,
-    layout: Layout,
-    hardware: Hardware,
-    reached: Efficiencies,
-    sequences: float,
-    backward: bool,
-    again: float,
-) -> float:
-    """What delta nets pass (`models.delta_net.state_passing`): from chunk to chunk of each sequence a state
-    in fp32, one hop after the other, and the last tokens of both chunks of a rank to all others; in the
-    backward pass the gradients of both. Nothing hides it.
+def _states_passed(shape: ModelShape, layout: Layout, sequences: float) -> tuple[float, float]:
+    """(bytes, messages of a micro-batch) that a rank passes on in the forward pass for its delta nets
+    (`models.delta_net.state_passing`): from chunk to chunk of each sequence a state in fp32, one hop after
+    the other, and the last tokens of both chunks of a rank to all others; gradients of both come back.
+    Nothing hides it.
 
     Args:
         sequences: of a data-parallel rank.
     """
-    if layout.context == 1 or not shape.is_recurrent:
-        return 0.0
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
     hops = context_chunks(layout.context) - 1
     states = hops * 4 * sum(mixer.recurrent_state for mixer in mixers)
     last_tokens = (layout.context - 1) * 2 * 2 * sum(mixer.convolution_state for mixer in mixers)
-    passes = 1 + (again == 1) + backward
-    sent = passes * sequences * (states + last_tokens) / layout.tensor / layout.pipeline
-    return sent / (hardware.between(layout.tensor * layout.context) * reached.link)
+    sent = sequences * (states + last_tokens) / layout.tensor / layout.pipeline
+    return sent, (hops + 1) * _recurrent_layers(shape, layout)
+
+
+def _heads_exchanged(shape: ModelShape, layout: Layout, tokens: float) -> tuple[float, float]:
+    """The same where ranks exchange what delta nets take and give, so that each has some heads of all tokens.
+
+    Args:
+        tokens: of a rank.
+    """
+    elements = sum(mixer_cost(shape, layer).exchanged for layer in range(shape.num_layers))
+    away = (layout.context - 1) / layout.context
+    sent = 2 * tokens * elements * away / layout.tensor / layout.pipeline
+    return sent, 2 * _recurrent_layers(shape, layout)
+
+
+def _recurrent_layers(shape: ModelShape, layout: Layout) -> float:
+    """Of a pipeline stage."""
+    return (shape.num_layers - sum(shape.full_attention)) / layout.pipeline
 
 
 def _data_seconds(

@@ -26,6 +26,7 @@ def delta_net_cost(shape: DeltaNetShape) -> MixerCost:
         kept=projected + convolved + repeated + output + state // CHUNK,
         # what the state before a chunk adds: values and outputs as wide as keys, and their states
         kept_with_states=(2 + shape.gdn_key_dim // CHUNK) * shape.gdn_value_heads * shape.gdn_key_dim,
+        exchanged=projected + value,
         recurrent_state=state,
         convolution_state=convolved * (shape.gdn_conv_kernel - 1),
     )

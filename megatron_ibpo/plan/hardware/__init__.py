@@ -9,6 +9,10 @@ from typing import Any
 import yaml
 
 _PLACE = Path(__file__).parent
+_START = 8.4e-6
+_LINK_START, _NETWORK_START = 3.4e-6, 14e-6
+"""Seconds before a message between two GPUs begins to arrive: of any, and more on a link or the network. What
+NCCL reckons with when it chooses how to send (its src/graph/tuning.cc, ring, protocol Simple)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,10 @@ class Hardware:
     def between(self, gpus: int) -> float:
         """Bytes per second that each of so many neighbouring GPUs sends to the others at once."""
         return self.link if gpus <= self.linked else self.network
+
+    def start(self, gpus: int) -> float:
+        """Seconds before what one of so many neighbouring GPUs sends another begins to arrive."""
+        return _START + (_LINK_START if gpus <= self.linked else _NETWORK_START)
 
     def collective(self, ranks: int, stride: int = 1) -> float:
         """Bytes per second at which each of a group's ranks, so many GPUs apart, sends or gets what the group
