@@ -6,14 +6,18 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
+import stand_in_training
 import yaml
 from rich.console import Console
 
@@ -26,44 +30,15 @@ from megatron_ibpo.study.reading import method_settings, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STAND_IN = """
-import json, math, os, pathlib, random, sys, time
-import yaml
-words = sys.argv[1:]
-given = [words[i + 1] for i, word in enumerate(words) if word == "--config"]
-settings = {}
-for path in given:
-    settings |= yaml.safe_load(open(path))
-out = pathlib.Path(words[words.index("--run-dir") + 1])
-seed, lr = settings["seed"], float(settings.get("lr", 3e-4))
-truth = 0.5 - 0.1 * math.log10(lr / BEST) ** 2
-truth += GAINS.get(settings["advantage-estimator"], 0.0) + 0.1 * ("hard" in settings["hf-checkpoint"])
-# the problems of tuning flatter every method alike: who judged by them would see it
-truth += 0.2 * (settings.get("eval-half") == "tuning")
-accuracy = truth + 0.01 * random.Random(seed).gauss(0, 1)
-(out / "evaluations").mkdir(parents=True)
-with (out.parent / "order").open("a") as order:
-    order.write(f"{seed} {time.monotonic()}\\n")
-time.sleep(PAUSE)
-spent = {f"spent_{unit}": settings["budget"] for unit in ("accelerator_seconds", "tokens", "flops")}
-rows = [{"kind": "step", "step": n, "reward": accuracy, **spent} for n in range(1, 8)]
-cool = {"eval/chain_sum@0.6/accuracy": accuracy + 0.1}
-rows.append({"kind": "evaluation", "step": 7, "accuracy": accuracy, "greedy_accuracy": 0.9, **cool, **spent})
-(out / "metrics.jsonl").write_text("".join(json.dumps(row | {"seconds": {}}) + "\\n" for row in rows))
-solved = {str(n): {"sampled": [int(n < accuracy * 200)]} for n in range(200)}
-(out / "evaluations/step_000007.json").write_text(json.dumps({"step": 7, "problems": solved}))
-summary = {"status": "finished", "steps": 7, "accuracy_end": accuracy, "seconds_total": 30.0}
-(out / "summary.json").write_text(json.dumps(summary))
-"""
-
 
 @pytest.fixture
 def stand_in(monkeypatch):
     """Makes children write what a run with known accuracy leaves."""
+    monkeypatch.setattr(runs, "PRELOADED", [runs.__name__])
 
     def use(*, best=3e-4, gains, pause=0.0):
-        constants = f"BEST, GAINS, PAUSE = {best!r}, {gains!r}, {pause!r}\n"
-        monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", constants + STAND_IN))
+        program = partial(stand_in_training.train, best=best, gains=gains, pause=pause)
+        monkeypatch.setattr(runs, "PROGRAM", program)
 
     return use
 
@@ -90,6 +65,16 @@ def conducted(tmp_path, path, **settings):
     complete = conduct(read_study([path]), tmp_path / "out", console, **settings)
     kept = tmp_path / "out/results.json"
     return complete, said.getvalue(), read_findings(kept) if kept.exists() else None
+
+
+def begun(tmp_path):
+    """(seconds by the clock, process) of each main run that has begun"""
+    lines = [
+        line.split()
+        for order in (tmp_path / "out/runs").glob("*/order")
+        for line in order.read_text().splitlines()
+    ]
+    return [(float(seconds), int(process)) for _, seconds, process in lines]
 
 
 TWO_TASKS = {
@@ -180,13 +165,9 @@ def test_several_runs_go_side_by_side(tmp_path, stand_in):
     stand_in(gains={}, pause=3.0)
     path = written(tmp_path, seeds=2)
     conducted(tmp_path, path, parallel=4)
-    begun = [
-        float(line.split()[1])
-        for order in (tmp_path / "out/runs").glob("*/order")
-        for line in order.read_text().splitlines()
-    ]
-    assert len(begun) == 4
-    assert max(begun) - min(begun) < 3.0
+    times = [seconds for seconds, _ in begun(tmp_path)]
+    assert len(times) == 4
+    assert max(times) - min(times) < 3.0
 
 
 def test_runs_that_share_a_machine_are_not_compared_by_seconds(tmp_path):
@@ -200,22 +181,21 @@ def test_a_stopped_study_leaves_no_child(tmp_path, stand_in, monkeypatch):
     stand_in(gains={}, pause=60.0)
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
     path = written(tmp_path, seeds=2)
-    children = []
-    popen = subprocess.Popen
 
-    def noted(*args, **settings):
-        children.append(popen(*args, **settings))
-        if len(children) == 2:
-            threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()
-        return children[-1]
+    def interrupt_two() -> None:
+        deadline = time.monotonic() + 40
+        while len(begun(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(runs.subprocess, "Popen", noted)
     started = time.monotonic()
+    threading.Thread(target=interrupt_two, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         conducted(tmp_path, path, parallel=2)
     assert time.monotonic() - started < 50
-    assert len(children) == 2
-    assert all(child.poll() is not None for child in children)
+    left = begun(tmp_path)
+    assert len(left) == 2
+    assert not any(psutil.pid_exists(process) for _, process in left)
 
 
 # --------------------------------------------------------------------------------------- methods of one's own

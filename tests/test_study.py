@@ -649,6 +649,7 @@ def planned(tmp_path):
 
 
 def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PRELOADED", [])
     monkeypatch.setattr(runs, "PROGRAM", stubborn)
     monkeypatch.setattr(runs, "GRACE_S", 0.3)
     started = time.monotonic()
@@ -665,6 +666,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypa
 
 
 def test_a_run_that_fails_says_so_and_keeps_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PRELOADED", [])
     monkeypatch.setattr(runs, "PROGRAM", failing)
     run = planned(tmp_path)
     assert runs.execute(run, STUDY, lambda row: None, threading.Event()) == "failed"

@@ -26,6 +26,7 @@ from megatron_ibpo.words import listed
 PROGRAM: Callable[[Sequence[str]], int] = train.main
 """What a child runs: given the flags of a run, it returns the exit status."""
 PRELOADED = [
+    __name__,
     "megatron_ibpo.lean_run",
     "megatron_ibpo.report.curves",
     "transformers.tokenization_utils_tokenizers",
