@@ -31,16 +31,15 @@ from megatron_ibpo.study.reading import method_settings, read_study
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Makes children write what a run with known accuracy leaves."""
+@pytest.fixture(autouse=True)
+def nothing_imported_for_training(monkeypatch):
+    """Nobody trains here."""
     monkeypatch.setattr(runs, "PRELOADED", [runs.__name__])
 
-    def use(*, best=3e-4, gains, pause=0.0):
-        program = partial(stand_in_training.train, best=best, gains=gains, pause=pause)
-        monkeypatch.setattr(runs, "PROGRAM", program)
 
-    return use
+def training(*, best=3e-4, gains=None, pause=0.0):
+    """In the place of training: what a run with known accuracy leaves."""
+    return partial(stand_in_training.train, best=best, gains=gains or {}, pause=pause)
 
 
 def written(tmp_path, **changes):
@@ -58,11 +57,11 @@ def written(tmp_path, **changes):
     return path
 
 
-def conducted(tmp_path, path, **settings):
+def conducted(tmp_path, path, program, **settings):
     """(complete, what was said, the findings)"""
     said = io.StringIO()
     console = Console(file=said, width=10_000)
-    complete = conduct(read_study([path]), tmp_path / "out", console, **settings)
+    complete = conduct(read_study([path]), tmp_path / "out", program, console, **settings)
     kept = tmp_path / "out/results.json"
     return complete, said.getvalue(), read_findings(kept) if kept.exists() else None
 
@@ -87,16 +86,16 @@ TWO_TASKS = {
 }
 
 
-def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path, stand_in):
+def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path):
     """dr is better by .05; the best learning rate lies two values beyond the grid, and is found."""
-    stand_in(best=2.7e-3, gains={"dr-grpo": 0.05})
+    program = training(best=2.7e-3, gains={"dr-grpo": 0.05})
     path = written(
         tmp_path,
         tune={"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10},
         seeds=3,
         **{"pilot-seeds": [60, 61, 62], "confirm-seeds": [70, 71]},
     )
-    complete, said, found = conducted(tmp_path, path, parallel=4)
+    complete, said, found = conducted(tmp_path, path, program, parallel=4)
     assert complete
     assert [choice.setting for choice in found.choices] == [{"lr": 2.7e-3}, {"lr": 2.7e-3}]
     assert all(len(choice.tried) == 5 and choice.at_edge == () for choice in found.choices)
@@ -113,21 +112,19 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
         assert part in page
 
 
-def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_nothing_is_claimed(
-    tmp_path, stand_in
-):
-    stand_in(best=1e-2, gains={"dr-grpo": 0.05})
+def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_nothing_is_claimed(tmp_path):
+    program = training(best=1e-2, gains={"dr-grpo": 0.05})
     tune = {"grid": {"lr": [1e-5, 2e-5]}, "seeds": [50], "budget": 5e10}
-    _, said, found = conducted(tmp_path, written(tmp_path, tune=tune, seeds=3), parallel=4)
+    _, said, found = conducted(tmp_path, written(tmp_path, tune=tune, seeds=3), program, parallel=4)
     assert [(choice.setting, choice.at_edge) for choice in found.choices] == [({"lr": 3.2e-4}, ("lr",))] * 2
     edges = "; but ".join(f"the best lr of {name} is at the edge of its grid" for name in ("dr", "gspo"))
     assert f"but {edges}" in said
 
 
-def test_a_study_of_several_tasks_has_one_page_with_dose_and_response(tmp_path, stand_in):
-    stand_in(gains={"dr-grpo": 0.05})
+def test_a_study_of_several_tasks_has_one_page_with_dose_and_response(tmp_path):
+    program = training(gains={"dr-grpo": 0.05})
     path = written(tmp_path, tasks=TWO_TASKS, seeds=2)
-    complete, said, found = conducted(tmp_path, path, parallel=3)
+    complete, said, found = conducted(tmp_path, path, program, parallel=3)
     assert complete
     assert len(found.runs) == 2 * 2 * 2
     kept = json.loads((tmp_path / "out/results.json").read_text())
@@ -143,28 +140,28 @@ def test_a_study_of_several_tasks_has_one_page_with_dose_and_response(tmp_path, 
     assert "power: not known beforehand" in said
 
 
-def test_what_is_finished_is_not_run_again_and_the_rest_is_priced(tmp_path, stand_in):
-    stand_in(gains={})
+def test_what_is_finished_is_not_run_again_and_the_rest_is_priced(tmp_path):
+    program = training()
     path = written(tmp_path, seeds=2)
-    complete, said, found = conducted(tmp_path, path, runs_at_most=0)
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
     assert (complete, found) == (False, None)
     assert "4 runs to go, 4e+11 flops, how long they take is not known beforehand" in said
-    complete, said, found = conducted(tmp_path, path, runs_at_most=3)
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=3)
     assert (complete, found.runs_left, len(found.runs)) == (False, 1, 3)
     assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
-    complete, said, _ = conducted(tmp_path, path)
+    complete, said, _ = conducted(tmp_path, path, program)
     assert complete
     assert "run 1/1 gspo, seed 1: finished" in said
     path = written(tmp_path, seeds=2, common={"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "lr": 1e-3})
     with pytest.raises(ConfigError, match=r"other settings .*lr was 0.0003, is 0.001"):
-        conducted(tmp_path, path)
+        conducted(tmp_path, path, program)
 
 
-def test_several_runs_go_side_by_side(tmp_path, stand_in):
+def test_several_runs_go_side_by_side(tmp_path):
     """All four have begun before the first is over."""
-    stand_in(gains={}, pause=3.0)
+    program = training(pause=3.0)
     path = written(tmp_path, seeds=2)
-    conducted(tmp_path, path, parallel=4)
+    conducted(tmp_path, path, program, parallel=4)
     times = [seconds for seconds, _ in begun(tmp_path)]
     assert len(times) == 4
     assert max(times) - min(times) < 3.0
@@ -173,12 +170,12 @@ def test_several_runs_go_side_by_side(tmp_path, stand_in):
 def test_runs_that_share_a_machine_are_not_compared_by_seconds(tmp_path):
     path = written(tmp_path, **{"budget-unit": "accelerator-seconds"})
     with pytest.raises(ConfigError, match="slow each other down"):
-        conducted(tmp_path, path, parallel=2)
+        conducted(tmp_path, path, training(), parallel=2)
 
 
-def test_a_stopped_study_leaves_no_child(tmp_path, stand_in, monkeypatch):
+def test_a_stopped_study_leaves_no_child(tmp_path, monkeypatch):
     """An interrupt ends all runs under way, and none begins after it."""
-    stand_in(gains={}, pause=60.0)
+    program = training(pause=60.0)
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
     path = written(tmp_path, seeds=2)
 
@@ -191,7 +188,7 @@ def test_a_stopped_study_leaves_no_child(tmp_path, stand_in, monkeypatch):
     started = time.monotonic()
     threading.Thread(target=interrupt_two, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        conducted(tmp_path, path, parallel=2)
+        conducted(tmp_path, path, program, parallel=2)
     assert time.monotonic() - started < 50
     left = begun(tmp_path)
     assert len(left) == 2

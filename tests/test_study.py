@@ -648,15 +648,15 @@ def planned(tmp_path):
     return PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
 
 
+def execute(run, study, program):
+    return runs.execute(run, study, program, lambda row: None, threading.Event())
+
+
 def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "PRELOADED", [])
-    monkeypatch.setattr(runs, "PROGRAM", stubborn)
     monkeypatch.setattr(runs, "GRACE_S", 0.3)
     started = time.monotonic()
-    assert (
-        runs.execute(planned(tmp_path), replace(STUDY, run_timeout=3.0), lambda row: None, threading.Event())
-        == "timed out"
-    )
+    assert execute(planned(tmp_path), replace(STUDY, run_timeout=3.0), stubborn) == "timed out"
     assert time.monotonic() - started < 20
     below = int((tmp_path / "pid").read_text())
     if psutil.pid_exists(below):
@@ -667,9 +667,8 @@ def test_a_run_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypa
 
 def test_a_run_that_fails_says_so_and_keeps_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "PRELOADED", [])
-    monkeypatch.setattr(runs, "PROGRAM", failing)
     run = planned(tmp_path)
-    assert runs.execute(run, STUDY, lambda row: None, threading.Event()) == "failed"
+    assert execute(run, STUDY, failing) == "failed"
     assert run.directory.with_suffix(".log").read_text() == "why\n"
     assert not runs.is_finished(run)
 
@@ -700,7 +699,7 @@ def test_two_processes_do_not_work_on_one_study(tmp_path):
     try:
         other.stdout.readline()
         with pytest.raises(ConfigError, match="another process"):
-            conduct(study, tmp_path / "out", Console(file=io.StringIO()))
+            conduct(study, tmp_path / "out", failing, Console(file=io.StringIO()))
     finally:
         other.kill()
         other.wait(10)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from megatron_ibpo import train
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study.claims import compare_all
@@ -86,6 +87,7 @@ def main(arguments: Arguments) -> int:
         complete = conduct(
             study,
             arguments.save,
+            train.main,
             open_console(),
             parallel=arguments.parallel,
             runs_at_most=arguments.runs_at_most,

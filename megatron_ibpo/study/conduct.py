@@ -24,7 +24,7 @@ from megatron_ibpo.study.plan import (
 )
 from megatron_ibpo.study.power import PowerAnalysis, analyse, in_words
 from megatron_ibpo.study.results import RunResult, read_run
-from megatron_ibpo.study.runs import is_finished, summary
+from megatron_ibpo.study.runs import Program, is_finished, summary
 from megatron_ibpo.study.side_by_side import run_all
 from megatron_ibpo.study.tuning import Choice, Tried, beyond, choose
 from megatron_ibpo.words import counted
@@ -37,11 +37,18 @@ MOST_EXTENSIONS = 4
 
 
 def conduct(
-    study: Study, directory: Path, console: Console, *, parallel: int = 1, runs_at_most: int | None = None
+    study: Study,
+    directory: Path,
+    program: Program,
+    console: Console,
+    *,
+    parallel: int = 1,
+    runs_at_most: int | None = None,
 ) -> bool:
     """Run what is not finished yet, then write results.json, table.md, curves and page.html into `directory`.
 
     Args:
+        program: what a run is: training.
         parallel: runs at a time.
         runs_at_most: stop after so many runs; the rest is for the next time.
 
@@ -59,13 +66,14 @@ def conduct(
         )
     directory.mkdir(parents=True, exist_ok=True)
     with _alone(directory):
-        return _Conductor(study, directory, console, parallel, runs_at_most).conduct()
+        return _Conductor(study, directory, program, console, parallel, runs_at_most).conduct()
 
 
 @dataclass
 class _Conductor:
     study: Study
     directory: Path
+    program: Program
     console: Console
     parallel: int
     left: int | None
@@ -186,7 +194,7 @@ class _Conductor:
     def _run(self, runs: Sequence[PlannedRun]) -> bool:
         """Run them; whether what follows can go on from them. A tuning run that failed for good (its summary
         says so) is no candidate, and nothing waits for it."""
-        ran = run_all(self.study, runs, self.console, parallel=self.parallel, at_most=self.left)
+        ran = run_all(self.study, runs, self.program, self.console, parallel=self.parallel, at_most=self.left)
         if self.left is not None:
             self.left -= ran
         return all(is_finished(run) or _is_lost(run) for run in runs)

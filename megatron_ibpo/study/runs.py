@@ -16,15 +16,14 @@ from typing import Any, Literal
 
 import yaml
 
-from megatron_ibpo import train
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.words import listed
 
-PROGRAM: Callable[[Sequence[str]], int] = train.main
-"""What a child runs: given the flags of a run, it returns the exit status."""
+Program = Callable[[Sequence[str]], int]
+"""What a child runs (`train.main`): given the flags of a run, it returns the exit status."""
 PRELOADED = [
     __name__,
     "megatron_ibpo.lean_run",
@@ -71,7 +70,11 @@ def _changed(before: str, now: str) -> str:
 
 
 def execute(
-    run: PlannedRun, study: Study, show: Callable[[dict[str, Any]], None], stop: threading.Event
+    run: PlannedRun,
+    study: Study,
+    program: Program,
+    show: Callable[[dict[str, Any]], None],
+    stop: threading.Event,
 ) -> Outcome:
     """Run it from its start; what an interrupted attempt left is removed.
 
@@ -93,7 +96,7 @@ def execute(
     )  # read once, when the process that children are forked from starts
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
-    child = server.Process(target=_in_child, args=(PROGRAM, arguments, run.directory.with_suffix(".log")))
+    child = server.Process(target=_in_child, args=(program, arguments, run.directory.with_suffix(".log")))
     child.start()
     try:
         in_time = _wait(child, study.run_timeout, lambda: _show_newest(run.directory, show), stop)
@@ -104,12 +107,12 @@ def execute(
     return "finished" if child.exitcode == 0 else "failed"
 
 
-def _in_child(program: Callable[[Sequence[str]], int], arguments: list[str], log: Path) -> None:
+def _in_child(program: Program, arguments: list[str], log: Path) -> None:
     os.setsid()  # the child and all it starts can be signalled together
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = [train.__file__, *arguments]  # what the run notes as its command
+    sys.argv = ["megatron_ibpo.train", *arguments]  # what the run notes as its command
     sys.exit(program(arguments))
 
 

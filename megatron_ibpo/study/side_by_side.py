@@ -10,12 +10,18 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from megatron_ibpo.study.plan import PlannedRun, Study
-from megatron_ibpo.study.runs import Outcome, execute, is_finished, summary
+from megatron_ibpo.study.runs import Outcome, Program, execute, is_finished, summary
 from megatron_ibpo.words import counted
 
 
 def run_all(
-    study: Study, runs: Sequence[PlannedRun], console: Console, *, parallel: int, at_most: int | None = None
+    study: Study,
+    runs: Sequence[PlannedRun],
+    program: Program,
+    console: Console,
+    *,
+    parallel: int,
+    at_most: int | None = None,
 ) -> int:
     """Run those that are not finished, `parallel` at a time, in their order; how many were run.
 
@@ -33,7 +39,7 @@ def run_all(
         Progress(TextColumn("{task.description}", markup=False), console=console, transient=True) as shown,
         ThreadPoolExecutor(parallel) as pool,
     ):
-        started = {pool.submit(_run, run, study, shown, stop): run for run in open_runs}
+        started = {pool.submit(_run, run, study, program, shown, stop): run for run in open_runs}
         try:
             for number, done in enumerate(as_completed(started), start=1):
                 outcome, seconds = done.result()
@@ -51,7 +57,9 @@ def run_all(
     return len(open_runs)
 
 
-def _run(run: PlannedRun, study: Study, shown: Progress, stop: threading.Event) -> tuple[Outcome, float]:
+def _run(
+    run: PlannedRun, study: Study, program: Program, shown: Progress, stop: threading.Event
+) -> tuple[Outcome, float]:
     line, started = shown.add_task(run.label), time.monotonic()
 
     def show(row: dict[str, Any]) -> None:
@@ -59,7 +67,7 @@ def _run(run: PlannedRun, study: Study, shown: Progress, stop: threading.Event) 
         shown.update(line, description=f"{run.label}: step {row['step']}, {spent:.0%} of the budget")
 
     try:
-        return execute(run, study, show, stop), time.monotonic() - started
+        return execute(run, study, program, show, stop), time.monotonic() - started
     finally:
         shown.remove_task(line)
 
