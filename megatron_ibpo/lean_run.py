@@ -17,36 +17,25 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.checks import check_loss_of_run
 from megatron_ibpo.config import Config, on_device
-from megatron_ibpo.cost import CostMeter
-from megatron_ibpo.loop import Progress, Run
-from megatron_ibpo.models import ModelShape, forward_flops, read_hf_config
-from megatron_ibpo.plan.forecast import forecast
-from megatron_ibpo.plan.machine import find_machine
-from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.loop import Run
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.opening import (
+    Beginning,
+    Given,
+    Standing,
+    check_model_layout,
+    failure_in_summary,
+    join,
+    open_given,
+    read_beginning,
+)
 from megatron_ibpo.policy.start import trainer_rank
-from megatron_ibpo.report import Report, Stages, prepare_run_dir, run_sizes
-from megatron_ibpo.report.disk import waiting_for_room
-from megatron_ibpo.report.run_lock import locked
-from megatron_ibpo.rewards import Pool, Verifier, check_labels, named_rm_types, open_pool
+from megatron_ibpo.report import Stages
+from megatron_ibpo.rewards import Pool
 from megatron_ibpo.rollout import EngineLostError
 from megatron_ibpo.rollout.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.rollout.settings import read_eos_token_ids
-from megatron_ibpo.sampling.memory import JournalMemory
-from megatron_ibpo.sampling.rollouts import open_rollouts
-from megatron_ibpo.startup import (
-    bytes_kept,
-    check_model_layout,
-    chosen_checkpoint,
-    failure_in_summary,
-    open_journal,
-    spent_before,
-    with_context,
-)
-from megatron_ibpo.task import open_task, with_epochs
-from megatron_ibpo.weights.formats.hugging_face import trained_elements
-from megatron_ibpo.weights.formats.run_state import load_run_state
 
 ABOUT = (
     "one process trains and samples (--rollout-backend lean): compare its steps and rewards with those of "
@@ -62,71 +51,47 @@ def open_lean_run(config: Config) -> Iterator[Run]:
         one of `startup.START_ERRORS`, with what is wrong, where, and what to do.
     """
     stages = Stages()
-    hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_config saw to it
     with ExitStack() as stack:
         with stages("start"):
-            shape = read_hf_config(hf_dir)
-            _check(shape)
-            config = with_context(config, shape)
-            if config.run.dry_run_hardware is not None:
-                find_machine(config.run.dry_run_hardware)
-            config = replace(config, cluster=replace(config.cluster, num_trainers=1))
-            config = on_device(config, on_gpu=False)
-            check_model_layout(shape, config, 1)
-            checkpoint = chosen_checkpoint(config)
-            state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
-            before = spent_before(state, checkpoint)
-            check_loss_of_run(config)
-            task = open_task(config)
-            config = with_epochs(config, task.prompts)
-            stack.enter_context(locked(config.run.run_dir))
-            parameters = sum(trained_elements(hf_dir, shape).values())
-            prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, parameters))
-            journal, recovered = open_journal(config, state["step"], stack)
-            rm_types = named_rm_types(task.first_prompts, config.data)
-            pool = stack.enter_context(open_pool(config.data, rm_types))
-            check_labels(pool, task.first_prompts, config.data)
-            rank = stack.enter_context(_trainer(config, checkpoint))
-            engines = LeanEngines(rank, shape, config, hf_dir)
-            engines.update_weights(state["step"])
-            about = rank.about()
-            progress = Progress(state["step"], saved=state["step"], whole=state["step"])
-            deaths = partial(_deaths, pool)
-            reporter = stack.enter_context(Report(config, completed_steps=state["step"], deaths=deaths))
-            reporter.sizes(
-                run_sizes(
-                    config,
-                    1,
-                    parameters=about.parameters,
-                    engines=1,
-                    loss_backend=about.loss_backend,
-                    layers=about.layers,
-                )
-            )
-            reporter.predicted(forecast(config, shape, 1, about.device))
-            for note in (ABOUT, *task.notes, *recovered.notes):
-                reporter.note(note)
-            memory = JournalMemory(
-                journal, recovered, lambda write: waiting_for_room(write, config.run.disk_wait, reporter.note)
-            )
-            verifier = Verifier(pool, config.data)
-            rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier, memory, state))
-        run = Run(
-            config=config,
-            task=task,
-            rollouts=rollouts,
-            journal=journal,
-            policy=Policy(OwnRank(rank), config, 1, partial(forward_flops, shape)),
-            engines=engines,
-            reporter=reporter,
-            stages=stages,
-            cost=CostMeter(shape, 1, recomputes=config.model.recompute_granularity == "full", before=before),
-            progress=progress,
-        )
+            begun = _in_one_process(read_beginning(config))
+            given = open_given(begun, stack)
+            run = join(begun, given, _started(begun, given, stack), stages, stack)
         run.progress.start_seconds = stages.take()
-        with failure_in_summary(reporter):
+        with failure_in_summary(run.reporter):
             yield run
+
+
+def _in_one_process(begun: Beginning) -> Beginning:
+    """
+    Raises:
+        ValueError: a GPU is there, or a model or layout that cannot be had in one process.
+    """
+    check_shape(begun.shape)
+    if torch.cuda.is_available():
+        raise ValueError("--rollout-backend lean: is for processors, and there is a GPU; take vllm")
+    config = replace(begun.config, cluster=replace(begun.config.cluster, num_trainers=1))
+    config = on_device(config, on_gpu=False)
+    check_model_layout(begun.shape, config, 1)
+    return replace(begun, config=config)
+
+
+def _started(begun: Beginning, given: Given, stack: ExitStack) -> Standing:
+    """The trainer, and the engine with its weights."""
+    config = given.config
+    rank = stack.enter_context(_trainer(config, begun.checkpoint))
+    engines = LeanEngines(rank, begun.shape, config, begun.hf_dir)
+    engines.update_weights(begun.step)
+    return Standing(
+        config=config,
+        trainers=OwnRank(rank),
+        world_size=1,
+        engines=engines,
+        verifiers=given.pool,
+        accelerators=1,
+        progress=begun.progress(),
+        deaths=partial(_deaths, given.pool),
+        where=ABOUT,
+    )
 
 
 class OwnRank:
@@ -236,13 +201,3 @@ def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
 def _deaths(pool: Pool) -> dict[str, int]:
     """Who has died so far, by metric."""
     return {"verifier_deaths": pool.deaths, "trainer_restarts": 0, "engine_deaths": 0, "engine_restarts": 0}
-
-
-def _check(shape: ModelShape) -> None:
-    """
-    Raises:
-        ValueError: a GPU is there, or a model that the lean back end does not compute.
-    """
-    check_shape(shape)
-    if torch.cuda.is_available():
-        raise ValueError("--rollout-backend lean: is for processors, and there is a GPU; take vllm")

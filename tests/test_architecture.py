@@ -11,7 +11,8 @@ PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
     "main", "measure_pass_rates", "evaluate.__main__", "plan.__main__", "report.__main__",
-    "calibrate", "train", "lean_run", "startup", "loop", "choice", "study", "plan", "cluster", "sampling",
+    "calibrate", "train", "lean_run", "startup", "opening", "loop", "choice", "study", "plan", "cluster",
+    "sampling",
     "report", "checks", "rollout", "task", "evaluate", "rewards", "credit", "data", "policy", "loss",
     "kernels", "edit_distance", "weights", "cost", "models", "world", "journal", "config", "prefixes",
     "records", "seeds", "policy_digest", "versions", "quiet", "interrupts", "words", "environment",
