@@ -20,7 +20,7 @@ from megatron_ibpo.credit import (
     LogProbQuery,
     assign_credit,
 )
-from megatron_ibpo.credit.break_even import composition_counts
+from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections
 from megatron_ibpo.journal import Journal
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.records import Floats, Group, TrainSequence
@@ -301,7 +301,9 @@ class Run:
         return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
 
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """What tells whether corrections pay (`credit.break_even`); nothing where there are none."""
+        """What tells whether corrections pay (`credit.break_even`); nothing where none is learned from."""
+        if not learns_from_corrections(self.config.algorithm):
+            return {}
         price = self.cost.correction_price(groups, sequences)
         return {} if price is None else {"correction_price": price, **composition_counts(groups)}
 

@@ -11,9 +11,11 @@ from credit_cases import correction, prompt, response
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ibpo.config import parse_config
 from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit.break_even import (
     composition_counts,
+    learns_from_corrections,
     price_by_length,
     rarity_needed,
     skill_needed,
@@ -24,7 +26,8 @@ from megatron_ibpo.report.break_even import break_even, break_even_line
 from megatron_ibpo.study.break_even import break_even_figure, break_even_points
 from megatron_ibpo.study.results import RunResult
 
-DENSE = read_hf_config(Path(__file__).resolve().parents[1] / "examples/tiny_qwen3")
+ROOT = Path(__file__).resolve().parents[1]
+DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
 
 
 @pytest.mark.parametrize(
@@ -205,3 +208,15 @@ def test_the_points_of_a_study_lie_on_the_right_side_of_the_curve():
     left, _ = break_even_figure([alone, accompanied]).axes
     x, y = next(line for line in left.lines if "break-even" in str(line.get_label())).get_data()
     assert np.interp(0.05, x, y) == pytest.approx(1 - 0.95**3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "learns"),
+    [
+        (["--advantage-estimator", "ibpo"], True),
+        (["--advantage-estimator", "ibpo-shaping-only"], False),
+        (["--config", str(ROOT / "examples/algorithms/ibpo_plain_prompt.yaml")], True),
+    ],
+)
+def test_the_law_is_asked_only_where_texts_of_corrections_are_trained_on(flags, learns):
+    assert learns_from_corrections(parse_config(flags).algorithm) is learns

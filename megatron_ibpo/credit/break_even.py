@@ -30,10 +30,16 @@ mean of p is more than its mean over prompts (Jensen's inequality: (1 - p)^κ is
 
 from collections.abc import Sequence
 
+from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.records import Group
 
 ALONE, ACCOMPANIED = "alone", "accompanied"
 """Compositions: no correct response among the others, or some."""
+
+
+def learns_from_corrections(algorithm: AlgorithmConfig) -> bool:
+    """Whether their texts are trained on; the law says nothing of corrections that only earn a bonus."""
+    return algorithm.ibpo_joint or algorithm.ibpo_plain_prompt != "none"
 
 
 def skill_needed(resample: float, price: float, *, first: bool) -> float:
