@@ -12,6 +12,7 @@ Sources of the terms: operations as `models.cost` counts them; recomputation, th
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,7 @@ class Layout:
     recompute: str = "none"
     """none, selective or full."""
     offload_optimizer: bool = False
-    delta_net_cp: str = "state"
+    delta_net_cp: Literal["state", "heads"] = "state"
     """state: ranks that share a sequence pass states; heads: they exchange what delta nets take and give."""
     micro_batch: int
     """Tokens of a micro-batch, over all its context-parallel ranks."""
@@ -206,7 +207,7 @@ def pass_time(
     attention = attention_passes * met / parts / (peak * reached.attention * old)
     rule = _WITH_STATES if layout.passes_states else 1.0
     attention += rule * passes * per_token * batch.tokens / parts / (peak * reached.attention)
-    even, twice = _kept(shape, layout.tensor, layout.passes_states)
+    even, twice = _kept(shape, layout.tensor, layout.context, layout.delta_net_cp)
     kept = even + (twice - even) * (routing - 1)
     weights = sum(own_parameters(shape, layout)) * micro_batches
     elementwise = 2 * 2 * kept * rank_tokens / layout.pipeline * passes
@@ -219,16 +220,9 @@ def pass_time(
     tensor = _tensor_seconds(shape, layout, hardware, reached, rank_tokens, backward, again)
     expert = _expert_seconds(shape, layout, hardware, reached, rank_tokens, backward, again) * routing
     around = _context_seconds(shape, layout, hardware, reached, rank_tokens, micro_batches, backward)
+    passed = 1 + (again == 1) + backward
     context = max(0.0, around - attention)
-    if layout.context > 1 and shape.is_recurrent:
-        passed = 1 + (again == 1) + backward
-        if layout.passes_states:
-            sent, messages = _states_passed(shape, layout, batch.sequences / layout.data)
-        else:
-            sent, messages = _heads_exchanged(shape, layout, rank_tokens)
-        group = layout.tensor * layout.context
-        context += passed * sent / (hardware.between(group) * reached.link)
-        context += passed * messages * micro_batches * hardware.start(group)
+    context += passed * _delta_net_seconds(shape, layout, hardware, reached, batch, micro_batches)
     waiting = max(0.0, least - computing) if hardware.starts_ahead else least
     busy = computing + tensor + expert + context + waiting
     bubble = busy * (layout.pipeline - 1) / (layout.chunks * micro_batches / steps)
@@ -269,11 +263,14 @@ def own_state(shape: ModelShape, layout: Layout) -> float:
 
 
 @lru_cache(maxsize=256)
-def _kept(shape: ModelShape, tensor: int, passes_states: bool) -> tuple[float, float]:
+def _kept(
+    shape: ModelShape, tensor: int, context: int, delta_net_cp: Literal["state", "heads"]
+) -> tuple[float, float]:
     """Elements that all layers write for each token on a rank, where its experts get an even share of tokens
     and twice that; as many are read."""
-    context = 2 if passes_states else 1  # any number keeps the same
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor, context_parallel_size=context)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tensor, context_parallel_size=context, delta_net_cp=delta_net_cp
+    )
     layers = range(shape.num_layers)
     even, twice = (sum(kept_elements(shape, parallel, i, (), share) for i in layers) for share in (1.0, 2.0))
     return even, twice
@@ -347,11 +344,29 @@ def _context_seconds(
     return hops * (sending + (1 + backward) * layers * micro_batches * hardware.start(group))
 
 
+def _delta_net_seconds(
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    reached: Efficiencies,
+    batch: Batch,
+    micro_batches: float,
+) -> float:
+    """What ranks that share sequences send for their delta nets, in one pass. Nothing hides it."""
+    if layout.context == 1 or not shape.is_recurrent:
+        return 0.0
+    if layout.passes_states:
+        sent, messages = _states_passed(shape, layout, batch.sequences / layout.data)
+    else:
+        sent, messages = _heads_exchanged(shape, layout, batch.tokens / (layout.data * layout.context))
+    group = layout.tensor * layout.context
+    return sent / (hardware.between(group) * reached.link) + messages * micro_batches * hardware.start(group)
+
+
 def _states_passed(shape: ModelShape, layout: Layout, sequences: float) -> tuple[float, float]:
     """(bytes, messages of a micro-batch) that a rank passes on in the forward pass for its delta nets
     (`models.delta_net.state_passing`): from chunk to chunk of each sequence a state in fp32, one hop after
     the other, and the last tokens of both chunks of a rank to all others; gradients of both come back.
-    Nothing hides it.
 
     Args:
         sequences: of a data-parallel rank.

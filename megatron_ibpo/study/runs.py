@@ -30,7 +30,7 @@ PRELOADED = [
     "megatron_ibpo.report.curves",
     "transformers.tokenization_utils_tokenizers",
 ]
-"""Imported once, in the process that all children are forked from: nine seconds of each run's start."""
+"""Imported once, in the process that all children are forked from: seven seconds of each run's start."""
 LOOK_EVERY_S = 2.0
 GRACE_S = 30.0
 """Seconds in which a child may finish its step after the first signal, and in which it must end after the
@@ -91,9 +91,8 @@ def execute(
     _planned_path(run).write_text(run.config, encoding="utf-8")
     # last, so that the study's number of processes wins over a recipe's
     arguments = [*run.arguments, "--num-trainers", str(study.processes)]
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # read once, when the process that children are forked from starts
+    # read when the process starts that all children are forked from
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
     child = server.Process(target=_in_child, args=(program, arguments, run.directory.with_suffix(".log")))
