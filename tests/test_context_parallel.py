@@ -117,7 +117,7 @@ def mixed_by_everyone(world, *cases):
     return [mixed(world, dist.group.WORLD, chunks) for chunks in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(ranks):
     """Outputs and gradients, to the last digits of float64."""
     ((_, outputs, gradients, weight_gradient, nothing, _),) = run_ranks(mixed_by_everyone, 1, CHUNKS)[0]

@@ -431,6 +431,7 @@ LOADED = {
 """By ranks: what is loaded under which layout. Alone, it is what was converted for another layout."""
 
 
+@pytest.mark.slow  # the tests of training from one take some
 def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tmp_path):
     for size, cases in LOADED.items():
         arguments = []

@@ -700,6 +700,7 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(
     assert difference([samples[1].logprobs], [expected]).max() < 2e-5
 
 
+@pytest.mark.slow
 def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

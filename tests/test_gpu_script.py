@@ -109,6 +109,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert "no CUDA device" in found["kernels"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_its_steps_without_vllm_ray_transformer_engine_and_tyro(tmp_path):
     for name in ("vllm", "ray", "transformer_engine", "tyro"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")

@@ -22,7 +22,7 @@ from megatron_ibpo.report import load_outcomes, outcomes_path
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
     "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-    "--eval-num-prompts", "64",
+    "--eval-num-prompts", "24",
 ]  # fmt: skip
 
 
@@ -176,8 +176,8 @@ def test_every_row_tells_what_was_spent_until_then(run):
 def test_a_run_keeps_which_held_out_problems_were_solved(run):
     for evaluation in rows_of(run[0], "evaluation"):
         solved = load_outcomes(outcomes_path(run[0], evaluation["step"]))
-        assert len(solved) == 64
-        assert sum(solved.values()) / 64 == evaluation["accuracy"]
+        assert len(solved) == 24
+        assert sum(solved.values()) / 24 == evaluation["accuracy"]
 
 
 def test_a_run_says_before_its_first_step_whether_corrections_know_more_than_another_try(run):
@@ -259,7 +259,8 @@ def test_a_policy_that_diverges_is_stopped(run, tmp_path):
 def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path, layout):
     """Of one trainer and its engine, or of two and theirs."""
     run_dir = tmp_path / "run"
-    process = start_script(run_dir, *SMALL, *layout, "--num-rollout", "500", "--eval-num-prompts", "0")
+    at_once = ["--eval-num-prompts", "0", "--operator-skill-prompts", "0"]
+    process = start_script(run_dir, *SMALL, *layout, "--num-rollout", "500", *at_once)
     wait_for_step(run_dir, 1, process)
     started = started_by(process)
     shared = shared_memory(started)

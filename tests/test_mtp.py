@@ -279,6 +279,7 @@ def run_through(hf_dir, directory, mode):
     return run_ranks(through_a_checkpoint, 2, hf_dir, str(directory), sequences(6), mode, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(checkpoints, tmp_path):
     weights, metrics = run_through(checkpoints["next"], tmp_path, "through")[0]
     resumed, again = run_through(checkpoints["next"], tmp_path, "resumed")[0]

@@ -112,6 +112,7 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
         assert part in page
 
 
+@pytest.mark.slow  # `beyond` is tested alone
 def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_nothing_is_claimed(tmp_path):
     program = training(best=1e-2, gains={"dr-grpo": 0.05})
     tune = {"grid": {"lr": [1e-5, 2e-5]}, "seeds": [50], "budget": 5e10}
