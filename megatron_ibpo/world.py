@@ -15,12 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ibpo.environment import environment_number
+from megatron_ibpo.rendezvous import LOOPBACK, NODE_ADDRESS, STORE_DESCRIPTOR, listen
 
 T = TypeVar("T")
-
-LOOPBACK = "127.0.0.1"
-NODE_ADDRESS = "IBPO_NODE_ADDRESS"
-"""Environment variable: the address of this node as the other processes of the run reach it."""
 
 
 class RemoteError(RuntimeError):
@@ -117,16 +114,18 @@ def own_address() -> str:
     return os.environ.get(NODE_ADDRESS) or LOOPBACK
 
 
-def open_store(address: str, port: int, timeout: timedelta, size: int | None = None) -> dist.TCPStore:
+def open_store(
+    address: str, port: int, timeout: timedelta, size: int | None = None, descriptor: int | None = None
+) -> dist.TCPStore:
     """A store that others find at `address`, and nobody elsewhere: torch's own socket listens on every
     interface, and whoever reaches it can read and write what the ranks tell each other.
 
     Args:
         port: 0 for any that is free.
         size: processes to wait for, this one included; None: none.
+        descriptor: of a socket that listens there already; None opens one.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, port), family=family) as listener:
+    with listen(address, port) if descriptor is None else socket.socket(fileno=descriptor) as listener:
         return dist.TCPStore(
             address,
             listener.getsockname()[1],
@@ -149,5 +148,6 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
         return None
     address = os.environ["MASTER_ADDR"]
     if rank == 0:
-        return open_store(address, port, timeout, size)
+        held = os.environ.pop(STORE_DESCRIPTOR, None)  # once: it is the store's from now on
+        return open_store(address, port, timeout, size, None if held is None else int(held))
     return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)

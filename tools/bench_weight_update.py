@@ -552,8 +552,8 @@ def _open_broadcast(peer: _Peer, total: int, bucket: int) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
+    from megatron_ibpo.rendezvous import LOOPBACK
     from megatron_ibpo.weights.transfer.gloo import open_group
-    from megatron_ibpo.world import LOOPBACK
 
     sizes = [bucket] * (total // bucket) + [total % bucket] * bool(total % bucket)
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)

@@ -18,9 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
 from megatron_ibpo.cluster.main_memory import main_memory
+from megatron_ibpo.rendezvous import NODE_ADDRESS, listen
 
-NODE_ADDRESS = "IBPO_NODE_ADDRESS"
-"""As `world` reads it, which is not imported here: it takes torch."""
 GRACE_S = 5.0
 """After the first failure of several processes: what the others have to fail too, for the better message."""
 
@@ -57,10 +56,11 @@ class _Process:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return Where(address, tuple(gpu for gpu in visible.split(",") if gpu), main_memory())
 
-    def free_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+    def listen(self) -> tuple[int, int]:
+        """Port and file descriptor of a socket that listens at this node's address, for what is built here: a
+        port that is only found free is somebody else's some seconds later."""
+        with listen(ray.util.get_node_ip_address()) as listener:
+            return listener.getsockname()[1], listener.detach()
 
     def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> None:
         os.environ.update(environment)
@@ -120,8 +120,9 @@ class Host:
     def where(self) -> Any:
         return self._actor.where.remote()
 
-    def free_port(self) -> Any:
-        return self._actor.free_port.remote()
+    def listen(self) -> Any:
+        """Let it listen at a port. Returns what to wait for: the port, and its descriptor in that process."""
+        return self._actor.listen.remote()
 
     def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> Any:
         """Let it make its object: `factory` is module:name. Returns what to wait for, which `built` keeps."""

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from megatron_ibpo.rendezvous import LOOPBACK
+
 SWEEP_TIMEOUT_S = 15.0
 """For the process that clears up, once Ray itself has been told to stop."""
 OBJECT_STORE_BYTES = 1024**3
@@ -34,9 +36,6 @@ QUIET = {
     # engines and verifiers end with their owner by themselves and clear up; killed by Ray they could not
     "RAY_kill_child_processes_on_worker_exit": "0",
 }
-LOOPBACK = "127.0.0.1"
-"""The one address for which Ray's servers listen on nothing else; for another of 127.0.0.0/8 they would
-listen on all interfaces."""
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
 
@@ -105,6 +104,7 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
+                # for another address of 127.0.0.0/8 Ray's servers would listen on all interfaces
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(directory),
             )

@@ -11,6 +11,7 @@ from megatron_ibpo.cluster.host import Host, Where, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import NodeLostError, lost_nodes
 from megatron_ibpo.config import user_directory
+from megatron_ibpo.rendezvous import STORE_DESCRIPTOR
 
 START_TIMEOUT_S = 300.0
 """For a process to come up, before it imports anything large."""
@@ -67,10 +68,13 @@ class Trainers:
         if not self.places:
             self.locate()
         address = self.places[0].address
-        port = result(self.hosts[0].free_port(), "trainer 0", START_TIMEOUT_S)
+        port, descriptor = result(self.hosts[0].listen(), "trainer 0", START_TIMEOUT_S)
         world = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        own = [self._local(rank) for rank in range(len(self.hosts))]
+        own[0][STORE_DESCRIPTOR] = str(descriptor)
         return [
-            host.build(FACTORY, world | self._local(rank), *arguments) for rank, host in enumerate(self.hosts)
+            host.build(FACTORY, world | local, *arguments)
+            for host, local in zip(self.hosts, own, strict=True)
         ]
 
     def wait(self, answers: Sequence[Any]) -> list[Any]:
