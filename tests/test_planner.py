@@ -21,7 +21,7 @@ from megatron_ibpo.plan.lengths import fixed, log_normal, recorded, uniform
 from megatron_ibpo.plan.prediction import changes, lines, setting_of
 from megatron_ibpo.plan.sampling_time import GIB, Engine, sample
 from megatron_ibpo.plan.search import search
-from megatron_ibpo.plan.step_time import Task, step_times, update_seconds
+from megatron_ibpo.plan.step_time import Task, checkpoint_seconds, step_times, update_seconds
 from megatron_ibpo.plan.timeline import LANES, timeline
 from megatron_ibpo.plan.training_time import Batch, Layout, pass_time
 from megatron_ibpo.report.step_picture import plot_step
@@ -255,6 +255,20 @@ def test_a_weight_update_sends_what_its_transport_must():
         update_seconds(DENSE, H100, ALL, transport="pigeon", **given)
 
 
+def test_training_waits_for_a_copy_of_what_a_rank_has_on_its_gpu():
+    """Two bytes of a weight; four each of master copy and two means, shared by data-parallel ranks."""
+    parameters = weight_count(DENSE).total
+    rate = H100.host_link * ALL.host
+    for layout, held in [
+        (Layout(gpus=1, micro_batch=4096), 14),
+        (Layout(gpus=8, micro_batch=4096), 2 + 12 / 8),
+        (Layout(gpus=8, tensor=2, micro_batch=4096), (2 + 12 / 4) / 2),
+        (Layout(gpus=8, offload_optimizer=True, micro_batch=4096), 2),
+    ]:
+        found = checkpoint_seconds(DENSE, layout, H100, ALL)
+        assert found == pytest.approx(held * parameters / rate, rel=1e-3)
+
+
 RECIPE = Path(__file__).parents[1] / "examples/recipes/qwen3_4b_ibpo.yaml"
 
 
@@ -278,6 +292,7 @@ def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
     assert f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 an hour" in said
     assert "a step: " in said
     assert "between" in said
+    assert "a checkpoint: training waits " in said
     helping = changes(asked)
     assert len(helping) <= 3
     assert all(change.seconds < total for change in helping)

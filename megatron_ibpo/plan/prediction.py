@@ -12,7 +12,7 @@ from megatron_ibpo.plan.hardware import Hardware
 from megatron_ibpo.plan.lengths import log_normal, recorded
 from megatron_ibpo.plan.machine import Machine, Seen, find_machine
 from megatron_ibpo.plan.sampling_time import Engine
-from megatron_ibpo.plan.step_time import StepTimes, Task, step_times
+from megatron_ibpo.plan.step_time import StepTimes, Task, checkpoint_seconds, step_times
 from megatron_ibpo.plan.training_time import Layout
 from megatron_ibpo.policy.overrides import model_chunks, model_overrides
 
@@ -49,6 +49,9 @@ class Setting:
             engine_gpus=self.engine_gpus,
             colocated=self.colocated,
         )
+
+    def checkpoint_seconds(self) -> float:
+        return checkpoint_seconds(self.shape, self.layout, self.hardware, self.known.efficiencies)
 
     @property
     def gpus(self) -> int:
@@ -220,6 +223,10 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
     said.append(
         f"an engine runs {sampled.mean_running:.0f} sequences on average, of {sampled.slots} slots; "
         f"{100 * sampled.tail / max(sampled.seconds, 1e-9):.0f} % of sampling waits for the longest responses"
+    )
+    said.append(
+        f"a checkpoint: training waits {_seconds(setting.checkpoint_seconds())} for its copy in main memory, "
+        "which is written while training goes on"
     )
     cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
     said.append(f"the run of {steps} steps: {hours:,.0f} GPU-hours{cost}")

@@ -204,10 +204,10 @@ def update_seconds(
     return sent / rate
 
 
-def checkpoint_seconds(shape: ModelShape, gpus: int, bytes_per_second: float) -> float:
-    """Of what training waits for: weights and optimizer state of all ranks into main memory, at a rate of
-    each GPU. Writing them goes on beside training."""
-    return 14 * weight_count(shape).total / gpus / bytes_per_second
+def checkpoint_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, reached: Efficiencies) -> float:
+    """That training waits for a checkpoint: each rank copies its weights and its optimizer's state into main
+    memory. Writing them goes on beside training."""
+    return _movable_bytes(shape, layout) / (hardware.host_link * reached.host)
 
 
 def _sample(
@@ -227,11 +227,14 @@ def _sample(
 
 
 def _switching(shape: ModelShape, layout: Layout, hardware: Hardware, reached: Efficiencies) -> float:
+    return 2 * _movable_bytes(shape, layout) / (hardware.host_link * reached.host)
+
+
+def _movable_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Weights, and state of the optimizer, that a rank has on its GPU."""
     dense, experts = own_parameters(shape, layout)
     own = (dense + experts) * (2 / (layout.copies if layout.fsdp else 1))
-    if not layout.offload_optimizer:
-        own += (_MOVED_BYTES - 2) * own_state(shape, layout)
-    return 2 * own / (hardware.host_link * reached.host)
+    return own if layout.offload_optimizer else own + (_MOVED_BYTES - 2) * own_state(shape, layout)
 
 
 def _fleet(

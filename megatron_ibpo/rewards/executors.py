@@ -24,7 +24,6 @@ from megatron_ibpo.rewards.sandbox import (
     inside,
 )
 
-UNSAFE_FLAG = "--unsafe-code-execution"
 _ATTEMPTS = 3
 _FIRST_WAIT = 1.0
 """Seconds before a server is asked again; twice as long each time."""
