@@ -142,6 +142,8 @@ class LeanEngines:
         )
         self.version = 0
 
+    prefix_caching = False
+
     def clients(self) -> list[Any]:
         """What the sampler asks."""
         return [self._engine]

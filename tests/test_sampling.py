@@ -302,6 +302,17 @@ def test_a_group_stays_together_and_groups_are_spread() -> None:
     assert metrics["sampling_tail_seconds"] > 0
 
 
+def test_where_prefixes_are_not_cached_single_requests_are_spread() -> None:
+    engines = [SimulatedEngine(STEP, write) for _ in range(24)]
+    batch, alone, _ = stream(engines, prefix_caching=False)
+    responses = [request for _, requests in draw_round(0) for request in requests]
+    seeds = [request.seed for engine in engines for _, request in engine.asked[:1]]
+    assert sorted(seeds) == sorted(request.seed for request in responses), "one for each engine"
+    by_group, together, _ = stream([SimulatedEngine(STEP, write) for _ in range(24)])
+    assert plain(batch.groups) == plain(by_group.groups), "who answers does not matter"
+    assert alone < together
+
+
 def test_corrections_stay_near_their_group_unless_another_engine_has_far_less_to_do() -> None:
     (prompt,) = make_prompts(0, 1)
     small, large = (SampleRequest(prompt.token_ids, seed, seed * 10) for seed in (1, 2))

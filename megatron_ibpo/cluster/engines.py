@@ -182,6 +182,10 @@ class Engines:
         self.connected.clear()
         self.trainers_lost = False
 
+    @property
+    def prefix_caching(self) -> bool:
+        return self.settings.prefix_caching
+
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
         return [RemoteEngine(self.hosts, index) for index in sorted(self.hosts)]

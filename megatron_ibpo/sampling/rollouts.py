@@ -55,6 +55,11 @@ class Fleet(Protocol):
         """Of the policy whose weights they have."""
         ...
 
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether they compute once what requests of one prompt begin with."""
+        ...
+
     def clients(self) -> Sequence[AsyncEngine]:
         """All of them, by index."""
         ...
@@ -138,6 +143,7 @@ def open_rollouts(
         scorer(verifier, lambda _, sample: task.tokenizer.decode(sample.token_ids)),
         stall_timeout=config.rollout.engine_stall_timeout,
         max_context=config.rollout.rollout_max_context_len,
+        prefix_caching=engines.prefix_caching,
         revive=engines.revive,
     )
     with sampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
 import threading
@@ -80,7 +81,7 @@ class _Lane:
 class Sampler:
     """Asks engines for samples and verifiers for rewards, for training, evaluation, studies and the audit.
 
-    Samples of one prompt go to one engine, where they share the prompt's cache; prompts are spread by load.
+    Requests are spread by load. Those of one prompt stay together where engines cache what they begin with.
     What an engine leaves unfinished when it dies is asked again elsewhere at once, or of its successor, which
     joins when it is ready. Every request has its own seed, so that it does not matter who answers, nor when.
 
@@ -97,12 +98,14 @@ class Sampler:
         *,
         stall_timeout: float,
         max_context: int | None = None,
+        prefix_caching: bool = True,
         revive: Revive | None = None,
     ) -> None:
         """
         Args:
             stall_timeout: --engine-stall-timeout; engines look themselves whether they write anything.
             max_context: tokens that prompt and response may have together.
+            prefix_caching: engines compute once what requests of one prompt begin with.
             revive: replaces an engine that died; without it, or when it raises, sampling ends with the error,
                 except that after EngineLostError the other engines go on.
         """
@@ -112,6 +115,7 @@ class Sampler:
         self._score = score
         self._stall_timeout = stall_timeout
         self._max_context = max_context
+        self._prefix_caching = prefix_caching
         self._revive = revive
         self._numbers = itertools.count()
         self._homeless: list[_Open] = []
@@ -179,7 +183,7 @@ class Sampler:
         asked: Sequence[tuple[Prompt, SampleRequest]],
         each: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
-        """A scored sample for every request, in order. The requests of a prompt stay together.
+        """A scored sample for every request, in order.
 
         Args:
             each: called with each one's index when it is scored.
@@ -221,8 +225,11 @@ class Sampler:
             _check_prompt(request, self._max_context)
         if self._failure is not None:
             raise self._failure
-        engine = self.place(requests, near)
-        samples = [self._ask(request, engine) for request in requests]
+        if self._prefix_caching:
+            engines = [self.place(requests, near)] * len(requests)
+        else:
+            engines = self.spread(requests)
+        samples = [self._ask(request, engine) for request, engine in zip(requests, engines, strict=True)]
 
         async def scored(index: int, awaited: asyncio.Future[Sample]) -> Sample:
             sample = with_beginning(await awaited, requests[index].begun)
@@ -235,13 +242,27 @@ class Sampler:
 
     def place(self, requests: Sequence[SampleRequest], near: int | None = None) -> int:
         """The engine that has the least to do; `near` as long as that saves less than these requests take."""
-        lanes = [lane for lane in self._lanes if lane.state == "alive"] or self._lanes
+        lanes = self._working()
         least = min(lanes, key=lambda lane: lane.load)
         if near is not None and self._lanes[near] in lanes:
             ahead = self._lanes[near].load - least.load
             if ahead <= sum(request.max_tokens for request in requests):
                 return near
         return least.index
+
+    def spread(self, requests: Sequence[SampleRequest]) -> list[int]:
+        """For each request the engine that has the least to do then."""
+        loads = [(lane.load, lane.index) for lane in self._working()]
+        heapq.heapify(loads)
+        places = []
+        for request in requests:
+            load, index = loads[0]
+            places.append(index)
+            heapq.heapreplace(loads, (load + request.max_tokens, index))
+        return places
+
+    def _working(self) -> list[_Lane]:
+        return [lane for lane in self._lanes if lane.state == "alive"] or self._lanes
 
     async def _finished(self, work: Coroutine[Any, Any, T]) -> T:
         """The work, and then everything settled, so that nothing is left half done while the loop rests."""
