@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,11 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     page = (tmp_path / "out/page.html").read_text()
     for part in ("What may be said", "Curves", "T = 0.6", "At equal steps", "Tuning", "lr 0.0027"):
         assert part in page
+    shutil.rmtree(tmp_path / "out/confirmation/gspo")
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
+    assert not complete
+    assert found.confirmation == [], "half of it confirms nothing"
+    assert "not run again with fresh seeds" in said
 
 
 @pytest.mark.slow  # `beyond` is tested alone

@@ -103,7 +103,8 @@ class _Conductor:
         if complete and study.confirm_seeds:
             again = self._confirmation(found, chosen)
             complete = self._run(again)
-            found = replace(found, confirmation=self._results(again))
+            if complete:  # a part of it confirms nothing, and may have no run of the baseline
+                found = replace(found, confirmation=self._results(again))
             main += again
         if not complete:
             self._say_rest(main, "the study")
