@@ -13,9 +13,9 @@ VARIANT_NAMES = sorted(VARIANTS)
 SLOW = pytest.mark.slow
 
 
-def mostly(*quick: str):
-    """All variants, of which these stand for the rest where a processor interprets the kernels."""
-    return [pytest.param(name, marks=() if name in quick else SLOW) for name in VARIANT_NAMES]
+def mostly(*quick: str, of=VARIANT_NAMES):
+    """These variants; `quick` stand for the others where a processor interprets the kernels."""
+    return [pytest.param(name, marks=() if name in quick else SLOW) for name in of]
 
 
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
@@ -105,17 +105,11 @@ def test_the_order_of_sequences_changes_no_bit(device):
     cases.check_order_of_sequences(device)
 
 
-@pytest.mark.parametrize("variant", ["gspo", *(pytest.param(name, marks=SLOW) for name in ("dapo", "gmpo"))])
+@pytest.mark.parametrize("variant", mostly("gspo", of=["gspo", "dapo", "gmpo"]))
 def test_training_with_the_kernels_is_training_with_the_reference(device, variant):
     cases.check_training(device, variant)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(name, marks=() if name in ("cispo", "dual-clip", "gmpo", "grpo") else SLOW)
-        for name in linear_cases.FUSED
-    ],
-)
+@pytest.mark.parametrize("variant", mostly("cispo", "dual-clip", "gmpo", "grpo", of=linear_cases.FUSED))
 def test_the_fused_head_equals_the_loss_of_the_logits(device, variant):
     linear_cases.check_fused_head(device, variant)

@@ -326,7 +326,6 @@ def steps(models, tmp_path_factory):
     }
 
 
-@pytest.mark.slow
 def test_a_step_beside_sleeping_engines_is_the_step_without_them(steps):
     for own, alone in zip(steps[True], steps[False], strict=True):
         assert own["norm"] == alone["norm"]
