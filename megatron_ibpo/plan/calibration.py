@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import psutil
 import torch
+from scipy.optimize import least_squares
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
@@ -30,10 +31,8 @@ _MATRIX = 768
 _COPIED_BYTES = 64 * 1024**2
 _LEAST = 1e-4
 """Seconds: what takes less is not told from nothing."""
-_ROUNDS = 40
 _NUDGE = 1e-3
-_DAMPING = 1e-3
-"""Of the fit: a parameter that no step moves stays where it began."""
+"""Of a parameter's logarithm, to see what predictions make of it."""
 _WHOLE = Efficiencies(
     matmul=1, matmul_fp8=1, experts=1, attention=1, elementwise=1, link=1, routing=1, decode=1, prefill=1,
     train_layer=0, engine_layer=0, engine_tensor=0, engine_sequence=0, engine_request=0, gather=1, reshard=1,
@@ -231,21 +230,12 @@ def _all_seen(steps: Sequence[MeasuredStep]) -> Seen:
 def _nearest(
     predict: Callable[[Sequence[float]], Sequence[float]], start: Sequence[float], measured: Sequence[float]
 ) -> list[float]:
-    """Parameters above 0 under which predictions are nearest to what was measured, both in logarithms:
-    Levenberg and Marquardt's way with a constant damping."""
-    place, target = np.log(start), np.log(measured)
+    """Parameters above 0 under which predictions are nearest to what was measured, both in logarithms; one
+    that no step moves stays where it began."""
+    target = np.log(measured)
 
-    def at(point: np.ndarray) -> np.ndarray:
-        return np.log(predict(np.exp(point).tolist()))
+    def residuals(point: np.ndarray) -> np.ndarray:
+        return np.log(predict(np.exp(point).tolist())) - target
 
-    for _ in range(_ROUNDS):
-        here = at(place)
-        slopes = (
-            np.stack([at(place + change) - here for change in _NUDGE * np.eye(len(place))], axis=1) / _NUDGE
-        )
-        damped = slopes.T @ slopes + _DAMPING * np.eye(len(place))
-        move = np.clip(np.linalg.solve(damped, slopes.T @ (target - here)), -1, 1)
-        place = place + move
-        if np.abs(move).max() < _NUDGE:
-            break
-    return np.exp(place).tolist()
+    # a wider difference than the last bits of a double, since simulated times have steps
+    return np.exp(least_squares(residuals, np.log(start), diff_step=_NUDGE).x).tolist()
