@@ -51,13 +51,13 @@ def weights_of(made, config, **settings):
 # ---------------------------------------------------------------------------------- weight on wrong responses
 
 
-def test_a_wrong_response_beside_a_right_one_counts_fifteen_hundredths():
+def test_a_wrong_response_beside_a_right_one_counts_a_small_part():
     credit = Loop(fix_last).credit([group(RIGHT, [14], [15, 16])], gspo(token_credit="wrong-weight"))
-    assert token_weights(credit.sequences) == [None, (0.15,) * 2, (0.15,) * 3]
+    assert token_weights(credit.sequences) == [None, (0.075,) * 2, (0.075,) * 3]
     plain_credit = Loop(fix_last).credit([group(RIGHT, [14], [15, 16])], gspo())
     assert [s.advantage for s in credit.sequences] == [s.advantage for s in plain_credit.sequences]
     # 5 tokens count 1, and 2 + 3 count .15
-    assert credit.metrics["token_weight_mean"] == pytest.approx((5 + 0.15 * 5) / 10)
+    assert credit.metrics["token_weight_mean"] == pytest.approx((5 + 0.075 * 5) / 10)
     assert credit.metrics["weightless_responses"] == 0
     assert "token_weight_mean" not in plain_credit.metrics
 
@@ -262,7 +262,7 @@ def test_a_token_credit_multiplies_the_operators_weights_and_leaves_corrections_
     made = group(RIGHT, [10, 11, 12, 14])
     config = ibpo(ibpo_variant="mask", token_credit="wrong-weight")
     credit = Loop(fix_last).credit([made], config)
-    assert token_weights(by_kind(credit, "response")) == [None, (0.0, 0.0, 0.0, 0.15, 0.0)]
+    assert token_weights(by_kind(credit, "response")) == [None, (0.0, 0.0, 0.0, 0.075, 0.0)]
     assert token_weights(by_kind(credit, "correction")) == [None]
 
 
