@@ -143,6 +143,7 @@ class LeanEngines:
         self.version = 0
 
     prefix_caching = False
+    reproducible = True
 
     def clients(self) -> list[Any]:
         """What the sampler asks."""

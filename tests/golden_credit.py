@@ -29,7 +29,7 @@ __all__ = ["CASES", "credited", "recorded_steps"]
 
 RESPONSE_TOKENS = 48
 """--rollout-max-response-len of the recording."""
-NEWER = {"dr-grpo"}
+NEWER = {"dr-grpo", "wrong-weight"}
 """Presets that the code which computed the golden credit did not have."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PRESETS if name not in NEWER},

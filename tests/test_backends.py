@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -76,6 +77,32 @@ def test_versions_of_triton_that_compile_wrong_gradients_are_refused(
     found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
     assert found.flash_linear_attention != is_refused
     assert find_backends(shapes["dense"], on_gpu=True, allow_local=False) == FAST, "it asks for none of it"
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "cudnn", "flash", "why"),
+    [
+        ((9, 0), 256, 92000, False, None),
+        ((10, 0), 128, 92000, False, None),
+        ((10, 0), 256, 92000, False, "for heads of 256 .* from 9.25 on, and this one is 9.20"),
+        ((10, 0), 256, 92500, False, None),
+        ((8, 0), 128, 92500, False, "compute capability 9.0 on, and this GPU has 8.0"),
+        ((8, 0), 128, 92500, True, None),
+    ],
+)
+def test_a_gpu_for_which_attention_would_be_quadratic_is_refused(
+    shapes, monkeypatch, capability, head_dim, cudnn, flash, why
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    installed(monkeypatch, "transformer_engine", *(["flash_attn"] if flash else []))
+    shape = replace(shapes["dense"], head_dim=head_dim)
+    if why is not None:
+        with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
+            find_backends(shape, on_gpu=True, allow_local=False)
+    assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
+    assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
 
 
 def test_a_dense_model_needs_no_flash_linear_attention(shapes, monkeypatch):

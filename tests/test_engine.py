@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,9 +29,9 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.rollout.engine_process import _device_arguments
+from megatron_ibpo.rollout.engine_process import _device_arguments, _engine_args
 from megatron_ibpo.rollout.lean import LeanEngine, checkpoint_weights
-from megatron_ibpo.rollout.probe import compare_probes, probe
+from megatron_ibpo.rollout.probe import Probe, compare_probes, probe
 from megatron_ibpo.rollout.process_group import shared_memory
 from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids, start_timeout
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
@@ -409,6 +410,17 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(
         compare_probes(probe(engine, 3), probe(fresh, 0))
 
 
+def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others() -> None:
+    one, other = (
+        Probe([token_ids([number])], [np.array([-number], np.float32)], [{"w": "same"}]) for number in (1, 2)
+    )
+    with pytest.raises(WeightMismatchError, match="greedy responses differ"):
+        compare_probes(one, other)
+    compare_probes(one, other, same_batches=False)
+    with pytest.raises(WeightMismatchError, match="1 tensors of engine worker 0 differ"):
+        compare_probes(one, replace(other, digests=[{"w": "another"}]), same_batches=False)
+
+
 def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path]
 ) -> None:
@@ -618,7 +630,31 @@ def test_speculation_that_samples_wrongly_is_refused(checkpoints: dict[str, Path
     assert on_gpu.extra_arguments["speculative_config"]["method"] == "mtp"
 
 
+def test_what_drafts_outlives_sleep(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    for argument, kept in (((), []), ((SPECULATION,), ["draft.*"])):
+        rollout.vllm_arg = argument
+        colocated = engine_settings(rollout, checkpoints["next 0"], "ipc", gpus=(0,), num_threads=1)
+        assert _engine_args(colocated).sleep_preserve_parameter_names == kept
+
+
 # --- fp8 -------------------------------------------------------------------------------------------
+
+
+def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+
+    def backend(checkpoint: str, *arguments: str) -> str | None:
+        rollout.vllm_arg = arguments
+        settings = engine_settings(rollout, checkpoints[checkpoint], "nccl", gpus=(0,), num_threads=1)
+        return settings.extra_arguments.get("moe_backend")
+
+    assert backend("next 0", "quantization=fp8_per_channel") == "triton"
+    assert backend("next 0", "quantization=fp8_per_channel", "moe-backend=marlin") == "marlin"
+    assert backend("next 0") is None
+    assert backend("dense 0", "quantization=fp8_per_channel") is None
 
 
 @pytest.mark.slow
@@ -807,7 +843,7 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
 
 @pytest.mark.slow
 def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
-    checkpoints: dict[str, Path], tmp_path: Path
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = make_config(tmp_path, "float32").rollout
     rollout.rollout_num_gpus_per_engine = 2
@@ -819,8 +855,17 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
         transport = open_gloo(workers=2, bucket_bytes=10_000)
         source = CheckpointSource(checkpoints["dense 1"])
         assert transport.connect(source, {0: engine}, [0]) == {}
+        send, asked, answers = transport.send, ThreadPoolExecutor(1), []
+
+        def send_while_asked(*given: Any, **named: Any) -> Sent:
+            answers.append(asked.submit(engine.generate, requests, version=1, timeout=100))
+            time.sleep(1)  # vLLM's core, which had nothing to do, would take its first steps
+            return send(*given, **named)
+
+        monkeypatch.setattr(transport, "send", send_while_asked)
         sent = update(transport, engine, source, 1)
-        samples = engine.generate(requests, version=1, timeout=100)
+        samples = answers[0].result()
+        assert {sample.versions for sample in samples} == {((0, 1),)}
         shared = shared_memory(engine.pid)
         assert shared
         os.kill(engine.pid, signal.SIGKILL)

@@ -140,6 +140,11 @@ def engines_on_the_trainers_gpus(world: Any, checkpoints: list[str], folder: str
             found.append(str(error))
         source.tensors["model.layers.1.self_attn.k_proj.weight"] = lacking
         found.append(update(3))
+        assert transfer_stand_ins.RELEASED == []  # the engines let go of what they opened
+        alone = {0: engine} if world.rank == 0 else {}
+        order = Order(version=4, sleeping=False, check=True, timeout=60.0)
+        assert update_engines(transport, world, source, order, alone, [0]).failures == {}
+        found.append(len(transfer_stand_ins.RELEASED))
     finally:
         engine.close()
     return found
@@ -148,8 +153,8 @@ def engines_on_the_trainers_gpus(world: Any, checkpoints: list[str], folder: str
 @pytest.mark.slow
 def test_colocated_engines_get_the_weights_and_say_which_are_missing(tmp_path: Path) -> None:
     checkpoints = [str(make_qwen3(tmp_path / str(seed), seed)) for seed in (0, 1)]
-    for first, said, third in run_ranks(
-        engines_on_the_trainers_gpus, 2, checkpoints, str(tmp_path), timeout=300
-    ):
+    ranks = run_ranks(engines_on_the_trainers_gpus, 2, checkpoints, str(tmp_path), timeout=300)
+    for rank, (first, said, third, taken_back) in enumerate(ranks):
         assert (first, third) == (1, 0)
+        assert taken_back == rank  # the last update went to the first engine alone
         assert "did not bring a part of model.layers.1.self_attn.qkv_proj" in said

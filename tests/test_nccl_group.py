@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, say_lost
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, is_lost, joined, say_lost
 
 HOST = "127.0.0.1"
 
@@ -73,3 +73,15 @@ def test_a_group_that_is_whole_is_left_alone_and_one_is_aborted_once() -> None:
     abort(group)
     group.nccl = None
     abort(group)
+
+
+def test_what_keeps_a_member_from_joining_is_said_at_once_to_it_and_to_the_others() -> None:
+    ours, theirs = stores()
+
+    def join() -> None:
+        raise OSError("no socket interface found")
+
+    with pytest.raises(OSError, match="no socket interface"):
+        joined(join, 0, theirs, timeout=30)
+    assert is_lost(ours)
+    assert joined(threading.Event().wait, 0, ours, timeout=30) is None  # another, that waits for it

@@ -22,6 +22,8 @@ DIE_AT = "STAND_IN_DIES_AT"
 """Environment variable: the process ends when it is to receive its so many-th tensor, or with AT_MEETING when
 it is to join a group."""
 AT_MEETING = -1
+RELEASED: list[bytes] = []
+"""Memory that this process lent and took back, since nobody had opened it."""
 
 
 class Communicator:
@@ -82,8 +84,10 @@ class SharedMemory:
         return tensor
 
     def handle(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-        """As `reduce_tensor`; the seventh is the device's number, which the receiver sets."""
-        return None, (self._files[tensor.data_ptr()], len(tensor), tensor.dtype, None, None, None, 0)
+        """As `reduce_tensor`; the seventh is the device's number, which the receiver sets, the last two say
+        where it is counted who has the memory."""
+        path = self._files[tensor.data_ptr()]
+        return None, (path, len(tensor), tensor.dtype, None, None, None, 0, *[None] * 4, path.encode(), 0)
 
     def opened(self, path: str, size: int, dtype: Any, *_: Any) -> Any:
         """As `rebuild_cuda_tensor`."""
@@ -128,6 +132,7 @@ def install() -> None:
     packed_tensor.reduce_tensor = memory.handle  # type: ignore[assignment]
     reductions.rebuild_cuda_tensor = memory.opened
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])  # type: ignore[assignment, return-value]
+    torch.UntypedStorage._release_ipc_counter_cuda = lambda path, offset: RELEASED.append(path)  # type: ignore[method-assign, assignment, misc]
     torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
     pynccl.PyNcclCommunicator = Communicator  # type: ignore[assignment, misc]
     torch.cuda.Stream = Stream  # type: ignore[assignment, misc]

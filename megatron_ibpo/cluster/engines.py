@@ -186,6 +186,10 @@ class Engines:
     def prefix_caching(self) -> bool:
         return self.settings.prefix_caching
 
+    @property
+    def reproducible(self) -> bool:
+        return self.settings.device == "cpu"  # on GPUs vLLM's core begins with the first request to reach it
+
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
         return [RemoteEngine(self.hosts, index) for index in sorted(self.hosts)]

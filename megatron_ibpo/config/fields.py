@@ -261,7 +261,8 @@ class AlgorithmConfig:
 
     advantage_estimator: str = "ibpo"
     """Preset in `megatron_ibpo.config.PRESETS`: ibpo, ibpo-ratio, ibpo-mask, ibpo-k1, ibpo-shaping-only,
-    ibpo-joint-only, ibpo-rewrite-penalty, gspo, grpo, dr-grpo, dapo, ppo, ciw, ciw-inverted, cipo."""
+    ibpo-joint-only, ibpo-rewrite-penalty, gspo, wrong-weight, grpo, dr-grpo, dapo, ppo, ciw,
+    ciw-inverted, cipo."""
     ibpo_operator: str = "compare-and-correct"
     """What compares responses. "compare-and-correct": corrections of wrong ones by the policy (the paper's);
     "agreement": without any generation, the share of their steps that correct ones of the group have too;
@@ -322,8 +323,8 @@ class AlgorithmConfig:
     the policy finds them once it is shown a correct response (after SDPO); or an import path
     package.module:name."""
     token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.075
-    """Factor of "wrong-weight" on the gradient of a wrong response. 0.075 is what tuning chose on the tasks of
-    the suite (docs/studies.md), of 0.0375, 0.075 and 0.15; 1 changes nothing."""
+    """Factor of "wrong-weight" on the gradient of a wrong response. Tuning chose 0.075 of 0.0375, 0.075 and
+    0.15 on the tasks of the suite (docs/studies.md); 1 changes nothing."""
     token_credit_tokens: Annotated[int, at_least(1)] = 2
     """w, how many tokens of a wrong response count: the width of a window, and of "wrong-weight-by-length"
     the sum of its factors. 2 was the best of those tried on the tiny tasks."""

@@ -69,6 +69,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # tokens weighted by what the answer loses without their step, on DAPO; and its control
     "ciw": {**_DAPO, "ibpo_operator": "span-masking"},
     "ciw-inverted": {**_DAPO, "ibpo_operator": "span-masking", "ciw_inverted": True},
+    # wrong responses push less where a correct one stands beside them: ahead of GSPO over the suite's tasks
+    "wrong-weight": {**_PLAIN, "token_credit": "wrong-weight"},
     # a learned critic and generalised advantage estimation
     "ppo": {**_PLAIN, "advantages": "critic", "loss_variant": "ppo-clip"},
 }

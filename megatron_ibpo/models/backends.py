@@ -12,6 +12,8 @@ import torch
 from megatron_ibpo.models.shape import ModelShape
 
 ALLOW = "--allow-local-modules"
+CUDNN_OF_LARGE_HEADS = 92500
+"""As `torch.backends.cudnn.version()`: the first that trains packed attention of larger heads on Blackwell."""
 
 
 class BackendError(ValueError):
@@ -32,11 +34,14 @@ FAST = Backends(transformer_engine=True, flash_linear_attention=True)
 """For GPUs."""
 
 
-def find_backends(shape: ModelShape, *, on_gpu: bool, allow_local: bool) -> Backends:
+def find_backends(
+    shape: ModelShape, *, on_gpu: bool, allow_local: bool, bf16: bool | None = True
+) -> Backends:
     """What computes the layers in this process.
 
     Args:
         allow_local: let plain torch stand in on a GPU for a library that is not installed.
+        bf16: of the trainer. (In fp32 there is no fused attention to miss.)
 
     Raises:
         BackendError: a library is missing, or fails when it is imported; says which, where and why.
@@ -60,6 +65,12 @@ def find_backends(shape: ModelShape, *, on_gpu: bool, allow_local: bool) -> Back
             "the layers would run in plain torch, which waits for the GPU many times in every layer and is "
             "tens of times slower. Install what is missing with `bash tools/bootstrap.sh` (docs/gpus.md says "
             f"what its build needs), or accept that with {ALLOW}"
+        )
+    if bf16 and not allow_local and (why := _no_fused_attention(shape)):
+        raise BackendError(
+            f"Transformer Engine on {socket.gethostname()} has no fused attention over packed sequences: "
+            f"{why}. It would compute it unfused, with memory quadratic in the longest sequence. Install "
+            f"flash-attn, or accept that with {ALLOW}"
         )
     return Backends(
         transformer_engine=failures["Transformer Engine"] is None,
@@ -94,6 +105,23 @@ def _import_failure(*modules: str) -> str | None:
             import_module(name)
     except Exception as error:  # a library built for another torch or CUDA raises anything
         return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _no_fused_attention(shape: ModelShape) -> str | None:
+    """Why cuDNN does not compute it for this GPU, where flash-attn is not there to do so. (As Transformer
+    Engine's `fused_attn.cpp` has it, 2.18 to 2.20; not run on GPUs.)"""
+    if not torch.cuda.is_available() or _import_failure("flash_attn") is None:
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        return f"cuDNN has it from compute capability 9.0 on, and this GPU has {major}.{minor}"
+    version = torch.backends.cudnn.version() or 0
+    if major > 9 and shape.head_dim > 128 and version < CUDNN_OF_LARGE_HEADS:
+        return (
+            f"for heads of {shape.head_dim} on compute capability {major}.{minor} cuDNN has it from 9.25 on, "
+            f"and this one is {version // 10000}.{version // 100 % 100}"
+        )
     return None
 
 

@@ -154,6 +154,10 @@ def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
 def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if shape.is_recurrent and tp > 1 and not parallel.sequence_parallel:
+        # each rank's norm after a delta net has the gradient of its own heads, and Megatron adds those up
+        # under sequence parallelism alone
+        yield "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
     if not shape.is_moe:
         if ep > 1 or etp > 1:
             yield (

@@ -39,6 +39,9 @@ from megatron_ibpo.policy.routing_replay import RoutingReplay
 from megatron_ibpo.records import ExpertIds, Floats
 from megatron_ibpo.world import World
 
+QUANTIZED_ROWS = 128
+"""Under fp8 and fp4 a rank's rows come in multiples of it: blocks of scales have 32 or 128, others need 8."""
+
 Values = Callable[[PackedBatch, Tensor], Tensor]
 """(micro-batch, output of the last stage) → [N], a value of each row."""
 Observed = Mapping[str, Tensor | float]
@@ -136,7 +139,7 @@ def infer(
     """
     if not packs:
         return []
-    batches = _lay_out_all(packs, device)
+    batches = _lay_out_all(packs, device, chunks[0].config)
 
     def output(batch: PackedBatch, result: Tensor) -> tuple[Tensor, Tensor]:
         return result.new_zeros(()), values(batch, result)
@@ -179,7 +182,7 @@ def accumulate_gradients(
         what was observed of every rank's micro-batches, in the order of ranks and micro-batches, the same on
         every rank. Ranks that share sequences have each observed their own rows.
     """
-    batches = _lay_out_all(packs, world.device)
+    batches = _lay_out_all(packs, world.device, chunks[0].config)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -201,9 +204,15 @@ def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
     ]
 
 
-def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device) -> list[PackedBatch]:
-    """This rank's micro-batches as tensors."""
+def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any) -> list[PackedBatch]:
+    """This rank's micro-batches as tensors.
+
+    Args:
+        model: its TransformerConfig.
+    """
     multiple, context = parallel_state.get_tensor_model_parallel_world_size(), _context()
+    if model.fp8 or model.fp4:
+        multiple *= QUANTIZED_ROWS
     return [lay_out(arrays, multiple=multiple, device=device, context=context) for arrays in packs]
 
 
@@ -280,7 +289,7 @@ def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
 def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> None:
     """Padding through this rank's part of the model, without the rest of the pipeline."""
     weight = next(model.parameters())
-    (batch,) = _lay_out_all([pack(MicroBatch((), ()))], weight.device)
+    (batch,) = _lay_out_all([pack(MicroBatch((), ()))], weight.device, model.config)
     if not model.pre_process:
         rows = batch.input_ids_1N.shape[1]
         if model.config.sequence_parallel:
@@ -324,6 +333,8 @@ def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
         "params_dtype": torch.bfloat16 if config.model.bf16 else torch.float32,
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
         "use_precision_aware_optimizer": chosen.use_precision_aware_optimizer,
+        # saved they would be taken for master weights
+        "store_param_remainders": False,
         "optimizer_cpu_offload": chosen.optimizer_cpu_offload,
         "optimizer_offload_fraction": 1.0,
         "overlap_cpu_optimizer_d2h_h2d": chosen.overlap_cpu_optimizer_d2h_h2d,

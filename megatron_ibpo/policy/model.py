@@ -55,7 +55,9 @@ def build_model(
 
     if libraries is None:
         allow_local = config.model.allow_local_modules
-        libraries = find_backends(shape, on_gpu=device == "cuda", allow_local=allow_local)
+        libraries = find_backends(
+            shape, on_gpu=device == "cuda", allow_local=allow_local, bf16=config.model.bf16
+        )
     computes = device != "meta"
     if computes and not libraries.flash_linear_attention and exchanges_heads(shape, config.parallel):
         raise BackendError(

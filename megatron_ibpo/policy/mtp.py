@@ -62,6 +62,9 @@ class Mtp:
         one that also fills this layer's gradients, and observes what it saw. They begin at 0."""
         self.chunks[0].zero_grad_buffer()
         self.optimizer.zero_grad()
+        # Transformer Engine quantizes weights for fp8 at the first micro-batch alone, which only Megatron's
+        # schedules say by themselves
+        self.chunks[0].set_is_first_microbatch()
         hook = self._policy.decoder.register_forward_hook(self._hear)
         try:
             yield self._beside

@@ -100,6 +100,7 @@ OPTIMIZER_OURS = {
     "main_grads_dtype": "gradients are summed in float32",
     "overlap_param_gather": "use --overlap-param-gather",
     "overlap_param_gather_with_optimizer_step": "use --overlap-param-gather",
+    "store_param_remainders": "master weights are whole: Megatron cannot load a checkpoint of remainders",
 }
 """Fields of OptimizerConfig that follow from the rest → what to do instead."""
 
@@ -321,8 +322,6 @@ def optimizer_bytes(config: Config) -> OptimizerBytes:
         return 4 if precise else _DTYPES[overrides.get(name, "fp32")].num_bytes
 
     master = size("main_params_dtype") if config.model.bf16 else 0
-    if not precise and config.model.bf16 and overrides.get("store_param_remainders", True):
-        master = 2  # the bits that the bf16 weight lacks
     state = master + size("exp_avg_dtype") + size("exp_avg_sq_dtype")
     whole = 12 if config.model.bf16 else 8  # in main memory all of it is fp32
     away = overrides.get("optimizer_offload_fraction", 1.0) if chosen.optimizer_cpu_offload else 0.0

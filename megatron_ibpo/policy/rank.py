@@ -5,6 +5,7 @@ small, or this rank's own share again.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,16 @@ class TrainerRank:
         self.config = config
         shape = read_hf_config(config.model.hf_checkpoint)
         self.libraries = find_backends(
-            shape, on_gpu=torch.cuda.is_available(), allow_local=config.model.allow_local_modules
+            shape,
+            on_gpu=torch.cuda.is_available(),
+            allow_local=config.model.allow_local_modules,
+            bf16=config.model.bf16,
         )
         self.world: World = start_world(config.parallel.distributed_timeout_minutes)
+        if config.optimizer.optimizer_cpu_offload and self.world.device.type == "cuda":
+            # the optimizer's steps are the processors' then; not run on GPUs
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // ranks))
         parallel.initialize(config.parallel, self.world, config.run.seed)
         chunks = build_model(shape, config, device=self.world.device_type, libraries=self.libraries)
         load_hf(chunks, shape, config.model.hf_checkpoint)

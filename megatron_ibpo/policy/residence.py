@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor, UntypedStorage
 
 from megatron_ibpo.world import World
@@ -95,7 +96,11 @@ class Residence:
         self._wait_for_arrivals()
         if self._offload:
             self._move_out(kept)
+        parallel_state.get_global_memory_buffer().buffer.clear()  # grows with micro-batches, shrinks never
         gc.collect()  # tensors in cycles hold memory, too
+        if torch.cuda.is_initialized():
+            self._world.barrier()  # every owner's engines have given back what they were lent (transport ipc)
+            torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
         self._world.barrier()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -287,6 +288,8 @@ def _write(parts: Sequence[_Part]) -> None:
             results[index] = written
         part.request.async_fn_args[2].put(results)
         part.files.clear()
+    if torch.cuda.is_initialized():
+        torch.accelerator.empty_host_cache()  # PyTorch keeps what it pinned for copies from a GPU
 
 
 def _told(error: BaseException | None, rank: int) -> Exception | None:

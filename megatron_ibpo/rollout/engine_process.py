@@ -318,8 +318,9 @@ class SamplingEngine:
         return sums
 
     def _pause(self) -> None:
-        """Let no step see weights that are half replaced. Requests keep what they have."""
-        if self.busy and not self.paused and not self._in_process:
+        """Let no step see weights that are half replaced. Requests keep what they have. A core that is idle
+        is told too: it would take a step at once for a request that comes meanwhile."""
+        if not self.paused and not self._in_process:
             self._tell_core("pause_scheduler", "keep", False)
         self.paused = True
 
@@ -425,6 +426,10 @@ def _engine_args(settings: EngineSettings) -> Any:
         arguments["max_model_len"] = settings.max_model_len
     if "speculative_config" in settings.extra_arguments:
         arguments["per_request_spec_decode_metrics"] = "summary"
+        if (
+            settings.sleep_mode
+        ):  # what drafts need not be in the updates, and sleep drops all weights. Not run
+            arguments["sleep_preserve_parameter_names"] = ["draft.*"]
     return EngineArgs(
         model=settings.model,
         skip_tokenizer_init=True,

@@ -2,15 +2,20 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm/"
+END_TIMEOUT_S = 20.0
+"""For killed processes to end: a driver may have tens of GiB to give back first."""
+LOOK_EVERY_S = 0.01
 
 
 def end_group(group: int, known: Iterable[int] = ()) -> None:
-    """Kill all processes of `group` but the caller, and remove the shared memory that only they used.
+    """Kill all processes of `group` but the caller, and remove the shared memory that only they used; returns
+    when they have ended, and with that given back the memory of their GPUs.
 
     Args:
         known: `shared_memory` of the group earlier, for members that have ended already.
@@ -20,6 +25,9 @@ def end_group(group: int, known: Iterable[int] = ()) -> None:
         if pid != os.getpid():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while set(_members(group)) - {os.getpid()} and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
     if inodes:
         inodes -= {inode for pid in _processes() if _group(pid) != group for inode in _mapped(pid)}
         for entry in os.scandir(SHARED_MEMORY):

@@ -90,7 +90,9 @@ def engine_settings(
     # On GPUs prefix caching of such models is experimental and finds next to nothing. There vLLM keeps what
     # routers chose by the blocks of that cache, and records nothing without it.
     prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
-    arguments = _taking_new_weights(vllm_arguments(rollout.vllm_arg))
+    arguments = _taking_new_weights(
+        vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
+    )
     if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
         # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and it says nothing
         raise ValueError(
@@ -127,7 +129,7 @@ def engine_settings(
     )
 
 
-def _taking_new_weights(arguments: dict[str, Any]) -> dict[str, Any]:
+def _taking_new_weights(arguments: dict[str, Any], *, experts_on_gpu: bool) -> dict[str, Any]:
     """`arguments`, if an engine that has them can take a trainer's weights."""
     quantization = arguments.get("quantization")
     if quantization is not None and quantization not in ONLINE_QUANTIZATION:
@@ -136,6 +138,10 @@ def _taking_new_weights(arguments: dict[str, Any]) -> dict[str, Any]:
             f"trainers give unquantized ones; vLLM quantizes those itself with "
             f"{', '.join(ONLINE_QUANTIZATION)}"
         )
+    if quantization == "fp8_per_channel" and experts_on_gpu:
+        # vLLM 0.32 takes CUTLASS, whose strides are made anew with new weights and dropped by sleep, while
+        # CUDA graphs go on reading the old ones (vLLM issue 41670). Not run on GPUs
+        return {"moe_backend": "triton"} | arguments
     return arguments
 
 

@@ -138,14 +138,17 @@ class NcclTransport:
             return (worker_init_payload(info) | {"lost_port": lost_port, "timeout": 2 * self._timeout},)
 
         failures = start(links, "init_weight_transfer", place)
+        why = f"no NCCL group was formed with it within {self._timeout:g} seconds"
         with _heard(links, failures, self._lost, self._timeout):
-            self._sender = self._join(host, port, size)
-        formed = self._world.on_rank_0(lambda: self._sender is not None)
+            try:
+                self._sender = self._join(host, port, size)
+            except (
+                Exception
+            ) as error:  # the engines are told why they are replaced, and so is who reads of it
+                why = f"no NCCL group was formed with it: {type(error).__name__}: {error}"
+        formed, why = self._world.on_rank_0(lambda: (self._sender is not None, why))
         if not formed and not any(self._world.all_gather(bool(failures))):
-            failures = {
-                engine: RuntimeError(f"no NCCL group was formed with it within {self._timeout:g} seconds")
-                for engine in links
-            }
+            failures = {engine: RuntimeError(why) for engine in links}
         if not any(self._world.all_gather(bool(failures))):
             self._members = list(engines)
         return failures
@@ -228,7 +231,7 @@ class IpcTransport:
         client = _Relay(links, self._timeout)
         sums: dict[str, int] = {}
         recorded = _recorded(self._gather, sums) if check and self._world.is_rank_0 else self._gather
-        sender = IPCTrainerWeightTransferEngine.trainer_init(
+        sender = _Lender.trainer_init(
             IPCTrainerInitInfo(
                 packed=True,
                 packed_buffer_size_bytes=max(self._bucket_bytes, *(meta.num_bytes for meta in metas)),
@@ -238,8 +241,30 @@ class IpcTransport:
             source=_Adapted(metas, recorded),
         )
         sender.send_weights()
+        if self._world.rank // self._workers not in engines:
+            sender.take_back()
         num_bytes = _num_bytes(metas) * len(engines) if self._world.is_rank_0 else 0
         return Sent(client.failures, num_bytes * self._workers, num_bytes, sums)
+
+
+class _Lender(IPCTrainerWeightTransferEngine):
+    """vLLM's, on a rank whose engine may take no part. PyTorch keeps a buffer that was lent until whoever
+    opened it lets go of it, and nobody opens that rank's. Not run on GPUs."""
+
+    _lent: tuple[Any, ...] | None = None
+    """What a worker would rebuild the buffer's tensor with: PyTorch's `rebuild_cuda_tensor`."""
+
+    def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple]]) -> list[dict[str, tuple]]:
+        for handle in handles:  # each of the same buffer, on this rank's GPU
+            (self._lent,) = handle.values()
+        return super()._all_gather_and_merge_handles(handles)
+
+    def take_back(self) -> None:
+        """Give the buffer's memory back, which nobody has opened."""
+        if self._lent is not None:
+            counter, offset = self._lent[11:13]
+            torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)  # as a worker does
+            torch.cuda.ipc_collect()
 
 
 class _Uninvolved:

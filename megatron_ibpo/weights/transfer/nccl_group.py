@@ -29,18 +29,29 @@ def say_lost(store: dist.Store) -> None:
 
 def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
     """What `join` gives, called on GPU number `device`; None once the store says that one of those who are to
-    join is lost, or after `timeout` seconds. NCCL itself would wait for ever; then its thread does."""
+    join is lost, or after `timeout` seconds. NCCL itself would wait for ever; then its thread does.
+
+    Raises:
+        Exception: what `join` raised. The others hear at once that this one is lost.
+    """
     found: list[T] = []
+    failed: list[Exception] = []
 
     def work() -> None:
-        with torch.accelerator.device_index(device):  # a thread starts with the first
-            found.append(join())
+        try:
+            with torch.accelerator.device_index(device):  # a thread starts with the first
+                found.append(join())
+        except Exception as error:
+            failed.append(error)
+            say_lost(store)
 
     joining = threading.Thread(target=work, name="NCCL join", daemon=True)
     joining.start()
     deadline = time.monotonic() + timeout
     while joining.is_alive() and not is_lost(store) and time.monotonic() < deadline:
         joining.join(LOOK_EVERY_S)
+    if failed:
+        raise failed[0]
     return found[0] if found else None
 
 
