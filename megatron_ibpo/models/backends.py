@@ -13,7 +13,7 @@ from megatron_ibpo.models.shape import ModelShape
 
 ALLOW = "--allow-local-modules"
 CUDNN_OF_LARGE_HEADS = 92500
-"""As `torch.backends.cudnn.version()`: the first that trains packed attention of larger heads on Blackwell."""
+"""As `torch.backends.cudnn.version()`: the first with packed attention of larger heads on Blackwell."""
 
 
 class BackendError(ValueError):
