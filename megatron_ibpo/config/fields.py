@@ -170,9 +170,9 @@ class OptimizerConfig:
     clip_grad: Annotated[float, POSITIVE] = 1.0
     """Largest global gradient norm. 1 as in Megatron-LM."""
     use_precision_aware_optimizer: bool = False
-    """Let Transformer Engine's FusedAdam keep optimizer state in the types that --optimizer-override names, such
-    as exp_avg_dtype=bf16. Master weights stay whole: Megatron cannot load a checkpoint of the 16 bits that
-    bf16 weights lack. Off, as in Megatron-LM."""
+    """Let Transformer Engine's FusedAdam keep optimizer state in the types that --optimizer-override names,
+    such as exp_avg_dtype=bf16. Master weights stay whole: Megatron cannot load a checkpoint of the 16 bits
+    that bf16 weights lack. Off, as in Megatron-LM."""
     optimizer_cpu_offload: bool = False
     """Keep optimizer state in host memory at all times and take the optimizer's steps there: nothing of it on
     the GPU, at the price of a copy of gradients and weights a step. For models that do not fit otherwise."""
