@@ -26,7 +26,7 @@ LIBRARIES = {
     "vllm": {"rollout", "weights"},
     "transformers": {"data", "weights"},  # tokenizers; what knows the names in GGUF files
     "triton": {"kernels"},
-    "scipy": {"study"},
+    "scipy": {"study", "plan"},  # statistics; the fit of a calibration
     "pyarrow": {"data", "evaluate"},
     "msgpack": {"journal"},
     "starlette": {"report"},
