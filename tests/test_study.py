@@ -403,12 +403,13 @@ def test_results_from_before_can_still_be_read(path):
     found = read_findings(path)
     kept = json.loads(path.read_text())
     assert len(found.runs) == len(kept["runs"])
-    for line in compare(
-        replace(found.study, methods=dict(list(found.study.methods.items())[:2])), found.runs
-    ):
-        (before,) = [old for old in kept["table"] if old["method"] == line["method"]]
-        if "difference" in line:
-            assert line["difference"]["mean"] == pytest.approx(before["difference"]["mean"], abs=1e-6)
+    two = replace(found.study, methods=dict(list(found.study.methods.items())[:2]))
+    for task in found.study.tasks:
+        before = {line["method"]: line for line in kept["table"] if line.get("task", "") == task.name}
+        for line in compare(two, [run for run in found.runs if run.task == task.name]):
+            if "difference" in line:
+                expected = before[line["method"]]["difference"]["mean"]
+                assert line["difference"]["mean"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_file_that_holds_no_results_is_refused(tmp_path):
