@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,8 @@ from ranks import run_ranks
 from tiny_models import make_qwen3_next
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ibpo.models import packed
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import check_layout, packed
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
 
@@ -267,3 +269,14 @@ def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(tmp_
     assert reads == [2, 0, 0]
     assert of_megatron == 4
     assert "does not match total_sequence_length=90" in said
+
+
+def test_heads_on_several_ranks_need_sequence_parallelism_for_a_whole_gradient(shapes):
+    """Of the norm behind them, which each rank sees with its own heads only."""
+    dense = replace(shapes["next"], num_experts=0)
+    apart = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    assert check_layout(dense, apart, 2) == [
+        "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
+    ]
+    assert check_layout(dense, replace(apart, sequence_parallel=True), 2) == []
+    assert check_layout(shapes["dense"], apart, 2) == []

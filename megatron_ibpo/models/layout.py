@@ -105,6 +105,10 @@ def _layout_problems(
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
     yield from _undivided("--tensor-model-parallel-size", tp, shape.divided_by_tp())
+    if shape.is_recurrent and tp > 1 and not parallel.sequence_parallel:
+        # each rank's norm after a delta net has the gradient of its own heads, and Megatron adds those up
+        # under sequence parallelism alone
+        yield "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
     if exchanges_heads(shape, parallel):
         counts = {what: count for what, count in shape.divided_by_tp().items() if "delta net" in what}
         yield from _undivided("--delta-net-cp heads: TP x CP", tp * cp, counts)
@@ -154,10 +158,6 @@ def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
 def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
-    if shape.is_recurrent and tp > 1 and not parallel.sequence_parallel:
-        # each rank's norm after a delta net has the gradient of its own heads, and Megatron adds those up
-        # under sequence parallelism alone
-        yield "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
     if not shape.is_moe:
         if ep > 1 or etp > 1:
             yield (
