@@ -56,7 +56,7 @@ def test_a_wrong_response_beside_a_right_one_counts_a_small_part():
     assert token_weights(credit.sequences) == [None, (0.075,) * 2, (0.075,) * 3]
     plain_credit = Loop(fix_last).credit([group(RIGHT, [14], [15, 16])], gspo())
     assert [s.advantage for s in credit.sequences] == [s.advantage for s in plain_credit.sequences]
-    # 5 tokens count 1, and 2 + 3 count .15
+    # 5 tokens count 1, and 2 + 3 count .075
     assert credit.metrics["token_weight_mean"] == pytest.approx((5 + 0.075 * 5) / 10)
     assert credit.metrics["weightless_responses"] == 0
     assert "token_weight_mean" not in plain_credit.metrics

@@ -426,9 +426,8 @@ def _engine_args(settings: EngineSettings) -> Any:
         arguments["max_model_len"] = settings.max_model_len
     if "speculative_config" in settings.extra_arguments:
         arguments["per_request_spec_decode_metrics"] = "summary"
-        if (
-            settings.sleep_mode
-        ):  # what drafts need not be in the updates, and sleep drops all weights. Not run
+        if settings.sleep_mode:
+            # sleep drops all weights, and updates need not bring those of what drafts. Not run on GPUs
             arguments["sleep_preserve_parameter_names"] = ["draft.*"]
     return EngineArgs(
         model=settings.model,

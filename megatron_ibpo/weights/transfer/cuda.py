@@ -142,9 +142,7 @@ class NcclTransport:
         with _heard(links, failures, self._lost, self._timeout):
             try:
                 self._sender = self._join(host, port, size)
-            except (
-                Exception
-            ) as error:  # the engines are told why they are replaced, and so is who reads of it
+            except Exception as error:  # the log says why the engines are replaced
                 why = f"no NCCL group was formed with it: {type(error).__name__}: {error}"
         formed, why = self._world.on_rank_0(lambda: (self._sender is not None, why))
         if not formed and not any(self._world.all_gather(bool(failures))):
