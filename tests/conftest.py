@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from hypothesis import settings
+
+# `nohup`, and a shell that starts the tests in the background, have children ignore these, and tests send them
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("here")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -36,6 +36,9 @@ QUIET = {
     # engines and verifiers end with their owner by themselves and clear up; killed by Ray they could not
     "RAY_kill_child_processes_on_worker_exit": "0",
 }
+SERVERS_NOT_USED = ("start_log_monitor", "start_monitor", "start_api_server")
+"""Methods of Ray's node that start processes for a terminal, an autoscaler and a dashboard. A Ray of the run's own
+has none of these, and on two cores the processes take a second of every start."""
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
 
@@ -118,12 +121,17 @@ def _apart() -> Iterator[None]:
     terminal, `kill %1` and `timeout` reach the whole group of the driver, which is to finish its step with
     the processes that it has. Ray keeps nothing but SIGINT from them."""
     from ray._private import ray_constants, services
+    from ray._private.node import Node
 
     with (
         mock.patch.dict(os.environ, {ONE_MACHINE: "0"}),
         mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
         mock.patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
+        ExitStack() as patches,
     ):
+        for name in SERVERS_NOT_USED:
+            if hasattr(Node, name):  # another version of Ray may have other names, and then starts them
+                patches.enter_context(mock.patch.object(Node, name, lambda *_, **__: None))
         yield
 
 

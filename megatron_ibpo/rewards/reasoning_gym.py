@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import reasoning_gym
@@ -42,7 +43,20 @@ def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str
     return final.strip() or None
 
 
-def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> Any:
+def score(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[str],
+    metadata: Sequence[dict[str, Any]],
+) -> list[Any]:
+    """See `judged`. In batches, since most scorers take less time than a message to a process."""
+    return [judged(*asked) for asked in zip(prompts, responses, labels, metadata, strict=True)]
+
+
+score.batched = True  # type: ignore[attr-defined]
+
+
+def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> Any:
     """1 if the task's scorer gives the answer full marks, else 0.
 
     Part marks (a right digit, a right format) are left out: in a group of wrong answers they would be all
@@ -76,7 +90,7 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
         return f"reasoning_gym's {name} cannot be graded: {UNGRADABLE[name]}"
     for answer in (label, *_NO_ANSWERS):
         try:
-            found = score(metadata.get("question", ""), answer, label, metadata)
+            found = judged(metadata.get("question", ""), answer, label, metadata)
         except Exception as error:
             return f"reasoning_gym's scorer of {name} fails on {answer!r}: {type(error).__name__}: {error}"
         is_right = (found if isinstance(found, float) else found["score"]) == 1
