@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from hypothesis import settings
 
-# `nohup`, and a shell that starts the tests in the background, have children ignore these, and tests send them
+# `nohup`, and a shell that starts tests in the background, have children ignore these, and tests send them
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
