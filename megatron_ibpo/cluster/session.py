@@ -37,7 +37,7 @@ QUIET = {
     "RAY_kill_child_processes_on_worker_exit": "0",
 }
 SERVERS_NOT_USED = ("start_log_monitor", "start_monitor", "start_api_server")
-"""Methods of Ray's node that start processes for a terminal, an autoscaler and a dashboard. A Ray of the run's
+"""Methods of Ray's node that start processes for a terminal, an autoscaler and a dashboard. A Ray of a run's
 own has none of these, and on two cores the processes take a second of every start."""
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
