@@ -134,6 +134,7 @@ def test_slots_are_what_memory_leaves():
     free = 4 * (79.2 * 0.9 - 1.5) * GIB - 2 * (count.total)
     each = 8192 * hybrid.cache_of(1) + hybrid.state_per_sequence
     assert hybrid.slots(8192) == int(free / each)
+    assert replace(hybrid, cache_share=0.5).slots(8192) == int(free / each / 2)
     with pytest.raises(ValueError, match="1 GPUs of h100 do not hold the weights"):
         replace(hybrid, tensor=1).slots(8192)
 

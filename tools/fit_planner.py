@@ -111,9 +111,11 @@ def engine_of(facts: Mapping[str, Any], shape: ModelShape, reached: Efficiencies
         hardware=hardware_of(facts),
         reached=reached,
         tensor=tensor,
-        weight_bytes=2.0 if facts["precision"] == "bf16" else 1.0,
+        weight_bytes=facts.get("weight_bytes", 2.0 if facts["precision"] == "bf16" else 1.0),
         cache_bytes=facts.get("cache_bytes", 2.0),
         state_bytes=facts.get("state_bytes", 2.0),
+        memory_share=facts.get("memory_share", 0.9),
+        cache_share=facts.get("cache_share", 1.0),
         most_running=most,
         serves=facts.get("serves", True),
     )

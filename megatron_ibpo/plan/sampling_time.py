@@ -46,6 +46,8 @@ class Engine:
     """Of an element of a recurrent state."""
     memory_share: float = 0.9
     """Of the GPUs' memory that the engine may use."""
+    cache_share: float = 1.0
+    """Of what the weights leave of that, for keys, values and states."""
     most_running: int = MOST_SEQUENCES
     serves: bool = True
     """Requests come one by one through a server; offline they are a list that is there from the start."""
@@ -92,7 +94,7 @@ class Engine:
             count.total - count.layers - count.experts
         )
         free = self.tensor * (self.hardware.memory_gib * GIB * self.memory_share - _WORKSPACE) - weights
-        fitting = free / (self.cache_of(tokens) + self.state_per_sequence)
+        fitting = self.cache_share * free / (self.cache_of(tokens) + self.state_per_sequence)
         if fitting < 1:
             raise ValueError(
                 f"{self.tensor} GPUs of {self.hardware.name} do not hold the weights "
