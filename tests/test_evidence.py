@@ -38,8 +38,8 @@ def test_the_halves_hold_whole_sources_of_every_kind():
 
 
 def test_a_checkpoint_that_is_partly_in_fp8_weighs_what_its_source_logs():
-    """Llama 3.1 405B of Meta on eight H100: 126 layers of 16,384 by 53,248, of which attention and the MLPs of
-    the first and the last layer stay in BF16. The log says 56.77 GiB a GPU."""
+    """Llama 3.1 405B of Meta on eight H100: 126 layers of 16,384 by 53,248, of which attention and the MLPs
+    of the first and the last layer stay in BF16. The log says 56.77 GiB a GPU."""
     attention, mlp, table = 2 * 16384**2 + 2 * 16384 * 1024, 3 * 16384 * 53248, 2 * 128256 * 16384
     held = 126 * attention * 2 + 124 * mlp + 2 * mlp * 2
     assert (held + 2 * table) / 8 / 1024**3 == pytest.approx(56.77, rel=2e-3)

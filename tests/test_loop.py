@@ -222,7 +222,7 @@ def test_the_recorded_rollouts_are_readable(run):
     assert "Candidate solution 1: " in record
 
 
-@pytest.mark.slow  # twenty kills do it as well (tests/chaos.sh)
+@pytest.mark.slow  # the kills of .ci/run do it as well (tests/chaos.sh)
 def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, tmp_path):
     """From the checkpoint of step 1, given the recorded rollouts; no engine is needed. The gradient meter, on
     in one of the two, changes nothing."""
