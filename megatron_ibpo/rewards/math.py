@@ -9,7 +9,6 @@ not compared, as math-verify does not.
 import functools
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,6 +18,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from megatron_ibpo.rewards.errors import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.exact import compare, decimal_comma, normal
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part, stated_answer
+from megatron_ibpo.rewards.in_batches import in_batches
 from megatron_ibpo.rewards.limits import cpu_limit
 
 # math-verify asks for a time-out of one's own where its alarm signal is off; there is one
@@ -44,28 +44,19 @@ _ASSIGNED = re.compile(r"[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=])")
 _LISTED = re.compile(r"[^\s]*\d[^\s]*(?:\s*,\s*[^\s]*\d[^\s,]*)*,?\s+or\s+[^\s]*\d[^\s]*")
 
 
-def score(
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    labels: Sequence[str],
-    metadata: Sequence[dict[str, Any]],
-) -> list[Any]:
-    """1 for each response whose answer equals its label, else 0, also where it has no answer.
+def _judged(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
+    """1 for a response whose answer equals its label, else 0, also where it has no answer.
 
     Raises:
-        LabelError: a label cannot be graded.
+        LabelError: the label cannot be graded.
     """
-    return [_judged(*asked) for asked in zip(prompts, responses, labels, strict=True)]
-
-
-score.batched = True  # type: ignore[attr-defined]
-
-
-def _judged(prompt: str, response: str, label: str) -> Any:
     try:
         return float(is_right(response, label, prompt))
     except ResponseError:
         return {"score": 0.0, RESPONSE_ERROR: 1.0}
+
+
+score = in_batches(_judged)
 
 
 def is_right(response: str, label: str, prompt: str = "") -> bool:

@@ -3,13 +3,13 @@
 import functools
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import reasoning_gym
 
 from megatron_ibpo.rewards.errors import RESPONSE_ERROR, ResponseError
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part
+from megatron_ibpo.rewards.in_batches import in_batches
 from megatron_ibpo.rewards.limits import cpu_limit
 
 CHECK_S = 2.0
@@ -43,19 +43,6 @@ def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str
     return final.strip() or None
 
 
-def score(
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    labels: Sequence[str],
-    metadata: Sequence[dict[str, Any]],
-) -> list[Any]:
-    """See `judged`. In batches, since most scorers take less time than a message to a process."""
-    return [judged(*asked) for asked in zip(prompts, responses, labels, metadata, strict=True)]
-
-
-score.batched = True  # type: ignore[attr-defined]
-
-
 def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> Any:
     """1 if the task's scorer gives the answer full marks, else 0.
 
@@ -81,6 +68,9 @@ def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> 
     except Exception:
         _has_full_marks(label, prompt, label, metadata)
         return {"score": 0.0, RESPONSE_ERROR: 1.0}
+
+
+score = in_batches(judged)
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
