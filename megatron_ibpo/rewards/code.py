@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards.errors import ResponseError
 from megatron_ibpo.rewards.executors import Executor, open_executor
+from megatron_ibpo.rewards.rebinding import with_rebinding
 from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
 
@@ -232,7 +233,7 @@ def _asserts(content: dict[str, Any]) -> Problem:
         raise ValueError("with an `entry_point`, `test` must define check(candidate)")
     if not entry_point and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError("`test` asserts nothing")
-    return Problem(test=test, entry_point=entry_point)
+    return Problem(test=with_rebinding(test), entry_point=entry_point)
 
 
 def _pairs(content: dict[str, Any]) -> Problem:
