@@ -34,7 +34,7 @@ from megatron_ibpo.report import (
     save_outcomes,
     step_alarms,
 )
-from megatron_ibpo.report.disk import is_full, waiting_for_room
+from megatron_ibpo.report.disk import DiskWait, is_full
 from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.rollout.probe import IdleEngine, compare_probes, probe
 from megatron_ibpo.sampling.rollouts import Fleet, LiveRollouts, Rollouts
@@ -150,6 +150,7 @@ class Run:
     engines: Engines | None
     """None when recorded rollouts are replayed."""
     reporter: Report
+    disk: DiskWait
     stages: Stages
     cost: CostMeter
     progress: Progress
@@ -415,7 +416,7 @@ class Run:
 
     def _with_room(self, write: Callable[[], T]) -> T:
         """What `write` gives. While the disk is full the run stands still here."""
-        return waiting_for_room(write, self.config.run.disk_wait, self.reporter.note)
+        return self.disk.write(write)
 
     def _wake_engines(self) -> None:
         if self.engines is not None:

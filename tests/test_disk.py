@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.report.disk import DiskFullError, append_whole, waiting_for_room
+from megatron_ibpo.report.disk import DiskFullError, DiskWait, append_whole
 from megatron_ibpo.report.metrics import MetricsLog, read_rows
 from megatron_ibpo.report.run_dir import write_whole
 from megatron_ibpo.report.run_lock import locked
@@ -39,7 +39,7 @@ class Disk:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_write_is_made_again_until_there_is_room(code):
     disk = Disk(3, code)
-    assert waiting_for_room(disk.write, 60, disk.said.append, look_every=0.001) == "written"
+    assert DiskWait(60, disk.said.append, look_every=0.001).write(disk.write) == "written"
     assert len(disk.said) == 2, "when it began, and when it was over"
     assert "the run waits 60 s for room, --disk-wait" in disk.said[0]
     assert "room again" in disk.said[1]
@@ -49,15 +49,31 @@ def test_there_is_an_end_to_waiting_for_room():
     disk = Disk(10**9)
     began = time.monotonic()
     with pytest.raises(DiskFullError, match=r"no room on the disk for 0\.05 s, --disk-wait.*No space left"):
-        waiting_for_room(disk.write, 0.05, disk.said.append, look_every=0.001)
+        DiskWait(0.05, disk.said.append, look_every=0.001).write(disk.write)
     assert 0.05 <= time.monotonic() - began < 5
     assert len(disk.said) == 1
+
+
+def test_all_that_write_wait_once_and_after_there_was_room_anew():
+    """256 responses that come in one by one waited for --disk-wait each."""
+    disk = Disk(10**9)
+    waits = DiskWait(0.2, disk.said.append, look_every=0.01)
+    began = time.monotonic()
+    for _ in range(256):
+        with pytest.raises(DiskFullError):
+            waits.write(disk.write)
+    assert time.monotonic() - began < 10, "not 256 times 0.2 s"
+    assert len(disk.said) == 1
+    disk.left = 0
+    assert waits.write(disk.write) == "written"
+    disk.left = 3
+    assert waits.write(disk.write) == "written", "the next deadline is a new one"
 
 
 def test_what_else_fails_is_not_waited_for():
     disk = Disk(1, errno.EACCES)
     with pytest.raises(PermissionError):
-        waiting_for_room(disk.write, 60, disk.said.append)
+        DiskWait(60, disk.said.append).write(disk.write)
     assert disk.said == []
 
 

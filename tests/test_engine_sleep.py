@@ -20,6 +20,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.cost import Spent
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.report import Stages
+from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.weights.transfer.order import Order
 
@@ -241,6 +242,7 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
         ),
         engines=SimpleNamespace(sleep=call("sleep"), meet_trainers=call("meet")),
         reporter=SimpleNamespace(note=print),
+        disk=DiskWait(0, print),
         stages=Stages(),
         cost=SimpleNamespace(spent=Spent()),
         progress=Progress(),
@@ -266,6 +268,7 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
         policy=noting("saved", "save", "save_hf"),
         engines=noting("sleep"),
         reporter=SimpleNamespace(note=print),
+        disk=DiskWait(0, print),
         stages=Stages(),
         cost=SimpleNamespace(spent=Spent()),
         progress=Progress(),

@@ -325,44 +325,99 @@ def test_a_record_cut_at_any_byte_is_lost_and_nothing_else(three_steps, tmp_path
 
 
 @pytest.mark.parametrize("opens", [False, True])
-def test_from_a_flipped_byte_on_nothing_is_believed(three_steps, tmp_path_factory, caplog, opens):
+def test_a_flipped_byte_costs_its_record_and_no_file(three_steps, tmp_path_factory, caplog, opens):
     directory, samples = three_steps
-    [segment] = segments(directory)
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        samples |= append(journal, response(5))
+    [segment, later] = segments(directory)
     whole = segment.read_bytes()
-    starts = [at for at in range(len(whole)) if whole.startswith(b"IBPJ", at)]  # 0, 7 samples, 3 batches
-    steps = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
-    """How many batches stand before each record."""
-    assert len(steps) == len(starts)
+    starts = [at for at in range(len(whole)) if whole.startswith(b"IBPJ", at)]
+    written = [None, *list(samples)[:2], 1, *list(samples)[2:4], 2, *list(samples)[4:6], 3, list(samples)[6]]
+    """What each record is: the beginning, a sample, or the batch of a step."""
+    assert len(written) == len(starts)
     for place in range(0, len(whole), 7):
         damaged = tmp_path_factory.mktemp("damaged")
         changed = bytearray(whole)
         changed[place] ^= 0x10
         (damaged / segment.name).write_bytes(changed)
+        (damaged / later.name).write_bytes(later.read_bytes())
         record = sum(start <= place for start in starts) - 1
+        what = written[record]
+        recovered = read_journal(damaged, 0)
+        assert f"{damaged / segment.name}: " in recovered.notes[0]
+        assert f"byte {starts[record]}" in recovered.notes[0]
+        expected, steps = expected_without(what, samples)
+        assert [batch.step for batch in recovered.batches] == steps
+        assert same(recovered.samples, expected)
         if opens:
             caplog.clear()
-            Journal(damaged, KEEP, "settings", 0).close()
-            assert f"byte {starts[record]}" in caplog.text
-            assert [path.stat().st_size for path in segments(damaged)] == [starts[record]] * (record > 0)
-        recovered = read_journal(damaged, 0)
-        assert [batch.step for batch in recovered.batches] == list(range(1, steps[record] + 1))
-        believed = record - 1 - steps[record]
-        assert same(recovered.samples, dict(list(samples.items())[: max(believed, 0)]))
-        if not opens:
-            assert str(damaged / segment.name) in recovered.notes[0]
-            assert f"byte {starts[record]}" in recovered.notes[0]
+            with Journal(damaged, KEEP, "settings", 0) as journal:
+                assert f"byte {starts[record]}" in caplog.text
+                if not recovered.is_whole:
+                    journal.rewound(recovered.last_step)
+                again = append(journal, response(9))
+            assert [path.name for path in segments(damaged)][:2] == [segment.name, later.name]
+            assert (damaged / segment.name).read_bytes() == changed, "as it was"
+            after = read_journal(damaged, 0)
+            assert [batch.step for batch in after.batches] == steps
+            assert same(after.samples, expected | again), "what is written after damage counts"
+
+
+def expected_without(what, samples):
+    """(samples, steps of batches) that three steps and two open groups give without a record."""
+    if what is None:  # whether it took something back nobody can tell
+        return {}, []
+    last = what if isinstance(what, int) else what.prompt_index
+    if last > 3:
+        return {key: sample for key, sample in samples.items() if key != what}, [1, 2, 3]
+    # a step that is not whole is sampled again, and so is what came after it
+    return {key: sample for key, sample in samples.items() if key.prompt_index < last}, list(range(1, last))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_whatever_bytes_are_damaged_no_file_is_deleted_and_the_journal_can_be_used(
+    tmp_path_factory, three_steps_bytes, data
+):
+    """Some bytes are flipped, in any of the files; what comes back of samples is what was written."""
+    files, samples = three_steps_bytes
+    directory = tmp_path_factory.mktemp("damaged")
+    for name, content in files.items():
+        changed = bytearray(content)
+        for _ in range(data.draw(st.integers(0, 3))):
+            changed[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        (directory / name).write_bytes(changed)
+    recovered = read_journal(directory, 0)
+    assert all(bits(samples[key]) == bits(sample) for key, sample in recovered.samples.items())
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        assert len(segments(directory)) >= len(files) - 1, "but a last one that is nothing but torn"
+        if not recovered.is_whole:
+            journal.rewound(recovered.last_step)
+        again = append(journal, response(9))
+    assert same(read_journal(directory, 0).samples, recovered.samples | again)
+
+
+@pytest.fixture(scope="module")
+def three_steps_bytes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    samples = {}
+    for step in (1, 2, 3):
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            samples |= append(journal, response(step, 0), response(step, 1))
+            journal.closed(ClosedBatch(step, (group(step, 2),)))
+    return {path.name: path.read_bytes() for path in segments(directory)}, samples
 
 
 def test_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
     directory, samples = three_steps
     [segment] = segments(directory)
-    for length in (2**32 - 1, 2**30):
+    for notes, length in enumerate((2**32 - 1, 2**30), start=1):
         head = struct.pack("<4sII", b"IBPJ", length, 0)
         with segment.open("ab") as file:
             file.write(head + struct.pack("<I", zlib.crc32(head)))
         recovered = read_journal(directory, 0)
         assert same(recovered.samples, samples)
-        assert len(recovered.notes) == 1
+        assert len(recovered.notes) == notes
 
 
 def test_damage_before_what_is_needed_does_no_harm(tmp_path):
@@ -380,17 +435,23 @@ def test_damage_before_what_is_needed_does_no_harm(tmp_path):
         Journal(tmp_path, KEEP, "settings", 1).close()
 
 
-def test_behind_a_missing_segment_nothing_is_believed(three_steps):
+def test_behind_a_missing_segment_nothing_is_believed_until_a_run_goes_on(three_steps):
+    """It may have taken back what was before."""
     directory, samples = three_steps
     for prompt in (5, 6):
         with Journal(directory, KEEP, "settings", 0) as journal:
             samples |= append(journal, response(prompt))
     segments(directory)[1].unlink()
     recovered = read_journal(directory, 0)
-    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index < 5})
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index < 4})
+    assert not recovered.is_whole
     assert "000002.journal: this segment is missing" in recovered.notes[0]
-    Journal(directory, KEEP, "settings", 0).close()
-    assert [path.name for path in segments(directory)] == ["000001.journal"]
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        again = append(journal, response(7))
+    assert {"000001.journal", "000003.journal"} < {path.name for path in segments(directory)}
+    after = read_journal(directory, 0)
+    assert [batch.step for batch in after.batches] == [1, 2, 3]
+    assert same(after.samples, {k: s for k, s in samples.items() if k.prompt_index < 4} | again)
 
 
 def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):

@@ -2,8 +2,10 @@
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")
@@ -14,11 +16,13 @@ _MOST_BYTES = 2**30
 
 
 class BadRecordError(Exception):
-    """From this byte on a file holds no record. `is_torn`: only because it ends too early."""
+    """At this byte a file holds no record. `is_torn`: only because it ends too early."""
 
-    def __init__(self, offset: int, what: str, *, is_torn: bool = False) -> None:
+    def __init__(self, offset: int, what: str, *, end: int | None = None, is_torn: bool = False) -> None:
         super().__init__(what)
         self.offset = offset
+        self.end = end
+        """Where the next record begins; None where the header does not say."""
         self.is_torn = is_torn
 
 
@@ -34,23 +38,54 @@ def framed(payload: bytes) -> bytes:
     return head + struct.pack("<I", zlib.crc32(head)) + payload
 
 
-def payloads(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, payload) of every record of the file. A length beyond its end is not believed, nor read.
+def payloads(
+    path: Path, damaged: Callable[[BadRecordError], None] | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, payload) of every record of the file. A length beyond its end is not believed, nor read.
+
+    Args:
+        damaged: is told of each place without a record; reading goes on with the next record behind it.
 
     Raises:
-        BadRecordError: after the last record that is whole, where anything follows it.
+        BadRecordError: at the first such place, without `damaged`.
     """
     with path.open("rb") as file:
         size, offset = path.stat().st_size, 0
-        while header := file.read(_HEADER.size):
-            length = _length(header, offset)
-            if length > size - offset - _HEADER.size:
-                raise BadRecordError(offset, "a record was never finished", is_torn=True)
-            payload = file.read(length)
-            if zlib.crc32(payload) != _HEADER.unpack(header)[2]:
-                raise BadRecordError(offset, "a record does not have its checksum")
+        while offset < size:
+            try:
+                payload = _payload(file, offset, size)
+            except BadRecordError as error:
+                if damaged is None:
+                    raise
+                damaged(error)
+                offset = _next_record(file, offset, size) if error.end is None else error.end
+                continue
             yield offset, payload
-            offset += len(header) + length
+            offset += _HEADER.size + len(payload)
+
+
+def _payload(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    header = file.read(_HEADER.size)
+    length = _length(header, offset)
+    end = offset + _HEADER.size + length
+    if end > size:
+        raise BadRecordError(offset, "a record was never finished", end=size, is_torn=True)
+    payload = file.read(length)
+    if zlib.crc32(payload) != _HEADER.unpack(header)[2]:
+        raise BadRecordError(offset, "a record does not have its checksum", end=end)
+    return payload
+
+
+def _next_record(file: BinaryIO, offset: int, size: int) -> int:
+    """Return where the next header stands behind a damaged one; the end of the file where there is none."""
+    file.seek(0)
+    content = file.read()  # a segment: tens of megabytes
+    while (offset := content.find(_MAGIC, offset + 1)) >= 0:
+        with suppress(BadRecordError):
+            _length(content[offset : offset + _HEADER.size], offset)
+            return offset
+    return size
 
 
 def _length(header: bytes, offset: int) -> int:

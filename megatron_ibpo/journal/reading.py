@@ -24,15 +24,21 @@ _SUFFIX = ".journal"
 T = TypeVar("T")
 
 
-class BeliefEndsError(Exception):
-    """From this byte of this segment on nothing of the journal is believed."""
+@dataclass
+class Damage:
+    """What of a journal cannot be read. A damaged record is left out, and what it held is sampled again; the
+    records behind it count."""
 
-    def __init__(self, path: Path, offset: int, what: str, *, is_torn: bool) -> None:
-        super().__init__(f"{path}: {what} (at byte {offset})")
-        self.path = path
-        self.offset = offset
-        self.is_torn = is_torn
-        """Only an unfinished record at the very end is lost: its writer was stopped in the middle of it."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each place."""
+    torn: tuple[Path, int] | None = None
+    """Segment and byte of an unfinished record at the very end, whose writer was stopped in its middle."""
+    is_suspended: bool = False
+    """The beginning of a segment is lost, which may have taken back what was written before. What follows
+    counts only from the next beginning that takes something back."""
+
+    def note(self, path: Path, offset: int, what: str) -> None:
+        self.notes.append(f"{path}: {what} (at byte {offset})")
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,10 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
         OSError: it cannot be read.
     """
     state = _State(after_step)
-    notes = []
-    try:
-        for _, entry in believed(directory, after_step):
-            state.take(entry)
-    except BeliefEndsError as end:
-        rest = "that record" if end.is_torn else "it and what follows"
-        notes.append(f"{end}; {rest} is not used")
+    damage = Damage()
+    for _, entry in believed(directory, after_step, damage):
+        state.take(entry)
+    notes = [f"{note}; it is not used" for note in damage.notes]
     batches: list[ClosedBatch] = []
     samples: dict[SampleKey, Sample] = {}
     step = after_step
@@ -78,10 +81,10 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
         step += 1
         batches.append(closed.batch)
         samples |= closed.samples
-    is_whole = state.settings is None or state.last_step == step
+    is_whole = not damage.is_suspended and (state.settings is None or state.last_step == step)
     if is_whole:
         samples |= {key: sample for group in state.open.values() for key, sample in group.items()}
-    else:
+    elif state.last_step != step:
         notes.append(
             f"{directory}: the journal ends at step {state.last_step} and has no whole batch of step "
             f"{step + 1}; prompts after step {step} are sampled again"
@@ -89,11 +92,13 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
     return Recovered(state.settings, tuple(batches), samples, step, is_whole, tuple(notes))
 
 
-def believed(directory: Path, after_step: int) -> Iterator[tuple[int, Entry]]:
-    """(number of its segment, entry), as written, of all that a run after `after_step` may need.
+def believed(directory: Path, after_step: int, damage: Damage) -> Iterator[tuple[int, Entry]]:
+    """Yield (number of its segment, entry), as written, of all that a run after `after_step` may need.
+
+    Args:
+        damage: is told what cannot be read.
 
     Raises:
-        BeliefEndsError: a record is unfinished or damaged, or a segment missing; after the entries before it.
         JournalError: another version of the program wrote it.
     """
     numbers = segment_numbers(directory)
@@ -101,10 +106,14 @@ def believed(directory: Path, after_step: int) -> Iterator[tuple[int, Entry]]:
     expected = first
     for number in (number for number in numbers if number >= first):
         if number != expected:
-            path = segment_path(directory, expected)
-            raise BeliefEndsError(path, 0, "this segment is missing", is_torn=False)
-        yield from ((number, entry) for entry in _entries(directory, number, is_last=number == numbers[-1]))
-        expected += 1
+            damage.note(segment_path(directory, expected), 0, "this segment is missing")
+            damage.is_suspended = True
+        for entry in _entries(directory, number, damage, is_last=number == numbers[-1]):
+            if isinstance(entry, Begin) and entry.rewound is not None:
+                damage.is_suspended = False
+            if not damage.is_suspended:
+                yield number, entry
+        expected = number + 1
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -128,33 +137,35 @@ def settle(groups: dict[GroupId, dict[SampleKey, T]], batch: ClosedBatch) -> dic
 def _first_needed(directory: Path, numbers: list[int], after_step: int) -> int:
     """The segment to start from: what is older is not read, and damage there does no harm."""
     for number in reversed(numbers):
-        try:
-            begin = next(_entries(directory, number, is_last=True), None)
-        except BeliefEndsError:
-            continue
+        begin = next(_entries(directory, number, Damage(), is_last=True), None)
         if isinstance(begin, Begin) and begin.saved <= after_step:
             return max(begin.needed_from, numbers[0])
     return numbers[0] if numbers else 0
 
 
-def _entries(directory: Path, number: int, *, is_last: bool) -> Iterator[Entry]:
+def _entries(directory: Path, number: int, damage: Damage, *, is_last: bool) -> Iterator[Entry]:
     path = segment_path(directory, number)
-    offset = -1
-    try:
-        for offset, payload in payloads(path):
+
+    def unread(error: BadRecordError) -> None:
+        damage.note(path, error.offset, str(error))
+        if error.is_torn and is_last:
+            damage.torn = path, error.offset
+        elif error.offset == 0:
+            damage.is_suspended = True
+
+    if path.stat().st_size == 0:
+        unread(BadRecordError(0, "the segment is empty", is_torn=True))
+    for offset, payload in payloads(path, unread):
+        try:
             entry = decode(payload)
             if isinstance(entry, Begin) != (offset == 0):
                 raise MalformedEntryError("an entry stands in the wrong place")
+        except MalformedEntryError as error:
+            unread(BadRecordError(offset, str(error)))
+        except JournalError as error:
+            raise JournalError(f"{path}: {error}; move {directory} away, or use that version") from None
+        else:
             yield entry
-        if offset < 0:
-            raise BadRecordError(0, "the segment is empty", is_torn=True)
-    except BadRecordError as error:
-        torn = error.is_torn and is_last
-        raise BeliefEndsError(path, error.offset, str(error), is_torn=torn) from None
-    except MalformedEntryError as error:
-        raise BeliefEndsError(path, offset, str(error), is_torn=False) from None
-    except JournalError as error:
-        raise JournalError(f"{path}: {error}; move {directory} away, or use that version") from None
 
 
 @dataclass

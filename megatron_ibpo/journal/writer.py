@@ -13,11 +13,13 @@ from typing import IO
 from megatron_ibpo.journal.entries import Begin, ClosedBatch, JournalError, Sampled, SampleKey, encode
 from megatron_ibpo.journal.framing import framed
 from megatron_ibpo.journal.index import Index
-from megatron_ibpo.journal.reading import BeliefEndsError, believed, segment_numbers, segment_path
+from megatron_ibpo.journal.reading import Damage, believed, segment_numbers, segment_path
 from megatron_ibpo.records import Sample
 
 SEGMENT_BYTES = 64 * 1024**2
 """From this size on a new segment begins: small against --journal-keep, since only whole ones are deleted."""
+_NOTES_SHOWN = 5
+"""Lines about damage; then their number."""
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,8 @@ class Journal:
     """
 
     def __init__(self, directory: Path, keep_bytes: int, settings: str, step: int) -> None:
-        """Opens the journal, or begins one. An unfinished record at its end is cut off; so is a damaged one
-        with all that follows it. Both are logged.
+        """Opens the journal, or begins one. An unfinished record at its end is cut off. What else cannot be
+        read is left out and logged; no file is deleted for it.
 
         Args:
             keep_bytes: most bytes of segments that are kept though no recovery needs them (--journal-keep).
@@ -57,7 +59,8 @@ class Journal:
         """Segments before it that may not have reached the disk itself."""
         self._unsynced_batch: ClosedBatch | None = None
         try:
-            self._index = _indexed(directory, step)
+            damage = Damage()
+            self._index = _indexed(directory, step, damage)
             numbers = segment_numbers(directory)
             self._sizes = {number: segment_path(directory, number).stat().st_size for number in numbers}
             """Bytes of every segment, by number."""
@@ -67,6 +70,8 @@ class Journal:
             self._pending = sum(size for number, size in self._sizes.items() if number >= needed_from)
             if self._index.last_step < step:  # it lacks what was closed since; what is open in it may be, too
                 self.rewound(step)
+            elif damage.is_suspended:  # what is written now is to count again
+                self.rewound(self._index.last_step)
         except BaseException:
             self.close()
             raise
@@ -204,37 +209,22 @@ class Journal:
         self._file = None
 
 
-def _indexed(directory: Path, step: int) -> Index:
-    """Where all stands that a run from this step may need; what cannot be believed is cut off."""
+def _indexed(directory: Path, step: int, damage: Damage) -> Index:
+    """Where all stands that a run from this step may need. An unfinished record at the end is cut off."""
     index = Index(saved=step, last_step=0 if segment_numbers(directory) else step)
-    try:
-        for segment, entry in believed(directory, step):
-            index.take(segment, entry)
-    except BeliefEndsError as end:
-        _cut(directory, end)
-    return index
-
-
-def _cut(directory: Path, end: BeliefEndsError) -> None:
-    """Take away all that is not believed, last things first: whenever this ends, no hole is left."""
-    rest = [
-        path for number in segment_numbers(directory) if (path := segment_path(directory, number)) > end.path
-    ]
-    for path in reversed(rest):
-        log.warning("%s follows what is damaged and is deleted (%d bytes)", path, path.stat().st_size)
-        path.unlink()
-    if end.path.exists():
-        lost = end.path.stat().st_size - end.offset
-        log.log(
-            logging.INFO if end.is_torn else logging.WARNING,
-            "%s; the %d bytes from there are cut off",
-            end,
-            lost,
-        )
-        if end.offset == 0:
-            end.path.unlink()
+    for segment, entry in believed(directory, step, damage):
+        index.take(segment, entry)
+    for note in damage.notes[:_NOTES_SHOWN]:
+        log.log(logging.INFO if damage.torn else logging.WARNING, "%s; it is left out", note)
+    if len(damage.notes) > _NOTES_SHOWN:
+        log.warning("%s: %d places in all cannot be read", directory, len(damage.notes))
+    if damage.torn is not None:
+        path, offset = damage.torn
+        if offset == 0:
+            path.unlink()
         else:
-            os.truncate(end.path, end.offset)
+            os.truncate(path, offset)
+    return index
 
 
 def _alone(directory: Path) -> IO[str]:

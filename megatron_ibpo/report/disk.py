@@ -23,37 +23,50 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def waiting_for_room(
-    write: Callable[[], T], wait: float, say: Callable[[str], object], look_every: float = LOOK_EVERY_S
-) -> T:
-    """What `write` gives, tried again while the disk is full.
+class DiskWait:
+    """The wait of a run for room on its disk. All that write share one deadline, which counts from the first
+    write that found no room until one finds some. So a run whose responses come in one by one ends once, not
+    after a wait for each."""
 
-    Args:
-        write: leaves nothing in part under a final name when it fails, and may be called again.
-        wait: seconds.
-        say: is told when the waiting begins and when it ends.
+    def __init__(self, wait: float, say: Callable[[str], object], look_every: float = LOOK_EVERY_S):
+        """
+        Args:
+            wait: seconds.
+            say: is told when the waiting begins and when it ends.
+        """
+        self._wait, self._say, self._look_every = wait, say, look_every
+        self._full_since: float | None = None
 
-    Raises:
-        DiskFullError: there was no room within `wait` seconds.
-    """
-    began: float | None = None
-    while True:
-        try:
-            result = write()
-        except OSError as error:
-            if not is_full(error):
-                raise
-            now = time.monotonic()
-            if began is None:
-                began = now
-                say(f"the disk is full ({error}): the run waits {wait:g} s for room, --disk-wait")
-            if now - began >= wait:
-                raise DiskFullError(f"no room on the disk for {wait:g} s, --disk-wait: {error}") from None
-            time.sleep(look_every)
-            continue
-        if began is not None:
-            say(f"there is room again after {time.monotonic() - began:.0f} s; the run goes on")
-        return result
+    def write(self, write: Callable[[], T]) -> T:
+        """Return what `write` gives, tried again while the disk is full.
+
+        Args:
+            write: leaves nothing in part under a final name when it fails, and may be called again.
+
+        Raises:
+            DiskFullError: there has been no room for `wait` seconds.
+        """
+        while True:
+            try:
+                result = write()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._wait_or_raise(error)
+                continue
+            if self._full_since is not None:
+                waited, self._full_since = time.monotonic() - self._full_since, None
+                self._say(f"there is room again after {waited:.0f} s; the run goes on")
+            return result
+
+    def _wait_or_raise(self, error: OSError) -> None:
+        now = time.monotonic()
+        if self._full_since is None:
+            self._full_since = now
+            self._say(f"the disk is full ({error}): the run waits {self._wait:g} s for room, --disk-wait")
+        if now - self._full_since >= self._wait:
+            raise DiskFullError(f"no room on the disk for {self._wait:g} s, --disk-wait: {error}") from None
+        time.sleep(self._look_every)
 
 
 def require_room(directory: Path, num_bytes: int) -> None:
