@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -16,16 +15,14 @@ from megatron_ibpo.policy.process_environment import set_environment
 FLA_BACKENDS = """
 import os
 
-HOPPER = {hopper}
-
-class TileLang:
+class TileLang:  # on Hopper
     backend_type = "tilelang"
 
     def is_available(self):
         return True
 
     def is_enabled(self):
-        return os.environ.get("FLA_TILELANG", str(int(HOPPER))) != "0"
+        return os.environ.get("FLA_TILELANG", "1") != "0"
 
 class Registry:
     def _get_sorted_backends(self):
@@ -37,28 +34,22 @@ _operation_registries = dict(common=Registry())
 
 SERVED = """
 import json, os, sys
-from importlib import import_module
+from importlib.util import find_spec
 from megatron_ibpo.policy.process_environment import set_environment
+from megatron_ibpo.policy.start import hide_tilelang
 if "--as-trainers" in sys.argv:
     set_environment(os.environ, colocate=True)
-if "--real" in sys.argv:
-    import fla.backends as backends
-    import fla.ops.gated_delta_rule
-    from fla.ops.common.backends import CommonTileLangBackend
-    backends.has_usable_nvcc = lambda: True
-    backends.find_spec_cached = lambda name: name == "tilelang" or None
-    CommonTileLangBackend.default_enable = True  # as it is on Hopper
-else:
-    import fla.backends
+    hide_tilelang()
+import fla.backends
 from megatron_ibpo.models.backends import _delta_net_kernels
-print(json.dumps(_delta_net_kernels()))
+print(json.dumps([_delta_net_kernels(), find_spec("tilelang") is not None]))
 """
 
 
-def delta_net_kernels(stub, *arguments, **environment):
-    """What a process says of its delta net, in which `stub` holds the package fla."""
+def delta_net_kernels(packages, *arguments, **environment):
+    """What a process says of its delta net, and whether it finds TileLang. `packages` come before others."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLA_")}
-    path = os.pathsep.join(filter(None, [stub and str(stub), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", SERVED, *arguments],
         env=kept | {"PYTHONPATH": path} | environment,
@@ -70,23 +61,21 @@ def delta_net_kernels(stub, *arguments, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(params=["stub", "real"])
-def fla(request, tmp_path):
-    """Arguments of `delta_net_kernels` for a Hopper with TileLang and nvcc."""
-    if request.param == "real":
-        if find_spec("fla") is None:
-            pytest.skip("flash-linear-attention is not installed")
-        return None, "--real"
-    (tmp_path / "fla").mkdir()
-    (tmp_path / "fla/__init__.py").touch()
-    (tmp_path / "fla/backends.py").write_text(FLA_BACKENDS.format(hopper=True))
-    return (tmp_path,)
+@pytest.fixture
+def hopper(tmp_path):
+    """A directory with these packages."""
+    for package in ("fla", "tilelang"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "fla/backends.py").write_text(FLA_BACKENDS)
+    return tmp_path
 
 
-def test_on_hopper_a_trainers_delta_net_runs_on_triton_unless_the_user_says_otherwise(fla):
-    assert delta_net_kernels(*fla, "--as-trainers") == "Triton kernels"
-    assert delta_net_kernels(*fla) == "tilelang where they can, else Triton kernels"
-    assert delta_net_kernels(*fla, "--as-trainers", FLA_TILELANG="1").startswith("tilelang")
+def test_on_hopper_a_trainers_delta_net_runs_on_triton_unless_the_user_says_otherwise(hopper):
+    assert delta_net_kernels(hopper, "--as-trainers") == ["Triton kernels", False]
+    theirs = ["tilelang where they can, else Triton kernels", True]
+    assert delta_net_kernels(hopper) == theirs
+    assert delta_net_kernels(hopper, "--as-trainers", FLA_TILELANG="1") == theirs
 
 
 def test_what_the_user_chose_stays_and_reaches_the_trainers_of_every_node(monkeypatch):

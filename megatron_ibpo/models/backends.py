@@ -109,7 +109,9 @@ def _delta_net_kernels() -> str:
         for backend in registries[operation]._get_sorted_backends()
         if backend.is_available() and backend.is_enabled()
     }
-    return f"{' and '.join(sorted(others))} where they can, else Triton kernels" if others else "Triton kernels"
+    return (
+        f"{' and '.join(sorted(others))} where they can, else Triton kernels" if others else "Triton kernels"
+    )
 
 
 def _import_failure(*modules: str) -> str | None:

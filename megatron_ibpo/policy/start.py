@@ -1,6 +1,7 @@
 """What a trainer's process runs first."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
     Without CUDA its stand-ins come before Megatron, which would import torch.compile's machinery for nothing:
     two seconds."""
     notes = set_environment(os.environ, colocate=config.rollout.colocate)
+    hide_tilelang()
     from megatron_ibpo.policy import cpu
 
     cpu.activate()
@@ -21,3 +23,10 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
     rank = TrainerRank(config, checkpoint)
     rank.notes = (*notes, *rank.notes)
     return rank
+
+
+def hide_tilelang() -> None:
+    """Let flash-linear-attention find no TileLang unless it is to be used: wherever it finds one it imports all
+    of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
+    if os.environ["FLA_TILELANG"] == "0":
+        sys.modules.setdefault("tilelang", None)  # type: ignore[arg-type]
