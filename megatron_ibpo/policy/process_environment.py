@@ -12,12 +12,13 @@ from pathlib import Path
 DEFAULTS = {
     # Megatron's overlap of communication under TP asks for it
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # flash-linear-attention 0.6.0 has TileLang compile the delta net's backward pass on Hopper, with nvcc and in
-    # the first step, after a rollout was paid for. Its Triton kernels are right from Triton 3.7.1 on
+    # on Hopper flash-linear-attention 0.6.0 lets TileLang compile the delta net's backward pass with nvcc, in
+    # the first step, after a rollout was paid for; its Triton kernels are right from Triton 3.7.1 on
     "FLA_TILELANG": "0",
 }
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The present and the former name of the same settings."""
+EXPANDABLE = r"\s*expandable_segments\s*:\s*true\s*(,|$)"
 CUDA_WHEELS = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
 
 

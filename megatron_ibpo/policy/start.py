@@ -26,7 +26,7 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
 
 
 def hide_tilelang() -> None:
-    """Let flash-linear-attention find no TileLang unless it is to be used: wherever it finds one it imports all
-    of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
+    """Let flash-linear-attention find no TileLang unless it is to be used: wherever it finds one it imports
+    all of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
     if os.environ["FLA_TILELANG"] == "0":
         sys.modules.setdefault("tilelang", None)  # type: ignore[arg-type]
