@@ -835,8 +835,7 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
     scratch.mkdir()
     here, there = socket.socketpair()
     program = (
-        "import os; from megatron_ibpo.rollout.engine import _environment
-from megatron_ibpo.rollout.engine_process import run; "
+        "import os; from megatron_ibpo.rollout.engine_process import run; "
         f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
     )
     engine = subprocess.Popen(
