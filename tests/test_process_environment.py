@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from megatron_ibpo.cluster.trainers import Trainers
+from megatron_ibpo.config import Config
+from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.process_environment import set_environment
+from megatron_ibpo.policy.start import trainer_rank
 
 FLA_BACKENDS = """
 import os
@@ -126,3 +131,19 @@ def test_beside_colocated_engines_expandable_segments_are_dropped_and_said(name,
     alone = {name: found}
     assert set_environment(alone, colocate=False) == ()
     assert alone[name] == found
+
+
+def test_a_trainer_reports_it_with_what_it_says_of_its_checkpoint(monkeypatch):
+    """With a stand-in for the trainer itself, which must find its environment set."""
+
+    class Rank:
+        def __init__(self, config, checkpoint):
+            self.notes = (f"{checkpoint} with {os.environ.get('PYTORCH_ALLOC_CONF')}",)
+
+    monkeypatch.setitem(sys.modules, "megatron_ibpo.policy.rank", SimpleNamespace(TrainerRank=Rank))
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    monkeypatch.setattr(cpu, "activate", lambda: None)
+    with mock.patch.dict(os.environ, PYTORCH_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64"):
+        first, second = trainer_rank(Config(), "a checkpoint").notes
+    assert first.startswith("PYTORCH_ALLOC_CONF: trainers go without expandable_segments")
+    assert second == "a checkpoint with max_split_size_mb:64"
