@@ -410,7 +410,10 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
         gpus = [visible[gpu] if visible != [""] else str(gpu) for gpu in settings.gpus]
         if gpus:  # an engine that spans nodes leaves its GPUs to vLLM's own Ray back end
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # expandable segments cannot sleep
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            environment.pop(name, None)  # expandable segments cannot sleep
+        # PATH stays as it is: with ninja of .venv/bin on it FlashInfer would compile kernels by an nvcc that
+        # nobody has tried here. Without, Triton serves on Blackwell (docs/gpus.md)
         if settings.transport == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles between own processes
     return environment
