@@ -8,6 +8,7 @@ import os
 import select
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -67,6 +68,7 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, and the next file would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    before, threading.excepthook = threading.excepthook, partial(_answer_thread, logs)
     try:
         status = work() or DONE
         sys.stdout.flush()
@@ -80,6 +82,8 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
     except Exception as error:
         cut_off = isinstance(error, BrokenPipeError) and _reader_is_gone()
         status = STDOUT_CLOSED if cut_off else _answer(error, logs)
+    finally:
+        threading.excepthook = before
     if _reader_is_gone():  # Python would complain at its end about what is left to print
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return status
@@ -90,6 +94,12 @@ def _reader_is_gone() -> bool:
     stdout = select.poll()
     stdout.register(1, 0)
     return any(event & select.POLLERR for _, event in stdout.poll(0))
+
+
+def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
+    """Print the error that ended a thread; the command goes on."""
+    if isinstance(failed.exc_value, Exception):
+        _answer(failed.exc_value, logs)
 
 
 def _answer(error: Exception, logs: Path | None) -> int:
@@ -106,8 +116,11 @@ def _answer(error: Exception, logs: Path | None) -> int:
 def _judged(error: Exception, logs: Path | None) -> tuple[str, int]:
     """What to say of an error, and the exit status."""
     if isinstance(error, OSError) and error.errno is not None:
-        where = "" if error.filename is None else f"{error.filename}: "
-        within_run = logs is not None and Path(str(error.filename)).is_relative_to(logs.parent)
+        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+        within_run = logs and Path(name).is_relative_to(logs.parent)
+        if logs and within_run and not logs.parent.is_dir():
+            return f"{logs.parent}: the run's directory is gone", FAILED
+        where = f"{name}: " if name else ""
         status = BAD_INPUT if isinstance(error, OF_PATHS) and not within_run else FAILED
         return f"{where}{error.strerror}", status
     library, kind = type(error).__module__.partition(".")[0], type(error).__name__
