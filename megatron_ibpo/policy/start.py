@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy.process_environment import set_environment
+from megatron_ibpo.quiet import hush_megatron
 
 
 def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
@@ -15,6 +16,7 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
     two seconds."""
     notes = set_environment(os.environ, colocate=config.rollout.colocate)
     hide_tilelang()
+    hush_megatron()
     from megatron_ibpo.policy import cpu
 
     cpu.activate()
