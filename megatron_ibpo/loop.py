@@ -30,6 +30,7 @@ from megatron_ibpo.report import (
     check_reward_errors,
     metrics_by_task,
     rollout_path,
+    rounding_bound,
     save_groups,
     save_outcomes,
     step_alarms,
@@ -289,6 +290,8 @@ class Run:
             if self.engines is not None:
                 alive, engines = self.engines.alive, self.engines.count
                 metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
+                if (bound := rounding_bound(self.config)) is not None:
+                    metrics["logprob_diff_bound"] = bound
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
             metrics |= self._by_source(groups) | self._premise(groups, credit.sequences)
             responses = [response for group in groups for response in group.responses]

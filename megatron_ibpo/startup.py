@@ -83,7 +83,8 @@ def _started(begun: Beginning, given: Given, node_wait: float, stack: ExitStack)
     placement = placed_within(node_wait, lambda: _placed(given.config))
     world_size = len(placement.trainers)
     config = replace(given.config, cluster=replace(given.config.cluster, num_trainers=world_size))
-    config = on_device(config, on_gpu=any(node.gpus for node in placement.nodes))
+    on_gpu = any(node.gpus for node in placement.nodes)
+    config = on_device(config, on_gpu=on_gpu, has_delta_nets=begun.shape.is_recurrent)
     check_model_layout(begun.shape, config, world_size)
     verifiers = stack.enter_context(Verifiers(given.pool, placement.nodes, config.data, given.rm_types))
     group = stack.enter_context(reserved(placement))
@@ -165,17 +166,20 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
     hf_dir = config.model.hf_checkpoint
     assert hf_dir is not None  # check_evaluation saw to it
     with ExitStack() as stack:
-        config = with_context(config, read_hf_config(hf_dir))
+        shape = read_hf_config(hf_dir)
+        config = with_context(config, shape)
         wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
         task = open_task(config, trains=False)
         stack.enter_context(locked(config.run.run_dir))
         prepare_run_dir(config)
-        kept = None if policy is None else stack.enter_context(_kept_samples(config, hf_dir, task, policy))
         rm_types = named_rm_types(task.first_prompts, config.data)
         own_pool = stack.enter_context(open_pool(config.data, rm_types))
         check_labels(own_pool, task.first_prompts, config.data)
         wait_for_ray()
         placement = _engines_placed(config)
+        on_gpu = any(node.gpus for node in placement.nodes)
+        config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+        kept = None if policy is None else stack.enter_context(_kept_samples(config, hf_dir, task, policy))
         verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data, rm_types))
         group = stack.enter_context(reserved(placement))
         nobody = Trainers(group, placement)
@@ -303,9 +307,14 @@ def _launch_engines(
     return engines
 
 
-def going_on(run: Run) -> Config:
-    """What a run goes on with that has lost a node: its own last checkpoint and journal."""
-    return replace(run.config, run=replace(run.config.run, load=run.config.run.run_dir))
+def going_on(run: Run, asked: Config) -> Config:
+    """Return the configuration for going on after a node was lost, from the run's own checkpoint and journal.
+
+    Args:
+        asked: what the run was started with. The journal knows its settings of sampling as they were asked.
+    """
+    own = replace(run.config.run, load=run.config.run.run_dir)
+    return replace(run.config, rollout=asked.rollout, run=own)
 
 
 def _accelerators(config: Config, placement: Placement) -> int:

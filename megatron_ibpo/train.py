@@ -60,7 +60,7 @@ def _train(config: Config, stop: StopRequest) -> int:
             try:
                 return _steps(run, stop)
             except NODE_ERRORS as lost:
-                config = going_on(run)
+                config = going_on(run, config)
                 run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
         starts_left, node_wait = STARTS, config.cluster.node_wait
 

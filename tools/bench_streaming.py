@@ -214,7 +214,7 @@ def measure(turns: int, threads: int) -> dict[str, Any]:
         "32 prompts x 8": make_work(32, lengths, seed=0, known=True),
         "one chain decides": one_chain(make_work(8, lengths, seed=0, known=True), lengths.most),
     }
-    rollout = RolloutConfig(rollout_max_context_len=512)
+    rollout = RolloutConfig(rollout_max_context_len=512, vllm_dtype="bfloat16")
     settings = engine_settings(rollout, TINY, "gloo", gpus=(), num_threads=threads)
     with tempfile.TemporaryDirectory() as scratch:
         # without end-of-sequence ids, so that a response is as long as it is asked to be

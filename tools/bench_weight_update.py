@@ -472,7 +472,7 @@ def _start_engine(checkpoint: Path) -> Any:
     from megatron_ibpo.rollout.engine import Engine
     from megatron_ibpo.rollout.settings import engine_settings
 
-    rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB)
+    rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB, vllm_dtype="bfloat16")
     threads = os.cpu_count() or 1  # the trainers have nothing else to do meanwhile
     settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=threads)
     engine = Engine(settings, checkpoint.parent / "engine.log")

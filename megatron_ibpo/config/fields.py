@@ -486,8 +486,9 @@ class RolloutConfig:
     vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Any other argument of vLLM's engine, name=value with the names of its EngineArgs; in a recipe also a
     mapping."""
-    vllm_dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
-    """Precision of sampling; bfloat16 is the only one vLLM's CPU kernels take for Qwen3-Next."""
+    vllm_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of sampling. auto: the trainer's on GPUs; on CPUs float32, but bfloat16 for models with delta
+    nets, whose kernels vLLM has in bfloat16 alone there."""
     vllm_gpu_memory_utilization: Annotated[float, SHARE] = 0.6
     """Share of a GPU's memory for weights and KV cache of a colocated engine."""
     vllm_kv_cache_bytes: Annotated[int | None, at_least(1)] = None
