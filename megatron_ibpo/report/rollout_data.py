@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.records import (
+    LARGEST_REWARD,
     Correction,
     ExpertIds,
     Floats,
@@ -224,6 +225,9 @@ def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) 
     sample["logprobs"] = np.asarray(sample["logprobs"], np.float32)
     sample["loss_mask"] = np.ones(len(sample["token_ids"]), bool) if mask is None else np.asarray(mask, bool)
     sample["versions"] = tuple((first, version) for first, version in sample["versions"])
+    numbers = [sample["reward"] or 0.0, *sample.get("reward_details", {}).values()]
+    if not all(abs(number) <= LARGEST_REWARD for number in numbers):
+        raise ValueError(f"a reward or a detail of one is larger than {LARGEST_REWARD:g}: {numbers}")
     return Sample(**{"index": index} | sample)
 
 
