@@ -17,7 +17,7 @@ from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
-from megatron_ibpo.cluster.session import open_ray, take_back_signals
+from megatron_ibpo.cluster.session import ClusterFailedError, open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config, on_device
@@ -46,8 +46,8 @@ from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
 
-START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
-"""What `open_run` raises for input that cannot work."""
+START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError, ClusterFailedError)
+"""What `open_run` raises for input that cannot work, and for a Ray that does not start."""
 NODE_ERRORS = (NodeLostError, EngineLostError)
 """What a run raises that can go on once the cluster has room for it again."""
 

@@ -122,10 +122,10 @@ def lacking() -> ImportError | None:
     )
 
 
-def refuse(error: BaseException, status: int = BAD_INPUT) -> int:
+def refuse(error: BaseException, status: int | None = None) -> int:
     """Say what is wrong, with the input if nothing else; returns the exit status."""
     print(f"error: {error}", file=sys.stderr, flush=True)
-    return status
+    return getattr(error, "exit_status", BAD_INPUT) if status is None else status
 
 
 if __name__ == "__main__":
