@@ -112,17 +112,19 @@ def _outcome(value: Any) -> Answer:
     parts = {"score": value} if not isinstance(value, Mapping) else dict(value)
     if "score" not in parts:
         return _no_reward(f"ValueError: expected a number, or a mapping with a score; got {value!r}")
-    name: Any
-    number: Any
     for name, number in parts.items():
         what = "number" if value is number else f"number as {name!r}"
         if not isinstance(name, str):
             return _no_reward(f"TypeError: names must be text, got {name!r}")
         if not isinstance(number, Real):
             return _no_reward(f"TypeError: expected a {what}, got {type(number).__name__} {number!r}")
-        if not abs(number) <= LARGEST_REWARD:  # nor where it is no number
+        if not _fits(number):
             return _no_reward(f"ValueError: expected a {_too_large(what, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}, None
+
+
+def _fits(number: Any) -> bool:
+    return bool(abs(number) <= LARGEST_REWARD)  # nor does what is no number
 
 
 def _too_large(what: str, number: Real) -> str:

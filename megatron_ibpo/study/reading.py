@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
-from megatron_ibpo.study.plan import Settings, Study, Task, Tuning
+from megatron_ibpo.study.plan import Settings, Study, Task, Tuning, grid_points, point_name
 from megatron_ibpo.study.results import comparison_skill
+
+LONGEST_NAME = 200
+"""Bytes. File systems allow 255, and some names get a suffix."""
 
 
 def read_study(
@@ -108,7 +111,7 @@ def method_settings(given: Settings | str | None) -> Settings:
 
 
 def _check(study: Study, path: Path) -> None:
-    problems = []
+    problems = _bad_names(study)
     if study.baseline not in study.methods:
         problems.append(f"baseline {study.baseline!r} is none of the methods")
     if len(set(study.seeds)) < max(1, len(study.seeds)) or not study.seeds:
@@ -118,6 +121,9 @@ def _check(study: Study, path: Path) -> None:
         "the pilot": study.pilot_seeds,
         "confirmation": study.confirm_seeds,
     }
+    seeds_given = [*study.seeds, *(seed for seeds in of_phases.values() for seed in seeds)]
+    if strange := [seed for seed in seeds_given if type(seed) is not int or seed < 0]:
+        problems.append(f"seeds must be whole numbers from 0 on, not {strange[0]!r}")
     used = set(study.seeds)
     for phase, seeds in of_phases.items():
         if used & set(seeds) or len(set(seeds)) < len(seeds):
@@ -133,6 +139,25 @@ def _check(study: Study, path: Path) -> None:
         problems.append("budget, run-timeout and processes must be above 0")
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
+
+
+def _bad_names(study: Study) -> list[str]:
+    """Say which names cannot be those of directories within the study's own."""
+    points = [] if study.tune is None else [p for m in study.methods for p in grid_points(study.tune, m)]
+    named = [("method", name) for name in study.methods]
+    named += [("task", task.name) for task in study.tasks if task.name]
+    named += [("tuning run", point_name(point)) for point in points]
+    return [
+        f"{what} {name[:40]!r}: a directory is called by this name, so it must have 1 to "
+        f"{LONGEST_NAME} bytes, no slash, no control character and no dot at its start"
+        for what, name in named
+        if not _names_a_directory(name)
+    ]
+
+
+def _names_a_directory(name: str) -> bool:
+    plain = "/" not in name and not name.startswith(".") and name.isprintable()
+    return plain and 0 < len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
 
 
 def _tuning(raw: Any, path: Path) -> Tuning:
@@ -173,8 +198,8 @@ def _task(name: str, raw: Any, path: Path) -> Task:
     if "settings" not in given or not given.keys() <= known:
         names = ", ".join(sorted(item.replace("_", "-") for item in known))
         raise ConfigError(f"{path}: task {name}: must have settings, and of {names} no other")
-    if not name or "/" in name:
-        raise ConfigError(f"{path}: task {name!r}: a name is a directory's, without a slash")
+    if not name:
+        raise ConfigError(f"{path}: a task has no name")
     settings = given["settings"]
     return Task(
         name,
