@@ -172,6 +172,7 @@ def test_precision_follows_the_device_unless_it_is_said(flags, on_cpus, on_gpus)
         ([], "gpu", "next", "bfloat16"),
         (["--no-bf16"], "gpu", "dense", "float32"),
         (["--no-bf16"], "gpu", "next", "float32"),
+        (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16"),
         (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16"),
         (["--vllm-dtype", "float32"], "gpu", "dense", "float32"),
     ],

@@ -487,8 +487,8 @@ class RolloutConfig:
     """Any other argument of vLLM's engine, name=value with the names of its EngineArgs; in a recipe also a
     mapping."""
     vllm_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of sampling. auto: the trainer's on GPUs; on CPUs float32, but bfloat16 for models with delta
-    nets, whose kernels vLLM has in bfloat16 alone there."""
+    """Precision of sampling. auto: the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM takes
+    no float32: beside quantization, and on CPUs for models with delta nets."""
     vllm_gpu_memory_utilization: Annotated[float, SHARE] = 0.6
     """Share of a GPU's memory for weights and KV cache of a colocated engine."""
     vllm_kv_cache_bytes: Annotated[int | None, at_least(1)] = None

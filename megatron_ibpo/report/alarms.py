@@ -28,8 +28,8 @@ MISMATCH_BOUND = 0.01
 of log-probs, so a typical token's probability is off by 14 %. Sound kernels stay a hundred times below."""
 ROUNDING_BOUNDS = {"float32": 1e-3, "bfloat16": 0.03}
 """Precision → mean |Δ log-prob| per token that a run may have. Measured on CPUs: float32 about 1e-5 in every
-family; bfloat16 .001 to .003 on tiny models, and .03 to .15 where SmolLM2 is trained in float32 and sampled
-in bfloat16 (docs/models.md)."""
+family; bfloat16 .001 to .003 on the default run, and .03 to .15 where SmolLM2 is trained in float32 and
+sampled in bfloat16 (docs/models.md)."""
 SATURATED_ACCURACY = 0.98
 """Nearly all responses right (or, at one minus it, wrong): there is hardly anything left to learn from."""
 DEAD_GROUPS_SHARE = 0.9
