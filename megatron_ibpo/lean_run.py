@@ -48,7 +48,7 @@ def open_lean_run(config: Config) -> Iterator[Run]:
     """Everything that a run in one process needs; closed again on the way out, whatever happens.
 
     Raises:
-        one of `startup.START_ERRORS`, with what is wrong, where, and what to do.
+        ValueError, OSError: with what is wrong, where, and what to do.
     """
     stages = Stages()
     with ExitStack() as stack:

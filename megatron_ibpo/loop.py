@@ -293,11 +293,14 @@ class Run:
             responses = [response for group in groups for response in group.responses]
             errors = [response.reward_error for response in responses if response.reward_error is not None]
             first = errors[0] if errors else None
-            for alarm in step_alarms(metrics, responses=len(responses), first_reward_error=first):
+            most = run.max_reward_error_rate
+            for alarm in step_alarms(
+                metrics, responses=len(responses), first_reward_error=first, most_reward_errors=most
+            ):
                 self.reporter.note(alarm)
             self._with_room(lambda: self.reporter.step(step, metrics, seconds))
         self.progress.deaths_in_a_row = 0
-        check_reward_errors(len(errors), len(responses), run.max_reward_error_rate, first_reward_error=first)
+        check_reward_errors(len(errors), len(responses), most, first_reward_error=first)
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, float]:
         """Of a mixture, each task's prompts and accuracy; and the rows of large files left out so far."""

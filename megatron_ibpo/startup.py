@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.cluster.engines import Engines
-from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
@@ -40,14 +39,12 @@ from megatron_ibpo.policy_digest import policy_digest
 from megatron_ibpo.report import Stages, prepare_run_dir
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Verifier, check_labels, named_rm_types, open_pool
-from megatron_ibpo.rollout import EngineError, EngineLostError
+from megatron_ibpo.rollout import EngineLostError
 from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
 
-START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
-"""What `open_run` raises for input that cannot work."""
 NODE_ERRORS = (NodeLostError, EngineLostError)
 """What a run raises that can go on once the cluster has room for it again."""
 
@@ -60,7 +57,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
         node_wait: seconds to wait for a cluster that has too little.
 
     Raises:
-        one of START_ERRORS, with what is wrong, where, and what to do.
+        ValueError, OSError, EngineError, ProcessDiedError: with what is wrong, where, and what to do.
     """
     stages = Stages()
     with ExitStack() as stack:
@@ -163,7 +160,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         policy: that these weights are, as the user named it, for what is kept; None: nothing is.
 
     Raises:
-        one of START_ERRORS, with what is wrong, where, and what to do.
+        ValueError, OSError, EngineError, ProcessDiedError: with what is wrong, where, and what to do.
     """
     hf_dir = config.model.hf_checkpoint
     assert hf_dir is not None  # check_evaluation saw to it

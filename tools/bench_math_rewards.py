@@ -20,8 +20,8 @@ from pathlib import Path
 
 import math_verify
 import psutil
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import Verifier, open_verifier
@@ -158,4 +158,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    run_tool(main, Arguments, __doc__)

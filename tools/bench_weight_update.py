@@ -25,9 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
+
+from megatron_ibpo.command import run_tool
 
 Family = Literal["dense", "moe"]
 MIB = 1024**2
@@ -593,4 +594,4 @@ if __name__ == "__main__":
     if "--as-trainer" in sys.argv:
         _as_trainer(json.loads(sys.argv[-1]))
     else:
-        main(tyro.cli(Update | Predict, description=__doc__))
+        run_tool(main, Update | Predict, __doc__)

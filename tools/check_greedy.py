@@ -9,7 +9,6 @@ none, each of those tokens has to be the likeliest after those before it, which 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.quiet import hush_megatron
 
 QUESTIONS = (
@@ -142,4 +141,4 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__)

@@ -23,6 +23,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
 from megatron_ibpo.cluster.session import QUIET, ClusterError, answers, swept
+from megatron_ibpo.command import command
 
 LOOK_EVERY_S = 1.0
 QUIET_S = 2.0
@@ -35,14 +36,14 @@ LOST_AFTER = 5
 GCS_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 """What is left after that is swept up with its directory."""
-BAD_INPUT = 2
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Be one node of the cluster; returns the exit status of the command on node 0, elsewhere 0."""
     words = list(sys.argv[1:] if argv is None else argv)
-    own, command = (
+    own, words = (
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     )
     parser = argparse.ArgumentParser(prog="megatron_ibpo.cluster.nodes", description=__doc__.splitlines()[0])
@@ -58,14 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `ray start` asks for tokens where it finds no word on it, which the nodes would have to share beforehand
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        host = numeric_address(host, asked.num_nodes)
-        if asked.node_rank == 0:
-            return _lead(host, int(port), asked.num_nodes, asked.timeout, command)
-        return _follow(host, int(port), asked.timeout)
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return BAD_INPUT
+    host = numeric_address(host, asked.num_nodes)
+    if asked.node_rank == 0:
+        return _lead(host, int(port), asked.num_nodes, asked.timeout, words)
+    return _follow(host, int(port), asked.timeout)
 
 
 def numeric_address(host: str, num_nodes: int) -> str:
@@ -119,8 +116,8 @@ def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
     commands: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _: object) -> None:
-        for command in commands:
-            command.send_signal(number)
+        for child in commands:
+            child.send_signal(number)
 
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:

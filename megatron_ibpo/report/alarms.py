@@ -91,7 +91,11 @@ def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
 
 
 def step_alarms(
-    metrics: Mapping[str, float], *, responses: int, first_reward_error: str | None = None
+    metrics: Mapping[str, float],
+    *,
+    responses: int,
+    first_reward_error: str | None = None,
+    most_reward_errors: float = 1.0,
 ) -> list[str]:
     """Lines to show above the progress of a step; none where all is well.
 
@@ -99,12 +103,13 @@ def step_alarms(
         metrics: the step's, with `reward_errors` and `truncated_responses` counted over `responses`.
         responses: sampled in the step, corrections not included.
         first_reward_error: what the verifier raised first.
+        most_reward_errors: share from which on `check_reward_errors` says it.
     """
     if responses == 0:
         return []
     alarms = []
     errors, truncated = int(metrics.get("reward_errors", 0)), int(metrics.get("truncated_responses", 0))
-    if errors / responses >= REWARD_ERROR_SHARE:
+    if REWARD_ERROR_SHARE <= errors / responses <= most_reward_errors:
         alarms.append(f"ALARM: {_failed(errors, responses)}{_because(first_reward_error)}")
     if truncated / responses >= TRUNCATED_SHARE:
         alarms.append(f"ALARM: {_cut_off(truncated, responses)}")
