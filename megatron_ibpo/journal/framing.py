@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_ibpo.user_files import check_user_file
+
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")
 """Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here: a damaged length is
@@ -49,6 +51,7 @@ def payloads(
     Raises:
         BadRecordError: at the first such place, without `damaged`.
     """
+    check_user_file(path)
     with path.open("rb") as file:
         size, offset = path.stat().st_size, 0
         while offset < size:
