@@ -3,8 +3,8 @@
     "$(bash tools/bootstrap.sh)" tools/check_precision.py --run runs/a
 
 The run needs `--save-debug-rollout-data`, `--save-interval 1` and as many `--keep-checkpoints` as steps. Its
-own tokens are read again by transformers with the weights that each step began with: in float32, in float32
-on weights rounded to bfloat16, and with weights and activations in bfloat16.
+own tokens are read again by transformers, with the weights that a step began with in several roundings. All
+figures are mean |Δ log-prob| per token against transformers with those weights in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from safetensors.torch import load_file
 
 from megatron_ibpo.records import Group
 from megatron_ibpo.report.rollout_data import load_step, rollout_path
@@ -41,80 +40,91 @@ def main(arguments: Arguments) -> int:
     from megatron_ibpo.versions import machine
 
     rows, before = [], None
-    temperature = float(run_settings(arguments.run)["rollout-temperature"])
-    for step, hf_dir in policies(arguments.run):
-        weights = tensors_of(hf_dir)
-        row = {"step": step, **differences(arguments, hf_dir, step, temperature)}
-        row |= {} if before is None else changed(before, weights)
-        before = weights
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for step, hf_dir in policies(arguments.run, Path(scratch)):
+            row = {"step": step, **measured(arguments, step, hf_dir, before)}
+            before = hf_dir
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     if arguments.save:
-        found = {"machine": machine(), "run": str(arguments.run), "steps": rows}
+        found = {"machine": machine(), "steps": rows}
         arguments.save.write_text(json.dumps(found, indent=2) + "\n")
     return 0
 
 
-def policies(run: Path) -> Iterator[tuple[int, Path]]:
-    """(step, directory in Hugging Face format of the weights that it sampled from and began with)."""
+def policies(run: Path, scratch: Path) -> Iterator[tuple[int, Path]]:
+    """(step, directory in Hugging Face format with the weights that the step began with)."""
     from megatron_ibpo.weights.formats.convert import megatron_to_hf
     from megatron_ibpo.world import World
 
-    yield 1, Path(run_settings(run)["hf-checkpoint"])
-    step = 2
+    alone = World(0, 1, torch.device("cpu"), None)
+    step, hf_dir = 1, Path(run_settings(run)["hf-checkpoint"])
     while rollout_path(run / "rollouts", step).exists():
-        with tempfile.TemporaryDirectory() as scratch:
-            target = Path(scratch) / "hf"
-            megatron_to_hf(
-                run / "checkpoints" / f"step_{step - 1:06d}", target, World(0, 1, torch.device("cpu"), None)
-            )
-            yield step, target
+        yield step, hf_dir
+        stored, hf_dir = run / "checkpoints" / f"step_{step:06d}", scratch / str(step)
+        megatron_to_hf(stored, hf_dir, alone)
         step += 1
 
 
-def tensors_of(hf_dir: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(hf_dir.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Shares of the elements that the update before this step changed, in each precision."""
-    counts = {torch.float32: 0, torch.bfloat16: 0}
-    for name, tensor in after.items():
-        for dtype in counts:
-            counts[dtype] += int((tensor.to(dtype) != before[name].to(dtype)).sum())
-    elements = sum(tensor.numel() for tensor in after.values())
-    return {f"changed_{str(dtype)[6:]}": count / elements for dtype, count in counts.items()}
-
-
 @torch.no_grad()
-def differences(arguments: Arguments, hf_dir: Path, step: int, temperature: float) -> dict[str, float]:
-    """Mean |Δ log-prob| per token against transformers in float32, of everything that computed it."""
-    from transformers import AutoModelForCausalLM
-
+def measured(arguments: Arguments, step: int, hf_dir: Path, before: Path | None) -> dict[str, float]:
+    """
+    Args:
+        before: weights that the step before began with.
+    """
     _, groups, trained = load_step(rollout_path(arguments.run / "rollouts", step))
     groups = groups[: arguments.groups]
-    model: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
+    temperature = float(run_settings(arguments.run)["rollout-temperature"])
 
     def read(model: Any) -> list[np.ndarray]:
         return [found for group in groups for found in logprobs(model, group, temperature)]
 
+    model = load(hf_dir)
     exact = read(model)
-    for parameter in model.parameters():
-        parameter.copy_(parameter.bfloat16())
-    rounded = read(model)
-    coarse = read(AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.bfloat16).eval())
     engine = [sample.logprobs for group in groups for sample in group.responses]
     keys = [(g, "response", i) for g, group in enumerate(groups) for i in range(len(group.responses))]
     # responses without an advantage were not trained on, and the trainer has nothing of them
     own = [None if key not in trained else trained[key].old_logprobs for key in keys]
     both = [(ours, theirs) for ours, theirs in zip(own, exact, strict=True) if ours is not None]
-    return {
+    found = {
         "tokens": sum(map(len, exact)),
         "trainer": mean_difference(*zip(*both, strict=True)),
         "engine": mean_difference(engine, exact),
-        "rounded_weights": mean_difference(rounded, exact),
-        "all_bfloat16": mean_difference(coarse, exact),
-        "engine_against_all_bfloat16": mean_difference(engine, coarse),
+    }
+    if before is not None:
+        old = load(before)
+        found["weights_before"] = mean_difference(read(old), exact)
+        found |= changed(old, model)
+        for ours, new in zip(old.parameters(), model.parameters(), strict=True):
+            ours += rounded(new) - rounded(ours)
+        found["update_of_rounded_weights"] = mean_difference(read(old), exact)
+        del old
+    for parameter in model.parameters():
+        parameter.copy_(rounded(parameter))
+    found["rounded_weights"] = mean_difference(read(model), exact)
+    coarse = read(load(hf_dir, torch.bfloat16))
+    found["all_bfloat16"] = mean_difference(coarse, exact)
+    found["engine_against_all_bfloat16"] = mean_difference(engine, coarse)
+    return found
+
+
+def load(hf_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype).eval()
+
+
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().float()
+
+
+def changed(before: Any, after: Any) -> dict[str, float]:
+    """Shares of the weights' elements that an update changed, in each precision."""
+    pairs = list(zip(before.parameters(), after.parameters(), strict=True))
+    elements = sum(new.numel() for _, new in pairs)
+    return {
+        "changed_float32": sum(int((old != new).sum()) for old, new in pairs) / elements,
+        "changed_bfloat16": sum(int((rounded(old) != rounded(new)).sum()) for old, new in pairs) / elements,
     }
 
 
