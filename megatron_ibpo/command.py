@@ -79,7 +79,7 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
         if not _reader_is_gone():
             raise
         status = STDOUT_CLOSED
-    except Exception as error:
+    except BaseException as error:  # PanicException of libraries in Rust is no Exception
         cut_off = isinstance(error, BrokenPipeError) and _reader_is_gone()
         status = STDOUT_CLOSED if cut_off else _answer(error, logs)
     finally:
@@ -102,7 +102,7 @@ def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
         _answer(failed.exc_value, logs)
 
 
-def _answer(error: Exception, logs: Path | None) -> int:
+def _answer(error: BaseException, logs: Path | None) -> int:
     """Print an error; returns the exit status."""
     said, status = _judged(error, logs)
     # a note is the traceback in another process
@@ -113,7 +113,7 @@ def _answer(error: Exception, logs: Path | None) -> int:
     return status
 
 
-def _judged(error: Exception, logs: Path | None) -> tuple[str, int]:
+def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
     """What to say of an error, and the exit status."""
     if isinstance(error, OSError) and error.errno is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
@@ -135,7 +135,7 @@ def _judged(error: Exception, logs: Path | None) -> tuple[str, int]:
     return f"{INTERNAL}: {kind}: {str(error)[:LONGEST]}", FAILED
 
 
-def _is_raised_here(error: Exception) -> bool:
+def _is_raised_here(error: BaseException) -> bool:
     """Whether a `raise` of this project made it. A ValueError that comes from a library or from Python itself
     is a bug of ours, since what the user gives is checked before."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
@@ -143,7 +143,7 @@ def _is_raised_here(error: Exception) -> bool:
     return is_own and (raised.line or "").startswith("raise ")
 
 
-def _kept(error: Exception, logs: Path | None) -> Path | None:
+def _kept(error: BaseException, logs: Path | None) -> Path | None:
     """The file that the traceback is added to; None where no disk takes it."""
     trace = "".join(traceback.format_exception(error))
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{trace}\n".encode(errors="replace")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +151,107 @@ def test_a_decorated_main_can_be_pickled_by_its_name():
 
     assert pickle.loads(pickle.dumps(main)) is main
     assert command(lambda: 3)() == 3
+
+
+# ------------------------------------------------------------------------------------------- each command
+
+TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/tiny_qwen3_study.yaml"
+SEARCH = ["search", "--gpus", "8", "--hardware", "h100"]
+A_RUN = ["--config", str(RECIPE), "--run-dir", "run"]
+COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
+
+WRONG = [
+    ("megatron_ibpo.train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ("megatron_ibpo.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
+    ("megatron_ibpo.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
+    ("megatron_ibpo.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
+    ("megatron_ibpo.evaluate.__main__", ["nowhere"], "nowhere is no policy"),
+    ("megatron_ibpo.evaluate.__main__", ["compare", "nowhere", "nowhere"], "holds no results.json"),
+    ("megatron_ibpo.plan.__main__", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
+    ("megatron_ibpo.plan.__main__", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
+    ("megatron_ibpo.report.__main__", ["page", "nowhere"], "nowhere: is it the directory of a run?"),
+    ("megatron_ibpo.report.__main__", ["page", "list.yaml"], "list.yaml"),
+    ("megatron_ibpo.report.__main__", ["serve"], "which run?"),
+    ("megatron_ibpo.measure_pass_rates", A_RUN, "--pass-rates: required"),
+    ("megatron_ibpo.choice", ["--hf-checkpoint", "nowhere"], "nowhere"),
+    ("megatron_ibpo.main", ["no-such"], "no command 'no-such'"),
+    (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
+    (COMPARE, ["scalar.yaml", *SAVE], "scalar.yaml: must hold `key: value` lines"),
+    (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),
+    (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
+    (COMPARE, ["unknown.yaml", *SAVE], "unknown key 'budgt'; did you mean 'budget'?"),
+    (COMPARE, ["seeds.yaml", *SAVE], "seeds must be a list of whole numbers or how"),
+    (COMPARE, ["task.yaml", *SAVE], "task t: warm-start must be `key: value` lines"),
+    (COMPARE, ["tune.yaml", *SAVE], "tune: seeds must be a list of whole numbers"),
+    (COMPARE, ["wrong.json", *SAVE], "wrong.json: holds no results of a study"),
+    ("tools/audit_credit.py", ["nowhere"], "nowhere holds no config.yaml"),
+    ("tools/audit_credit.py", ["nowhere", "--rollouts", "3"], "--rollouts must be even"),
+    ("tools/operator_skill.py", ["nowhere"], "nowhere holds no policy"),
+    ("tools/operator_skill.py", ["nowhere", "--targets", "0"], "--prompts and --targets must be at least 1"),
+    ("tools/inspect_checkpoint.py", ["nowhere"], "nowhere"),
+    ("tools/inspect_data.py", ["--hf-checkpoint", "nowhere", "--prompt-data", "a"], "nowhere"),
+    ("tools/inspect_data.py", ["--hf-checkpoint", str(TINY), "--prompt-data", "a.jsonl"], "no such file"),
+    ("tools/convert_hf_to_megatron.py", ["--hf-checkpoint", "nowhere", "--save", "out"], "nowhere"),
+    ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", "--save", "out"], "nowhere"),
+    ("tools/convert_gguf_to_hf.py", ["--save", "out"], "--gguf or a package"),
+    ("tools/convert_gguf_to_hf.py", ["--gguf", "nowhere.gguf", "--save", "out"], "no file nowhere.gguf"),
+    ("tools/make_word_problems.py", ["--save", "list.yaml"], "list.yaml"),
+]  # fmt: skip
+
+STUDY = {"methods": {"a": {}, "b": {}}, "baseline": "a", "budget": 3}
+FILES = {
+    "list.yaml": "- 1\n",
+    "scalar.yaml": "3\n",
+    "tag.yaml": "methods: !!python/object:os.system {}\n",
+    "missing.yaml": json.dumps({"methods": {}}),
+    "unknown.yaml": json.dumps(STUDY | {"budgt": 3}),
+    "seeds.yaml": json.dumps(STUDY | {"seeds": 10**12}),
+    "task.yaml": json.dumps(STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}}),
+    "tune.yaml": json.dumps(STUDY | {"tune": {"grid": {"lr": [1.0]}, "seeds": 3, "budget": 1}}),
+    "wrong.json": "[]",
+}
+
+
+@pytest.fixture
+def where_the_user_stands(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+@pytest.mark.parametrize(("program", "words", "says"), WRONG, ids=lambda part: str(part)[:40])
+def test_a_wrong_input_is_one_line_and_status_2(
+    where_the_user_stands, capsys, monkeypatch, program, words, says
+):
+    monkeypatch.setattr("sys.argv", [program, *words])
+    if program.endswith(".py"):
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        status = ended.value.code
+    else:
+        status = importlib.import_module(program).main(words)
+    said = capsys.readouterr().err
+    assert status == BAD_INPUT, said
+    assert "traceback" not in said.lower(), "what was given is at fault, and the line says it all"
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert says in said.partition(line)[1] + said.partition(line)[2]
+
+
+def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
+    (tmp_path / "broken.py").write_text("def score(prompt, response, label, metadata): return label['x']\n")
+    command = [sys.executable, "-m", "megatron_ibpo.train", *A_RUN, "--rollout-backend", "lean"]
+    command += ["--rm-type", "broken:score", "--eval-num-prompts", "0", "--rollout-batch-size", "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == FAILED
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "error: the verifier failed on 32 of 32 responses of a step, more than --max-reward-"
+    )
+    assert "the first error: TypeError" in line
+    log = tmp_path / "run/logs/driver.log"
+    assert line.endswith(f"; the traceback is in {log}")
+    assert "RewardErrorRateError" in log.read_text()
+    assert "more than --max-reward-error-rate" not in done.stdout, "said once"
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"].startswith("failed: RewardError")
