@@ -638,7 +638,7 @@ def test_a_name_that_leads_out_of_the_studys_directory_is_refused_before_anythin
     methods = {"gspo": {}, name: {}}
     with pytest.raises(ConfigError, match="no slash, no control character and no dot at its start"):
         read_study([minimal(tmp_path, methods=methods)])
-    with pytest.raises(ConfigError, match="no slash, no control|has no name"):
+    with pytest.raises(ConfigError, match=r"no slash, no control|has no name"):
         read_study([minimal(tmp_path, tasks={name: {"settings": {}}})])
     with pytest.raises(ConfigError, match="no slash, no control"):
         read_study([minimal(tmp_path)], add={name: {}})
@@ -650,7 +650,7 @@ def test_what_is_tuned_may_be_a_path_and_its_runs_stay_in_the_studys_directory(t
     names = [point_name(point) for point in grid_points(study.tune, "gspo")]
     assert names == ["prompt-data_..%2F..%2Fx", "prompt-data_%2Fa%2Fb"]
     tune["grid"]["prompt-data"] = ["x" * 201]
-    with pytest.raises(ConfigError, match="tuning run 'prompt-data_x+': a directory is called"):
+    with pytest.raises(ConfigError, match=r"tuning run 'prompt-data_x+': a directory is called"):
         read_study([minimal(tmp_path, tune=tune)])
 
 

@@ -40,11 +40,9 @@ QUIET = {
 }
 START_WAIT_S = 120.0
 """How long Ray may take to start. Its own limit for each part is 30 s, which a busy machine exceeds."""
-PATIENT = {
-    "RAY_raylet_start_wait_time_s": f"{START_WAIT_S:.0f}",
-    "RAY_gcs_server_port_wait_time_s": f"{START_WAIT_S:.0f}",
-}
-"""For starting a Ray, unless the user has set them. For joining one they would multiply its waits."""
+RAYLET_WAIT = "RAY_raylet_start_wait_time_s"
+GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
+"""For a head that chooses its port. Elsewhere it would multiply Ray's waits."""
 RAY_DIRECTORY = "r"
 """Within a private directory: Ray makes its own directory writable for every user."""
 SOCKET_BYTES = len(f"/{RAY_DIRECTORY}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -189,7 +187,7 @@ def _apart() -> Iterator[None]:
         return started[-1]
 
     with (
-        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience()),
+        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience(RAYLET_WAIT, GCS_WAIT)),
         mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
         mock.patch.object(services, "ConsolePopen", start),
         _deadline(started),
@@ -202,9 +200,9 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def patience() -> dict[str, str]:
-    """Return the limits of Ray's start that the user has not set."""
-    return {name: value for name, value in PATIENT.items() if name not in os.environ}
+def patience(*limits: str) -> dict[str, str]:
+    """Return longer limits for Ray's start, where the user has not set them."""
+    return {name: f"{START_WAIT_S:.0f}" for name in limits if name not in os.environ}
 
 
 @contextmanager
