@@ -17,7 +17,7 @@ from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
-from megatron_ibpo.cluster.session import ClusterFailedError, open_ray, take_back_signals
+from megatron_ibpo.cluster.session import ClusterFailedError, abandon_start, open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config, on_device
@@ -212,6 +212,8 @@ def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any
         try:
             yield wait
         finally:
+            if not entered.done():
+                abandon_start()
             if entered.exception() is None:
                 context.__exit__(None, None, None)
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -63,7 +64,9 @@ OTHER_TOKEN = (
     "that Ray asks for another token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as it was started with "
     "(RUN_DIR/.ray_token for a cluster of examples/run.sh)"
 )
+LOOK_EVERY_S = 0.2
 T = TypeVar("T")
+_abandoned = threading.Event()
 
 
 class ClusterError(ValueError):
@@ -95,6 +98,7 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
         RayStartError: Ray does not start, or not in time.
     """
     os.environ |= QUIET
+    _abandoned.clear()
     if address is None:
         with twice(lambda: _start_own(num_cpus, object_store_bytes or OBJECT_STORE_BYTES)):
             yield
@@ -112,6 +116,8 @@ def twice(start: Callable[[], T]) -> T:
     try:
         return start()
     except RayStartError as error:
+        if _abandoned.is_set():
+            raise
         print(f"{error}; trying once more", file=sys.stderr, flush=True)
         return start()
 
@@ -210,17 +216,26 @@ def _deadline(started: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
     """Kill the processes of a Ray that takes too long: its own waits follow each other for a quarter of an
     hour."""
 
-    def kill() -> None:
-        for process in started:
-            process.kill()
+    over = threading.Event()
 
-    timer = threading.Timer(START_WAIT_S, kill)
-    timer.daemon = True
-    timer.start()
+    def watch() -> None:
+        deadline = time.monotonic() + START_WAIT_S
+        while not over.wait(LOOK_EVERY_S):
+            if _abandoned.is_set() or time.monotonic() > deadline:
+                for process in started:
+                    process.kill()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
+
+
+def abandon_start() -> None:
+    """Let a Ray that another thread starts fail soon, and not be started again."""
+    _abandoned.set()
 
 
 def _connect(address: str) -> None:
