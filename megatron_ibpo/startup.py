@@ -213,6 +213,8 @@ def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any
         try:
             yield wait
         finally:
+            if not entered.done():
+                abandon_start()
             if entered.exception() is None:
                 context.__exit__(None, None, None)
 

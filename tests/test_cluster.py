@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray._private import services
 from waiting import eventually
 
 from megatron_ibpo.cluster import nodes as cluster_nodes
@@ -170,37 +171,32 @@ def test_where_no_place_is_short_enough_the_length_is_said(monkeypatch, tmp_path
     assert len(str(made)) + 107 - length - 6 - 8 == 107
 
 
-BROKEN_START = """
-import signal, sys, threading, time
-import psutil
-number, times, program = getattr(signal, sys.argv[1]), int(sys.argv[3]), sys.argv[4]
-def meet():
-    met = set()
-    while len(met) < times:
-        for child in psutil.Process().children(recursive=True):
-            try:
-                if child.name() == sys.argv[2] and child.pid not in met:
-                    met.add(child.pid)
-                    child.send_signal(number)
-                    if number == signal.SIGSTOP:
-                        threading.Timer(40, child.resume).start()
-            except psutil.Error:
-                pass
-        time.sleep(0.01)
-threading.Thread(target=meet, daemon=True).start()
-sys.argv[1:] = sys.argv[5:]
+WITH_SERVER = """
+import sys
+from ray._private import services
+services.GCS_SERVER_EXECUTABLE, program = sys.argv[1], sys.argv[2]
+sys.argv[1:] = sys.argv[3:]
 exec(program)
 """
+SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
 
 
 def test_a_ray_that_does_not_start_is_started_once_more(scratch):
-    arguments = ("SIGKILL", "gcs_server", "1", OWN_RAY, "0")
-    process = python("-c", BROKEN_START, *arguments, env={"TMPDIR": str(scratch)})
+    server = scratch / "server"
+    server.write_text(
+        f'#!/bin/sh\n[ -e {scratch}/second ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\n'
+        f": >{scratch}/second; exit 3\n"
+    )
+    server.chmod(0o755)
+    (scratch / "t").mkdir()
+    limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
+    environment = limits | {"TMPDIR": str(scratch / "t")}
+    process = python("-c", WITH_SERVER, str(server), OWN_RAY, "0", env=environment)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert re.search(r"^Ray does not start on this machine: .*; trying once more$", output, re.MULTILINE)
     assert output.endswith("127.0.0.1\n")
-    assert list(scratch.iterdir()) == []
+    assert list((scratch / "t").iterdir()) == []
 
 
 def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
@@ -208,19 +204,35 @@ def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     train = "from megatron_ibpo.train import main; sys.exit(main(sys.argv[1:]))"
     recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
     flags = ("--config", str(recipe), "--run-dir", str(scratch / "run"))
-    arguments = ("SIGKILL", "gcs_server", "2", train, *flags)
-    process = python("-c", BROKEN_START, *arguments, env={"TMPDIR": str(scratch)})
-    output, _ = process.communicate(timeout=200)
+    process = python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert re.search(r"^error: Ray does not start on this machine: ", output, re.MULTILINE)
     assert "Traceback" not in output
 
 
+STANDS_STILL = """
+import sys, threading, time
+import psutil
+def meet():
+    while True:
+        for child in psutil.Process().children(recursive=True):
+            try:
+                if child.name() == "raylet":
+                    child.suspend()
+                    time.sleep(40)
+                    return child.resume()
+            except psutil.Error:
+                pass
+        time.sleep(0.01)
+threading.Thread(target=meet, daemon=True).start()
+"""
+
+
 @pytest.mark.slow
 def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     """Its node manager stands still for 40 s; Ray alone waits for 30."""
-    arguments = ("SIGSTOP", "raylet", "1", OWN_RAY, "0")
-    process = python("-c", BROKEN_START, *arguments, env={"TMPDIR": str(scratch)})
+    process = python("-c", STANDS_STILL + OWN_RAY, "0", env={"TMPDIR": str(scratch)})
     output, _ = process.communicate(timeout=200)
     assert (process.returncode, output) == (0, "127.0.0.1\n")
 
@@ -288,11 +300,11 @@ def left_by_nodes(scratch):
 IN_A_CLUSTER = """
 import os, ray, subprocess, sys, time
 from pathlib import Path
-token = Path(sys.argv[1])
-print("token", f"{token.stat().st_mode & 0o777:o}", [name for name in os.environ if name.startswith("RAY_AUTH")])
+mode = Path(sys.argv[1]).stat().st_mode & 0o777
+print("token", f"{mode:o}", [name for name in os.environ if name.startswith("RAY_AUTH")])
 for other in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}):
     mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    join = "from megatron_ibpo.cluster.session import open_ray\nwith open_ray(%r, num_cpus=1): print('is in')"
+    join = "from megatron_ibpo.cluster.session import open_ray\\nwith open_ray(%r, num_cpus=1): print('in')"
     command = [sys.executable, "-c", join % os.environ["RAY_ADDRESS"]]
     stranger = subprocess.run(command, env=mine | other, capture_output=True, text=True, timeout=60)
     print("stranger:", stranger.stdout, stranger.stderr.splitlines()[-1])

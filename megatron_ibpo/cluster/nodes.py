@@ -36,6 +36,7 @@ from megatron_ibpo.cluster.access import (
 from megatron_ibpo.cluster.session import (
     QUIET,
     RAY_DIRECTORY,
+    RAYLET_WAIT,
     START_WAIT_S,
     ClusterError,
     ClusterFailedError,
@@ -278,7 +279,7 @@ def _ray_node(token: str | None, *arguments: str) -> Iterator[_RayNode]:
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
             stdout=subprocess.DEVNULL,
             stderr=log.open("wb"),
-            env=os.environ | patience(),
+            env=os.environ | patience(RAYLET_WAIT),
             start_new_session=True,  # a Ctrl-C is for the command first
         )
         try:

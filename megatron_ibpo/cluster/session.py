@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,11 +41,9 @@ QUIET = {
 }
 START_WAIT_S = 120.0
 """How long Ray may take to start. Its own limit for each part is 30 s, which a busy machine exceeds."""
-PATIENT = {
-    "RAY_raylet_start_wait_time_s": f"{START_WAIT_S:.0f}",
-    "RAY_gcs_server_port_wait_time_s": f"{START_WAIT_S:.0f}",
-}
-"""For starting a Ray, unless the user has set them. For joining one they would multiply its waits."""
+RAYLET_WAIT = "RAY_raylet_start_wait_time_s"
+GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
+"""For a head that chooses its port. Elsewhere it would multiply Ray's waits."""
 RAY_DIRECTORY = "r"
 """Within a private directory: Ray makes its own directory writable for every user."""
 SOCKET_BYTES = len(f"/{RAY_DIRECTORY}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -65,7 +64,9 @@ OTHER_TOKEN = (
     "that Ray asks for another token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as it was started with "
     "(RUN_DIR/.ray_token for a cluster of examples/run.sh)"
 )
+LOOK_EVERY_S = 0.2
 T = TypeVar("T")
+_abandoned = threading.Event()
 
 
 class ClusterError(ValueError):
@@ -97,6 +98,7 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
         RayStartError: Ray does not start, or not in time.
     """
     os.environ |= QUIET
+    _abandoned.clear()
     if address is None:
         with twice(lambda: _start_own(num_cpus, object_store_bytes or OBJECT_STORE_BYTES)):
             yield
@@ -114,6 +116,8 @@ def twice(start: Callable[[], T]) -> T:
     try:
         return start()
     except RayStartError as error:
+        if _abandoned.is_set():
+            raise
         print(f"{error}; trying once more", file=sys.stderr, flush=True)
         return start()
 
@@ -189,7 +193,7 @@ def _apart() -> Iterator[None]:
         return started[-1]
 
     with (
-        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience()),
+        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience(RAYLET_WAIT, GCS_WAIT)),
         mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
         mock.patch.object(services, "ConsolePopen", start),
         _deadline(started),
@@ -202,9 +206,9 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def patience() -> dict[str, str]:
-    """Return the limits of Ray's start that the user has not set."""
-    return {name: value for name, value in PATIENT.items() if name not in os.environ}
+def patience(*limits: str) -> dict[str, str]:
+    """Return longer limits for Ray's start, where the user has not set them."""
+    return {name: f"{START_WAIT_S:.0f}" for name in limits if name not in os.environ}
 
 
 @contextmanager
@@ -212,17 +216,26 @@ def _deadline(started: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
     """Kill the processes of a Ray that takes too long: its own waits follow each other for a quarter of an
     hour."""
 
-    def kill() -> None:
-        for process in started:
-            process.kill()
+    over = threading.Event()
 
-    timer = threading.Timer(START_WAIT_S, kill)
-    timer.daemon = True
-    timer.start()
+    def watch() -> None:
+        deadline = time.monotonic() + START_WAIT_S
+        while not over.wait(LOOK_EVERY_S):
+            if _abandoned.is_set() or time.monotonic() > deadline:
+                for process in started:
+                    process.kill()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
+
+
+def abandon_start() -> None:
+    """Let a Ray that another thread starts fail soon, and not be started again."""
+    _abandoned.set()
 
 
 def _connect(address: str) -> None:
