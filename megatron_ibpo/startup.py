@@ -16,7 +16,7 @@ from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
-from megatron_ibpo.cluster.session import open_ray, take_back_signals
+from megatron_ibpo.cluster.session import abandon_start, open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config, on_device
