@@ -193,9 +193,10 @@ def _apart() -> Iterator[None]:
         return started[-1]
 
     with (
-        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience(RAYLET_WAIT, GCS_WAIT)),
+        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience(GCS_WAIT)),
         mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
         mock.patch.object(services, "ConsolePopen", start),
+        mock.patch.object(services, "get_node", _patient(services.get_node)),
         _deadline(started),
         ExitStack() as patches,
     ):
@@ -209,6 +210,21 @@ def _apart() -> Iterator[None]:
 def patience(*limits: str) -> dict[str, str]:
     """Return longer limits for Ray's start, where the user has not set them."""
     return {name: f"{START_WAIT_S:.0f}" for name in limits if name not in os.environ}
+
+
+def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask for the node for as long as it may take to start; Ray stops after 30 s."""
+    deadline = time.monotonic() + START_WAIT_S
+
+    def get(*arguments: Any) -> Any:
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError as error:
+                if _abandoned.is_set() or time.monotonic() > deadline:
+                    raise TimeoutError("its node manager did not start in time") from error
+
+    return get
 
 
 @contextmanager
