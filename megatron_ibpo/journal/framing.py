@@ -5,6 +5,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_ibpo.user_files import check_user_file
+
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")
 """Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here: a damaged length is
@@ -40,6 +42,7 @@ def payloads(path: Path) -> Iterator[tuple[int, bytes]]:
     Raises:
         BadRecordError: after the last record that is whole, where anything follows it.
     """
+    check_user_file(path)
     with path.open("rb") as file:
         size, offset = path.stat().st_size, 0
         while header := file.read(_HEADER.size):

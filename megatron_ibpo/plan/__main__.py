@@ -9,11 +9,12 @@ the flags of a run on this machine, measures what its predictions need.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
 
+from megatron_ibpo.checks import check_settings
 from megatron_ibpo.choice import choose_recipe
 from megatron_ibpo.command import BAD_INPUT, DONE, command
 from megatron_ibpo.config import parse_config, write_config
@@ -65,6 +66,8 @@ def run(arguments: Search) -> None:
     recipe = arguments.config or choose_recipe(shape, arguments.gpus).path
     config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(arguments.hf_checkpoint)])
     config.run.dry_run_response_len = arguments.response_len
+    planned = replace(config.run, dry_run=True, dry_run_world_size=arguments.gpus)
+    check_settings(replace(config, run=planned))
     found = search(config, arguments.gpus, arguments.hardware, arguments.top)
     for place, layout in enumerate(found, 1):
         print(f"{place}. {layout.seconds:,.1f} s a step: {described(layout)}")

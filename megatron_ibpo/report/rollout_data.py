@@ -28,6 +28,7 @@ from megatron_ibpo.records import (
     token_ids,
 )
 from megatron_ibpo.report.run_dir import write_whole
+from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.words import shown
 
 _FORMAT = 2
@@ -127,7 +128,7 @@ def load_step(path: Path) -> tuple[int, list[Group], dict[tuple[int, str, int], 
 def _content(path: Path) -> Iterator[Any]:
     """What the file holds; what goes wrong with that is told with the file's name."""
     try:
-        text = path.read_bytes()
+        text = read_user_file(path, RECORD_BYTES)
     except OSError as error:
         raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
     try:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
+from megatron_ibpo.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.weights.transfer.order import TransportName
 
 CPU_KV_CACHE_BYTES = 512 * 1024**2
@@ -176,4 +177,4 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(read_user_file(path, JSON_BYTES))
