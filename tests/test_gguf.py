@@ -110,8 +110,14 @@ DAMAGE = {
         "type 99",
     ),
     "layers": (lambda data: number_after(data, "llama.block_count", 10**9), "1000000000 layers"),
-    "width": (lambda data: number_after(data, "llama.embedding_length", 2**31 - 4), "cannot be read"),
-    "heads of nothing": (lambda data: number_after(data, "llama.attention.head_count", 0), "cannot be read"),
+    "width": (
+        lambda data: number_after(data, "llama.embedding_length", 2**31 - 4),
+        "cannot be read, damaged",
+    ),
+    "heads of nothing": (
+        lambda data: number_after(data, "llama.attention.head_count", 0),
+        "cannot be read, damaged",
+    ),
     "vocabulary": (lambda data: number_after(data, "llama.vocab_size", 2**31 - 1), "vocab_size"),
     "a tensor's size": (
         lambda data: dimension_of(data, "token_embd.weight", 2**50),
@@ -122,7 +128,7 @@ DAMAGE = {
         "beyond the end of the file",
     ),
     "merges": (lambda data: data.replace(b"! !", b"! ?"), "merges '! ?'"),
-    "another model": (lambda data: data.replace(b"llama", b"lambo"), "cannot be read"),
+    "another model": (lambda data: data.replace(b"llama", b"lambo"), "cannot be read, damaged"),
 }
 
 

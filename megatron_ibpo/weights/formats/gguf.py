@@ -37,16 +37,20 @@ def gguf_to_hf(gguf: Path, target: Path) -> None:
         model, tokenizer = _read(gguf)
     except CheckpointError as error:
         raise CheckpointError(f"{gguf}: {error}") from error
-    except Exception as error:  # of whatever kind, transformers raises it over what the file says
+    except ImportError as error:
+        raise CheckpointError(f"{gguf} cannot be read: {error}") from None
+    except Exception as error:  # damaged bytes make transformers raise nearly anything
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
-        raise CheckpointError(f"{gguf} cannot be read: {said}") from error
+        raise CheckpointError(
+            f"{gguf} cannot be read, damaged or of a kind that transformers does not know: {said}"
+        ) from error
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if model.config.model_type in FAMILIES:
-            read_hf_config(partial)  # what it cannot train is refused now, by name
+            read_hf_config(partial)
         publish(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
