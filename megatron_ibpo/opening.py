@@ -149,12 +149,14 @@ def open_given(begun: Beginning, stack: ExitStack) -> Given:
     """
     config = begun.config
     check_loss_of_run(config)
-    from megatron_ibpo.weights.formats.hugging_face import trained_elements  # takes torch, too
+    from megatron_ibpo.weights.formats.convert import check_checkpoint  # takes torch, too
+    from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
     task = open_task(config)
     config = with_epochs(config, task.prompts)
     stack.enter_context(locked(config.run.run_dir))
     elements = trained_elements(begun.hf_dir, begun.shape)
+    check_checkpoint(begun.hf_dir, begun.shape)
     prepare_run_dir(config, checkpoint_bytes=_bytes_kept(config, sum(elements.values())))
     journal, recovered = _open_journal(config, begun.step, stack)
     rm_types = named_rm_types(task.first_prompts, config.data)

@@ -165,9 +165,13 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
     hf_dir = config.model.hf_checkpoint
     assert hf_dir is not None  # check_evaluation saw to it
     with ExitStack() as stack:
-        config = with_context(config, read_hf_config(hf_dir))
+        shape = read_hf_config(hf_dir)
+        config = with_context(config, shape)
         wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
         task = open_task(config, trains=False)
+        from megatron_ibpo.weights.formats.convert import check_checkpoint  # takes torch
+
+        check_checkpoint(hf_dir, shape)
         stack.enter_context(locked(config.run.run_dir))
         prepare_run_dir(config)
         kept = None if policy is None else stack.enter_context(_kept_samples(config, hf_dir, task, policy))
