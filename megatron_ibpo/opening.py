@@ -25,7 +25,9 @@ from megatron_ibpo.report import (
     checkpoint_bytes,
     export_bytes,
     kept_at_once,
+    load_groups,
     prepare_run_dir,
+    rollout_path,
     run_sizes,
 )
 from megatron_ibpo.report.disk import waiting_for_room
@@ -119,6 +121,7 @@ def read_beginning(config: Config) -> Beginning:
     if config.run.dry_run_hardware is not None:
         find_machine(config.run.dry_run_hardware)
     checkpoint = _chosen_checkpoint(config)
+    _check_recording(config, shape)
     state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
     try:
         before = Spent.read(state.get("spent", {}))
@@ -136,6 +139,21 @@ def read_beginning(config: Config) -> Beginning:
         before=before,
         remembered={state["step"]: remembered} if remembered else {},
     )
+
+
+def _check_recording(config: Config, shape: ModelShape) -> None:
+    """Read the first recorded step before any process starts: a wrong directory shows there.
+
+    Raises:
+        ValueError: it is not there, no recording, or one of another vocabulary.
+    """
+    if (directory := config.run.load_debug_rollout_data) is None:
+        return
+    path = min(directory.glob("step_*.json"), default=rollout_path(directory, 1))
+    for group in load_groups(path)[1]:
+        for response in group.responses:
+            if any(not 0 <= number < shape.vocab_size for number in response.token_ids.tolist()):
+                raise ValueError(f"recorded rollouts {path}: ids beyond the {shape.vocab_size} of the model")
 
 
 def open_given(begun: Beginning, stack: ExitStack) -> Given:

@@ -1,6 +1,6 @@
 """Studies as files: YAML in, `Study` out."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
 from megatron_ibpo.study.plan import Settings, Study, Task, Tuning
 from megatron_ibpo.study.results import comparison_skill
+from megatron_ibpo.words import shown
 
 
 def read_study(
@@ -48,6 +49,7 @@ def read_study(
             )
     if missing := {"methods", "baseline", "budget"} - raw.keys():
         raise ConfigError(f"{paths[0]}: a study needs {', '.join(sorted(missing))}")
+    _check_types(raw, paths[0])
     if raw.get("tune") is not None:
         raw["tune"] = _tuning(raw["tune"], paths[0])
     if raw.get("recipe") is not None:
@@ -107,6 +109,46 @@ def method_settings(given: Settings | str | None) -> Settings:
     )
 
 
+MOST_SEEDS = 1000
+"""Of a study: a run for each."""
+SEED_RULE = f"whole numbers from 0 to 2^62, at most {MOST_SEEDS} of them"
+
+
+def _are_seeds(value: Any) -> bool:
+    if type(value) is int:
+        return 0 < value <= MOST_SEEDS
+    are_few = isinstance(value, Sequence) and not isinstance(value, str) and len(value) <= MOST_SEEDS
+    return are_few and all(type(seed) is int and 0 <= seed < 2**62 for seed in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _are_methods(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, dict | str | None) for one in value.values())
+
+
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("name", "baseline", "budget_unit"), (lambda value: isinstance(value, str), "text")),
+    **dict.fromkeys(("budget", "threshold", "run_timeout"), (_is_number, "a number")),
+    **dict.fromkeys(("seeds", "pilot_seeds", "confirm_seeds"), (_are_seeds, SEED_RULE)),
+    "common": (lambda value: isinstance(value, dict), "settings, as `key: value` lines"),
+    "tasks": (lambda value: isinstance(value, dict), "names, each with its task"),
+    "methods": (_are_methods, "names, each with settings, a recipe or an import path"),
+    "processes": (lambda value: type(value) is int and 0 < value <= 10_000, "a whole number from 1 to 10000"),
+    "recipe": (lambda value: isinstance(value, str | Path | None), "a path"),
+}
+"""Key of a study → what its value must be."""
+
+
+def _check_types(raw: Mapping[str, Any], path: Path) -> None:
+    for key, value in raw.items():
+        fits, rule = _TYPES.get(key, (None, ""))
+        if fits is not None and not fits(value):
+            raise ConfigError(f"{path}: {key.replace('_', '-')} must be {rule}, is {shown(value)}")
+
+
 def _check(study: Study, path: Path) -> None:
     problems = []
     if study.baseline not in study.methods:
@@ -144,6 +186,8 @@ def _tuning(raw: Any, path: Path) -> Tuning:
     own = raw.get("own") or {}
     if not isinstance(own, dict):
         raise ConfigError(f"{path}: tune: own must give each method a grid of its own settings")
+    if not _are_seeds(raw["seeds"]) or type(raw["seeds"]) is int or not _is_number(raw["budget"]):
+        raise ConfigError(f"{path}: tune: seeds must be a list of {SEED_RULE}, and budget a number")
     return Tuning(
         grid=_grid(raw["grid"], path),
         seeds=tuple(raw["seeds"]),
@@ -175,12 +219,16 @@ def _task(name: str, raw: Any, path: Path) -> Task:
         raise ConfigError(f"{path}: task {name}: must have settings, and of {names} no other")
     if not name or "/" in name:
         raise ConfigError(f"{path}: task {name!r}: a name is a directory's, without a slash")
-    settings = given["settings"]
+    settings, warm_start = given["settings"], given.get("warm_start")
+    if not isinstance(settings, str | dict | None) or not isinstance(warm_start, dict | None):
+        raise ConfigError(
+            f"{path}: task {name}: settings must be a recipe or `key: value` lines, and warm-start such lines"
+        )
     return Task(
         name,
         settings=_read(path_in_recipe(settings)) if isinstance(settings, str) else dict(settings or {}),
         kind=str(given.get("kind", "")),
-        warm_start=dict(given.get("warm_start") or {}),
+        warm_start=dict(warm_start or {}),
         skill=_skill(given.get("skill"), f"{path}: task {name}"),
     )
 

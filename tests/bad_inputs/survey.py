@@ -95,6 +95,7 @@ def _family(name: str, seed: int, count: int, place: Place) -> dict[str, Any]:
             wrong.append({"number": number, "ended": outcome.verdict, "command": command, "said": said})
             print(f"{name} {number}: {outcome.verdict}: {command}\n{said}\n", flush=True)
     seconds = time.monotonic() - started
+    print(f"{name}: {verdicts}, {seconds:.0f} s", flush=True)
     return {
         "inputs": inputs,
         **verdicts,
