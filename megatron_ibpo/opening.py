@@ -25,7 +25,9 @@ from megatron_ibpo.report import (
     checkpoint_bytes,
     export_bytes,
     kept_at_once,
+    load_groups,
     prepare_run_dir,
+    rollout_path,
     run_sizes,
 )
 from megatron_ibpo.report.disk import DiskWait
@@ -119,6 +121,7 @@ def read_beginning(config: Config) -> Beginning:
     if config.run.dry_run_hardware is not None:
         find_machine(config.run.dry_run_hardware)
     checkpoint = _chosen_checkpoint(config)
+    _check_recording(config, shape)
     state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
     try:
         before = Spent.read(state.get("spent", {}))
@@ -138,6 +141,21 @@ def read_beginning(config: Config) -> Beginning:
     )
 
 
+def _check_recording(config: Config, shape: ModelShape) -> None:
+    """Read the first recorded step before any process starts: a wrong directory shows there.
+
+    Raises:
+        ValueError: it is not there, no recording, or one of another vocabulary.
+    """
+    if (directory := config.run.load_debug_rollout_data) is None:
+        return
+    path = min(directory.glob("step_*.json"), default=rollout_path(directory, 1))
+    for group in load_groups(path)[1]:
+        for response in group.responses:
+            if any(not 0 <= number < shape.vocab_size for number in response.token_ids.tolist()):
+                raise ValueError(f"recorded rollouts {path}: ids beyond the {shape.vocab_size} of the model")
+
+
 def open_given(begun: Beginning, stack: ExitStack) -> Given:
     """Read and check the rest of what the user gave, which takes seconds.
 
@@ -149,12 +167,14 @@ def open_given(begun: Beginning, stack: ExitStack) -> Given:
     """
     config = begun.config
     check_loss_of_run(config)
-    from megatron_ibpo.weights.formats.hugging_face import trained_elements  # takes torch, too
+    from megatron_ibpo.weights.formats.convert import check_checkpoint  # takes torch, too
+    from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
     task = open_task(config)
     config = with_epochs(config, task.prompts)
     stack.enter_context(locked(config.run.run_dir))
     elements = trained_elements(begun.hf_dir, begun.shape)
+    check_checkpoint(begun.hf_dir, begun.shape)
     prepare_run_dir(config, checkpoint_bytes=_bytes_kept(config, sum(elements.values())))
     journal, recovered = _open_journal(config, begun.step, stack)
     rm_types = named_rm_types(task.first_prompts, config.data)

@@ -170,6 +170,9 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         config = with_context(config, shape)
         wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
         task = open_task(config, trains=False)
+        from megatron_ibpo.weights.formats.convert import check_checkpoint  # takes torch
+
+        check_checkpoint(hf_dir, shape)
         stack.enter_context(locked(config.run.run_dir))
         prepare_run_dir(config)
         rm_types = named_rm_types(task.first_prompts, config.data)

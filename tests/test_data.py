@@ -232,9 +232,9 @@ def test_a_task_that_cannot_be_generated_is_refused(tiny, spec, says):
 
 
 def test_an_item_that_takes_forever_is_given_up(tiny, monkeypatch):
-    monkeypatch.setattr(generated, "FIRST_ITEM_S", 0.3)
+    monkeypatch.setattr(generated, "ITEM_S", 0.3)
     before, started = signal.getsignal(signal.SIGALRM), time.monotonic()
-    with pytest.raises(DataError, match=r"min_terms=99999999.*one item was not made within 0\.3 s"):
+    with pytest.raises(DataError, match=r"min_terms=99999999.*an item was not made within 0\.3 s"):
         open_source(
             "reasoning_gym://chain_sum?min_terms=99999999&max_terms=99999999",
             tiny, DataConfig(), split="train", max_prompt_len=100,

@@ -45,8 +45,10 @@ CHECK_S = 1.0
 take a second for an item."""
 TOLD_AFTER_S = 1.5
 """Seconds after which who waits for a task is told."""
-FIRST_ITEM_S = 10.0
-"""Seconds that the first item may take; usual ones take milliseconds."""
+ITEM_S = 10.0
+"""Seconds that an item may take; usual ones take milliseconds."""
+AGAIN_S = 0.5
+"""Seconds after which a task is stopped once more that has caught what should have stopped it."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ def generated_prompts(
     def prompt_of(index: int, attempt: int) -> Prompt | None:
         """Of a draw for `index`; None where its question belongs to the other split."""
         made, parameters = dataset(task.level(index, split))
-        item = made[derive_seed("item", split, seed, index, attempt) % min(_ITEM_SEEDS, made.size)]
+        try:
+            item = made[derive_seed("item", split, seed, index, attempt) % min(_ITEM_SEEDS, made.size)]
+        except Exception as error:  # of the task's own code, where its parameters do not fit each other
+            raise DataError(f"the task makes none: {type(error).__name__}: {error}") from error
         if _held_out(item["question"]) != (split == "eval"):
             return None
         text = item["question"]
@@ -125,6 +130,10 @@ def generated_prompts(
     @lru_cache(maxsize=_CHECKED_AT_START)
     def prompt_at(index: int) -> Prompt:
         """The first of the draws for `index` that can be used."""
+        with _time_limit(spec):
+            return first_usable(index)
+
+    def first_usable(index: int) -> Prompt:
         for attempt in range(_MOST_ATTEMPTS):
             try:
                 prompt = prompt_of(index, attempt)
@@ -145,8 +154,7 @@ def generated_prompts(
         )
 
     with told_if_slow(f"{spec}: the task prepares its items"):
-        with _time_limit(spec):
-            prompt_at(0)
+        prompt_at(0)
         started, ready = time.monotonic(), 1
         while ready < _CHECKED_AT_START and time.monotonic() - started <= CHECK_S:
             prompt_at(ready)
@@ -166,23 +174,29 @@ def told_if_slow(said: str) -> Iterator[None]:
         timer.cancel()
 
 
+class _TookTooLong(BaseException):
+    """No Exception, since tasks that draw again and again catch those."""
+
+
 @contextmanager
 def _time_limit(spec: str) -> Iterator[None]:
     """Refuse parameters with which one item takes forever, such as min_terms=99999999. By an alarm, which
-    only the main thread has: it also ends the work."""
+    only the main thread has: it also ends the work. It repeats, since a task may catch what it raises."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def give_up(*_: object) -> None:
-        raise DataError(
-            f"{spec}: one item was not made within {FIRST_ITEM_S:g} s; make its parameters smaller"
-        )
+        raise _TookTooLong
 
     before = signal.signal(signal.SIGALRM, give_up)
-    others = signal.setitimer(signal.ITIMER_REAL, FIRST_ITEM_S)
+    others = signal.setitimer(signal.ITIMER_REAL, ITEM_S, AGAIN_S)
     try:
         yield
+    except _TookTooLong:
+        raise DataError(
+            f"{spec}: an item was not made within {ITEM_S:g} s; make its parameters smaller"
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -287,8 +301,6 @@ def _dataset(name: str, parameters: dict[str, Any]) -> Any:
         return reasoning_gym.create_dataset(
             name, seed=0, size=_MADE_AHEAD.get(name, _ITEM_SEEDS), **parameters
         )
-    except DataError:
-        raise  # it took too long
     except (AssertionError, TypeError, ValueError, OverflowError, IndexError, KeyError) as error:
         raise DataError(f"{SCHEME}{name}: it refuses the parameters {parameters}: {error}") from error
 

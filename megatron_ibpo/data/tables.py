@@ -94,6 +94,16 @@ class JsonLines:
         self.num_blocks = -(-self._size // self._block_bytes)
         self._starts = lru_cache(maxsize=2 * self.window)(self._find_starts)
         check_encoding(path, os.pread(self._file, 2, 0))
+        if (
+            self._size > LONGEST_LINE
+        ):  # of a file that is no text a single line would be looked for to its end
+            self._check_first_line()
+
+    def _check_first_line(self) -> None:
+        try:
+            self._line(0)
+        except DataError as error:
+            raise DataError(f"{self.path}, line 1: {error}") from None
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):

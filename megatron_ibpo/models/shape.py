@@ -144,15 +144,22 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
         raise ModelConfigError(f"{path}: model_type {shown(family)} is unknown; one of {', '.join(FAMILIES)}")
     fields = Fields(raw, path)
     fields.refuse_quantization()
-    return family_part(family, "shape").read(fields)
+    shape: ModelShape = family_part(family, "shape").read(fields)
+    if shape.moe_layers * shape.num_experts > MOST_EXPERTS:
+        raise fields.error(
+            f"{shape.moe_layers} layers of {shape.num_experts} experts are more than {MOST_EXPERTS} in all"
+        )
+    return shape
 
 
 UNPACKED = "mxfp4"
 """The one quantization that is read, as bfloat16."""
 MOST = 2**31 - 1
 """Of anything that config.json counts; C counts no further."""
-MOST_REPEATED = 100_000
+MOST_REPEATED = 10_000
 """Layers of a model, and experts of a layer, which are listed one by one."""
+MOST_EXPERTS = 200_000
+"""Of a model, in all its layers. The largest published ones have a tenth of this."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What one engine is told at its start: plain data, sent to its process."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any, Literal
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
-from megatron_ibpo.user_files import JSON_BYTES, read_user_file
+from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, UserFileError, read_user_file
 from megatron_ibpo.weights.transfer.order import TransportName
+from megatron_ibpo.words import shown
 
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 START_S = 600.0
@@ -170,12 +171,15 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
         if not (hf_dir / name).exists():
             continue
         config = _read_json(hf_dir / name)
-        # a text model that is wrapped has its own
-        found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-        if isinstance(found, int):
-            return (found,)
-        if found:
-            return tuple(found)
+        text = config.get("text_config")  # a text model that is wrapped has its own
+        found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(number) is int and 0 <= number < 2**31 for number in ids):
+            raise ValueError(
+                f"{hf_dir / name}: eos_token_id must be an id or a list of ids, is {shown(found)}"
+            )
+        if ids:
+            return tuple(ids)
     raise ValueError(
         f"{hf_dir}: neither generation_config.json nor config.json names eos_token_id, so sampling would "
         "never stop; add it to config.json"
@@ -183,4 +187,12 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(read_user_file(path, JSON_BYTES))
+    try:
+        content = read_json(read_user_file(path, JSON_BYTES))
+    except UserFileError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, holds a {type(content).__name__}")
+    return content

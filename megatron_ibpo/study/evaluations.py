@@ -10,7 +10,7 @@ from rich.table import Table
 from megatron_ibpo.evaluate.accuracy import unknown_as_nan
 from megatron_ibpo.evaluate.kept import RESULTS_FILE, read_results
 from megatron_ibpo.study.statistics import Difference, paired_difference, shown_p, sign_flip_p
-from megatron_ibpo.words import counted, listed
+from megatron_ibpo.words import counted, listed, shown
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,28 @@ def _measured(directory: Path) -> dict[str, dict[str, Any]]:
     results = read_results(directory)
     if not results:
         raise ValueError(f"{directory} holds no {RESULTS_FILE}: is it the directory of an evaluation?")
-    return {name: entry for name, entry in results["sets"].items() if "problems" in entry}
+    measured = {name: entry for name, entry in results["sets"].items() if "problems" in entry}
+    for name, entry in measured.items():
+        if not _are_columns(entry["problems"]):
+            raise ValueError(
+                f"{directory / RESULTS_FILE}: the problems of {shown(name)} must be lists of one length, "
+                "their ids and digests texts and all else numbers or null"
+            )
+    return measured
+
+
+def _are_columns(problems: Any) -> bool:
+    """Whether these are what `set_results` writes."""
+    if not isinstance(problems, dict) or not {"id", "digest"} <= problems.keys():
+        return False
+    columns = problems.values()
+    if not all(isinstance(column, list) and len(column) == len(problems["id"]) for column in columns):
+        return False
+    texts = [problems["id"], problems["digest"]]
+    numbers = (value for name, column in problems.items() if name not in ("id", "digest") for value in column)
+    return all(isinstance(text, str) for column in texts for text in column) and all(
+        value is None or (isinstance(value, int | float) and abs(value) < 1e300) for value in numbers
+    )
 
 
 def _compared(name: str, first: dict[str, Any], second: dict[str, Any], measure: str) -> Compared:

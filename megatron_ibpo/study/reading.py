@@ -19,21 +19,27 @@ def _is_whole(value: Any) -> bool:
 
 
 def _are_seeds(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MOST_SEEDS and all(map(_is_whole, value))
+    are_few = isinstance(value, list) and len(value) <= MOST_SEEDS
+    return are_few and all(_is_whole(seed) and 0 <= seed < 2**62 for seed in value)
+
+
+def _are_methods(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(one, Mapping | str | None) for one in value.values())
 
 
 _TEXT = "text", lambda value: isinstance(value, str)
 _NUMBER = "a number", lambda value: (_is_whole(value) or isinstance(value, float)) and abs(value) < 1e300
 _MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
-_SEEDS = "a list of whole numbers", _are_seeds
+_METHODS = "names, each with settings, a recipe or an import path", _are_methods
+_SEEDS = "a list of whole numbers from 0 to 2^62", _are_seeds
 _SEEDS_OR_COUNT = (
-    f"a list of whole numbers or how many, up to {MOST_SEEDS:,}",
-    lambda value: _are_seeds(value) or (_is_whole(value) and value <= MOST_SEEDS),
+    f"a list of whole numbers from 0 to 2^62 or how many, up to {MOST_SEEDS:,}",
+    lambda value: _are_seeds(value) or (_is_whole(value) and 0 < value <= MOST_SEEDS),
 )
 Kind = tuple[str, Callable[[Any], bool]]
 _OF_STUDY: dict[str, Kind] = {
     "name": _TEXT,
-    "methods": _MAPPING,
+    "methods": _METHODS,
     "baseline": _TEXT,
     "budget": _NUMBER,
     "budget_unit": _TEXT,
@@ -41,7 +47,7 @@ _OF_STUDY: dict[str, Kind] = {
     "recipe": _TEXT,
     "common": _MAPPING,
     "threshold": _NUMBER,
-    "processes": ("a whole number", _is_whole),
+    "processes": ("a whole number from 1 to 10,000", lambda value: _is_whole(value) and 0 < value <= 10_000),
     "run_timeout": _NUMBER,
     "tune": _MAPPING,
     "tasks": _MAPPING,

@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from megatron_ibpo.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 20.0
 """That a command may take, without the time for which it waits for a processor."""
+MOST_S = 180.0
+"""That it may take on a busy machine, with that time."""
 MOST_BYTES = 2 * 10**9
 """Of memory that a command may hold at one time, its libraries included."""
 STOPPED_AT = 3 * 10**9
@@ -57,9 +61,9 @@ def in_child(work: Callable[[], object], log: Path) -> Outcome:
         _be_child(work, log)
     started, stopped = time.monotonic(), ""
     while not (waited := os.wait4(pid, os.WNOHANG))[0]:
-        seconds = time.monotonic() - started - _queued_s(pid)
-        if seconds > LONGEST_S or _resident(pid) > STOPPED_AT:
-            stopped = "hang" if seconds > LONGEST_S else "above 2 GB"
+        hangs = _hangs(pid, time.monotonic() - started)
+        if hangs or _resident(pid) > STOPPED_AT:
+            stopped = "hang" if hangs else "above 2 GB"
             os.killpg(pid, signal.SIGKILL)
             waited = os.wait4(pid, 0)
             break
@@ -83,8 +87,19 @@ def _verdict(stopped: str, status: int, peak: int, said: str) -> Verdict:
     return "refused" if status else "taken"
 
 
+def _hangs(pid: int, seconds: float) -> bool:
+    """Whether a command takes too long, apart from what it and its children have waited for a processor."""
+    if seconds <= LONGEST_S:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(pid).children(recursive=True)
+        queued = sum(map(_queued_s, [pid, *(child.pid for child in children)]))
+        return seconds - queued > LONGEST_S or seconds > MOST_S
+    return False
+
+
 def _queued_s(pid: int) -> float:
-    """Seconds for which the main thread was ready to run and had no processor."""
+    """Seconds for which the main thread of a process was ready to run and had no processor."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):

@@ -22,7 +22,18 @@ from bad_inputs.mutations import (
     mutated_json,
     spoiled_sometimes,
 )
-from bad_inputs.place import BENCHMARKS, GGUF_FIELDS, GGUF_FLOATS, ROOT, ROWS, STUDY, TASK, Place
+from bad_inputs.place import (
+    BENCHMARKS,
+    EVALUATED,
+    GGUF_FIELDS,
+    GGUF_FLOATS,
+    ROOT,
+    ROWS,
+    SMALL,
+    STUDY,
+    TASK,
+    Place,
+)
 from megatron_ibpo.config.entries import ENTRIES, flag
 from megatron_ibpo.config.fields import Config
 
@@ -31,16 +42,18 @@ Words = list[str]
 Maker = Callable[[random.Random, Place, Path], Words]
 
 
+SHORT = ["--rollout-max-response-len", "4"]
 MINI = ROOT / "examples/studies/mini.yaml"
 
 
-def _search(hf: Path) -> Words:
-    return ["search", "--gpus", "8", "--hardware", "h100", "--hf-checkpoint", str(hf)]
+def _search(hf: Path, recipe: Path) -> Words:
+    flags = ["--gpus", "8", "--hardware", "h100", "--config", str(recipe)]
+    return ["search", *flags, "--hf-checkpoint", str(hf)]
 
 
 def recipes(rng: random.Random, place: Place, here: Path) -> Words:
     known = {name.replace("_", "-"): entry.get(Config()) for name, entry in ENTRIES.items()}
-    chosen = {name: known[name] for name in rng.sample(sorted(known), 4)}
+    chosen = {name: known[name] for name in rng.sample(sorted(known), 4)} | SMALL
     for name in rng.sample(sorted(chosen), rng.randint(1, 2)):
         chosen[name] = rng.choice([*VALUES, *WORDS])
     plain = {
@@ -57,10 +70,10 @@ def recipes(rng: random.Random, place: Place, here: Path) -> Words:
     path.write_bytes(data)
     spoiled_sometimes(rng, path)
     return rng.choice([
-        ["plan", "--config", str(path), "--hf-checkpoint", str(place.hf)],
+        ["plan", "--config", str(path), *SHORT, "--hf-checkpoint", str(place.hf)],
         ["evaluate", str(place.hf), "--config", str(path), "--eval-prompt-data", TASK, "--print-config"],
         ["pass-rates", "--config", str(path), "--print-config"],
-        [*_search(place.hf), "--config", str(path)],
+        _search(place.hf, path),
         ["skill", str(place.hf), "--prompts", "0", "--config", str(path)],
     ])  # fmt: skip
 
@@ -93,14 +106,14 @@ def flags(rng: random.Random, place: Place, here: Path) -> Words:
             ["data", "--hf-checkpoint", str(place.hf), "--prompt-data", TASK, "--most-rows", word],
             ["evaluate", word],
             ["evaluate", "compare", word, word],
-            ["search", "--gpus", word, "--hardware", "h100", "--hf-checkpoint", str(place.hf)],
-            ["search", "--gpus", "8", "--hardware", word, "--hf-checkpoint", str(place.hf)],
+            [*_search(place.hf, place.recipe), "--gpus", word],
+            [*_search(place.hf, place.recipe), "--hardware", word],
             ["choice", "--hf-checkpoint", str(place.hf), "--nodes", word],
             ["audit", word],
             ["skill", word, "--prompts", "1"],
             ["train", *place.flags(here / "run"), "--load", word],
         ])  # fmt: skip
-    line = ["plan", "--hf-checkpoint", str(place.hf), "--prompt-data", TASK, "--eval-prompt-data", TASK]
+    line = ["plan", *SHORT, "--hf-checkpoint", str(place.hf), "--prompt-data", TASK]
     for name in rng.sample(sorted(ENTRIES), rng.randint(1, 3)):
         value = rng.choice(WORDS).replace("\0", "")
         line += rng.choice(
@@ -191,10 +204,10 @@ def _with_odd_ids(rng: random.Random, content: dict[str, Any]) -> dict[str, Any]
 def _reading(rng: random.Random, hf: Path, place: Place, here: Path) -> Words:
     return rng.choice([
         ["inspect", str(hf)],
-        ["plan", "--hf-checkpoint", str(hf)],
+        ["plan", *SHORT, "--hf-checkpoint", str(hf)],
         ["data", "--hf-checkpoint", str(hf), "--prompt-data", TASK],
         ["convert to-megatron", "--hf-checkpoint", str(hf), "--save", str(here / "out")],
-        _search(hf),
+        _search(hf, place.recipe),
         ["choice", "--hf-checkpoint", str(hf)],
         ["train", *place.flags(here / "run"), "--hf-checkpoint", str(hf), "--num-rollout", "1"],
     ])  # fmt: skip
@@ -284,9 +297,8 @@ def benchmark_files(rng: random.Random, place: Place, here: Path) -> Words:
         if suffix == ".jsonl.gz":
             whole = gzip.compress(whole) if rng.random() < 0.5 else mutated_bytes(rng, gzip.compress(whole))
         path.write_bytes(whole)
-    flags = ["--eval-prompt-data", f"{name}://{path}", "--eval-num-prompts", "2", "--num-rollout", "1"]
-    more = ["--n-samples-per-eval-prompt", "1", "--eval-max-response-len", "4", "--rm-type", "math"]
-    return ["train", *place.flags(here / "run"), *flags, *more]
+    flags = [*EVALUATED, "--eval-prompt-data", f"{name}://{path}", "--num-rollout", "1"]
+    return ["train", *place.flags(here / "run"), *flags]
 
 
 KEPT = sorted(path for path in (ROOT / "docs/studies").glob("*.json") if not path.stem.startswith("audit"))

@@ -19,6 +19,10 @@ RUN = (
     "--rm-type", "reasoning_gym", "--max-tokens-per-gpu", "512",
 )  # fmt: skip
 """Flags of a run that takes a second in one process."""
+EVALUATED = (
+    "--eval-num-prompts", "2", "--n-samples-per-eval-prompt", "1", "--eval-max-response-len", "4",
+    "--rm-type", "math",
+)  # fmt: skip
 ROWS = [
     {
         "prompt": f"{n}+2",
@@ -83,6 +87,10 @@ RESULTS = {
 }
 
 
+SMALL = {"rollout-max-response-len": 4, "rollout-batch-size": 8, "max-tokens-per-gpu": 512}
+"""Recipe keys without which no plan fits the models of this module."""
+
+
 class Place:
     """Where the valid inputs lie."""
 
@@ -96,6 +104,7 @@ class Place:
         self.data = directory / "data"
         self.gguf = directory / "model.gguf"
         self.results = directory / "evaluation"
+        self.recipe = directory / "small.yaml"
 
     def make(self) -> None:
         """Write all of them. Takes torch, so that it is done in a child."""
@@ -112,6 +121,7 @@ class Place:
         hf_to_megatron(self.hf, self.stored, ParallelConfig(), World(0, 1, torch.device("cpu"), None))
         self._make_data()
         _write_gguf(self.gguf)
+        self.recipe.write_text(json.dumps(SMALL))
         self.results.mkdir()
         (self.results / "results.json").write_text(json.dumps(RESULTS))
 
@@ -128,6 +138,28 @@ class Place:
         named = {"--hf-checkpoint": self.hf, "--prompt-data": TASK, "--run-dir": run_dir}
         words = [word for flag, value in named.items() for word in (flag, str(value))]
         return [*words, *RUN, "--eval-num-prompts", "0", "--no-save"]
+
+    def valid(self) -> list[list[str]]:
+        """A command for each kind of valid input, which must take it: else nothing bad about it is tested."""
+        hf, out = ["--hf-checkpoint", str(self.hf)], self.directory / "out"
+        study = self.directory / "study.yaml"
+        study.write_text(json.dumps(STUDY))
+        benchmarks = [f"{name}={name}://{self.data}/{name}.json" for name in BENCHMARKS]
+        evaluated = ["--num-rollout", "1", *EVALUATED, "--eval-prompt-data", *benchmarks]
+        files = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "saved"]
+        return [
+            ["plan", *hf, "--config", str(self.recipe)],
+            ["search", *hf, "--gpus", "8", "--hardware", "h100", "--config", str(self.recipe)],
+            *(["data", *hf, "--prompt-data", str(self.data / name)] for name in files),
+            *(["inspect", str(checkpoint)] for checkpoint in (self.hf, self.next, self.stored)),
+            ["convert to-hf", "--load", str(self.stored), "--save", str(out / "hf")],
+            ["convert-gguf", "--gguf", str(self.gguf), "--save", str(out / "gguf")],
+            ["train", *self.flags(self.run), "--load", str(self.run), "--num-rollout", "2"],
+            ["page", str(self.run), "--save", str(self.directory / "page.html")],
+            ["train", *self.flags(out / "run"), *evaluated],
+            ["evaluate", "compare", str(self.results), str(self.results)],
+            ["compare", str(study), "--save", str(out / "study"), "--runs-at-most", "0"],
+        ]  # fmt: skip
 
     def _make_data(self) -> None:
         import pyarrow as pa
@@ -192,7 +224,7 @@ def _write_gguf(path: Path) -> None:
     for name, number in GGUF_FLOATS.items():
         writer.add_float32(name, number)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<pad>", "<eos>", *map(str, range(10)), *"abcdefgh"])
+    writer.add_token_list(["<pad>", "<eos>", *map(str, range(10)), *"abcdefg", "ab"])
     writer.add_token_types([3, 3, *[1] * 18])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)

@@ -294,6 +294,16 @@ def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = 
     return [*entries.values(), *(carried_entry(name, tensors.shape_of(name)) for name in carried)]
 
 
+def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
+    """Compare the tensors of a checkpoint with the model of its config.json, before memory is taken for one.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of another shape or dtype.
+    """
+    checkpoint = Checkpoint(hf_dir)
+    checkpoint.check(shape, model_entries(shape, checkpoint))
+
+
 def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, torch.dtype]:
     """Dtype of every entry. Raises CheckpointError where a stored tensor would have two."""
     by_key: dict[str, tuple[torch.dtype, str]] = {}
