@@ -34,7 +34,7 @@ from megatron_ibpo.report import (
     save_outcomes,
     step_alarms,
 )
-from megatron_ibpo.report.disk import is_full, waiting_for_room
+from megatron_ibpo.report.disk import RoomOnDisk, is_full
 from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.rollout.probe import IdleEngine, compare_probes, probe
 from megatron_ibpo.sampling.rollouts import Fleet, LiveRollouts, Rollouts
@@ -146,6 +146,7 @@ class Run:
     rollouts: Rollouts
     """Where samples and rewards come from: engines and verifiers, or a recording."""
     journal: Journal
+    disk: RoomOnDisk
     policy: Policy
     engines: Engines | None
     """None when recorded rollouts are replayed."""
@@ -415,7 +416,7 @@ class Run:
 
     def _with_room(self, write: Callable[[], T]) -> T:
         """What `write` gives. While the disk is full the run stands still here."""
-        return waiting_for_room(write, self.config.run.disk_wait, self.reporter.note)
+        return self.disk.waiting(write)
 
     def _wake_engines(self) -> None:
         if self.engines is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from megatron_ibpo.report.disk import waiting_for_room
+from megatron_ibpo.report.disk import RoomOnDisk
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -150,13 +150,13 @@ def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
 
     with counted() as found:
         for _ in range(2):
-            waiting_for_room(waits, 1, print)
+            RoomOnDisk(1, print).waiting(waits)
         waits()
         with pytest.warns(UserWarning, match="something else"):
             warnings.warn("something else", stacklevel=1)
     seen = {tuple(re.sub(r":\d+", "", name) for name in places): times for places, times in found.items()}
     here = "test_gpu_script.py waits"
-    assert seen == {(here, "megatron_ibpo/report/disk.py waiting_for_room"): 2, (here, ""): 1}
+    assert seen == {(here, "megatron_ibpo/report/disk.py waiting"): 2, (here, ""): 1}
 
 
 def is_over(pid):

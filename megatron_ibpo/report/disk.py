@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,37 +24,76 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def waiting_for_room(
-    write: Callable[[], T], wait: float, say: Callable[[str], object], look_every: float = LOOK_EVERY_S
-) -> T:
-    """What `write` gives, tried again while the disk is full.
+class RoomOnDisk:
+    """Makes a run's writes wait for room while the disk is full.
 
-    Args:
-        write: leaves nothing in part under a final name when it fails, and may be called again.
-        wait: seconds.
-        say: is told when the waiting begins and when it ends.
-
-    Raises:
-        DiskFullError: there was no room within `wait` seconds.
+    All writers share one deadline, `wait` seconds after the disk first refused, however many they are: it is
+    forgotten once a write that had to wait has succeeded. A writer that others overtake waits `wait` seconds
+    itself at most.
     """
-    began: float | None = None
-    while True:
-        try:
-            result = write()
-        except OSError as error:
-            if not is_full(error):
-                raise
-            now = time.monotonic()
-            if began is None:
-                began = now
-                say(f"the disk is full ({error}): the run waits {wait:g} s for room, --disk-wait")
-            if now - began >= wait:
-                raise DiskFullError(f"no room on the disk for {wait:g} s, --disk-wait: {error}") from None
-            time.sleep(look_every)
-            continue
-        if began is not None:
-            say(f"there is room again after {time.monotonic() - began:.0f} s; the run goes on")
-        return result
+
+    def __init__(
+        self,
+        wait: float,
+        say: Callable[[str], object],
+        look_every: float = LOOK_EVERY_S,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """
+        Args:
+            wait: seconds.
+            say: is told when the waiting begins and when it ends.
+        """
+        self._wait, self._say, self._look_every = wait, say, look_every
+        self._now, self._sleep = now, sleep
+        self._lock = threading.Lock()
+        self._refused_since: float | None = None
+        """When the disk first refused, of the waiting that goes on."""
+
+    def waiting(self, write: Callable[[], T]) -> T:
+        """Return what `write` gives, tried again while the disk is full. Safe to call from several threads.
+
+        Args:
+            write: leaves nothing in part under a final name when it fails, and may be called again.
+
+        Raises:
+            DiskFullError: there was no room until the deadline.
+        """
+        since: float | None = None
+        while True:
+            try:
+                result = write()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                shared = self._refused(error)
+                since = shared if since is None else min(since, shared)
+                if self._now() - since >= self._wait:
+                    raise DiskFullError(
+                        f"no room on the disk for {self._wait:g} s, --disk-wait: {error}"
+                    ) from None
+                self._sleep(self._look_every)
+                continue
+            if since is not None:
+                self._succeeded()
+            return result
+
+    def _refused(self, error: OSError) -> float:
+        """Return since when the disk has refused."""
+        with self._lock:
+            is_first = self._refused_since is None
+            since = self._now() if self._refused_since is None else self._refused_since
+            self._refused_since = since
+        if is_first:
+            self._say(f"the disk is full ({error}): the run waits {self._wait:g} s for room, --disk-wait")
+        return since
+
+    def _succeeded(self) -> None:
+        with self._lock:
+            since, self._refused_since = self._refused_since, None
+        if since is not None:
+            self._say(f"there is room again after {self._now() - since:.0f} s; the run goes on")
 
 
 def require_room(directory: Path, num_bytes: int) -> None:
