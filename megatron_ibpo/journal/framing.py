@@ -1,9 +1,13 @@
 """Records in a file, one behind the other: each has a header with its length and checksums of both."""
 
+import mmap
+import os
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, NamedTuple
 
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")
@@ -13,13 +17,21 @@ _MOST_BYTES = 2**30
 """Of a payload; Linux takes 2 GiB in one write."""
 
 
-class BadRecordError(Exception):
-    """From this byte on a file holds no record. `is_torn`: only because it ends too early."""
+class Record(NamedTuple):
+    """A record that is whole."""
 
-    def __init__(self, offset: int, what: str, *, is_torn: bool = False) -> None:
-        super().__init__(what)
-        self.offset = offset
-        self.is_torn = is_torn
+    offset: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes from this offset on that hold no record, up to the next one that can be found."""
+
+    offset: int
+    what: str
+    is_torn: bool = False
+    """The file only ends too early: its writer was stopped in the middle of a record."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -34,29 +46,50 @@ def framed(payload: bytes) -> bytes:
     return head + struct.pack("<I", zlib.crc32(head)) + payload
 
 
-def payloads(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, payload) of every record of the file. A length beyond its end is not believed, nor read.
+def records(path: Path) -> Iterator[Record | Damage]:
+    """All records of the file, and what is damaged between them. A length beyond its end is not read.
 
-    Raises:
-        BadRecordError: after the last record that is whole, where anything follows it.
+    Where a payload is damaged, its header says where the next record begins. Where a header is, the next one
+    that has its checksum is looked for.
     """
     with path.open("rb") as file:
-        size, offset = path.stat().st_size, 0
-        while header := file.read(_HEADER.size):
-            length = _length(header, offset)
-            if length > size - offset - _HEADER.size:
-                raise BadRecordError(offset, "a record was never finished", is_torn=True)
-            payload = file.read(length)
-            if zlib.crc32(payload) != _HEADER.unpack(header)[2]:
-                raise BadRecordError(offset, "a record does not have its checksum")
-            yield offset, payload
-            offset += len(header) + length
+        size, offset = os.fstat(file.fileno()).st_size, 0
+        while offset < size:
+            file.seek(offset)
+            header = file.read(_HEADER.size)
+            length = _length(header)
+            if length is not None and offset + len(header) + length <= size:
+                payload = file.read(length)
+                if zlib.crc32(payload) == _HEADER.unpack(header)[2]:
+                    yield Record(offset, payload)
+                else:
+                    yield Damage(offset, "a record does not have its checksum")
+                offset += len(header) + length
+                continue
+            found = _next_header(file, offset + 1, size)
+            if found == size and (length is not None or len(header) < _HEADER.size):
+                yield Damage(offset, "a record was never finished", is_torn=True)
+            else:
+                yield Damage(offset, "what stands here is no header of a record")
+            offset = found
 
 
-def _length(header: bytes, offset: int) -> int:
+def _length(header: bytes) -> int | None:
+    """Bytes of the payload behind this header; None if it is none."""
     if len(header) < _HEADER.size:
-        raise BadRecordError(offset, "a record was never finished", is_torn=True)
+        return None
     magic, length, _, checksum = _HEADER.unpack(header)
     if magic != _MAGIC or checksum != zlib.crc32(header[:-4]) or length > _MOST_BYTES:
-        raise BadRecordError(offset, "what stands here is no header of a record")
-    return length
+        return None
+    return int(length)
+
+
+def _next_header(file: IO[bytes], start: int, size: int) -> int:
+    """Offset of the first header from `start` on; `size` where there is none."""
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+        at = data.find(_MAGIC, start)
+        while at >= 0:
+            if _length(data[at : at + _HEADER.size]) is not None:
+                return at
+            at = data.find(_MAGIC, at + 1)
+    return size

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import IO
 
 from megatron_ibpo.journal.entries import Begin, ClosedBatch, JournalError, Sampled, SampleKey, encode
-from megatron_ibpo.journal.framing import framed
+from megatron_ibpo.journal.framing import Damage, framed
 from megatron_ibpo.journal.index import Index
-from megatron_ibpo.journal.reading import BeliefEndsError, believed, segment_numbers, segment_path
+from megatron_ibpo.journal.reading import Recovered, entries, segment_numbers, segment_path
 from megatron_ibpo.records import Sample
 
 SEGMENT_BYTES = 64 * 1024**2
@@ -33,8 +33,8 @@ class Journal:
     """
 
     def __init__(self, directory: Path, keep_bytes: int, settings: str, step: int) -> None:
-        """Opens the journal, or begins one. An unfinished record at its end is cut off; so is a damaged one
-        with all that follows it. Both are logged.
+        """Open the journal, or begin one. An unfinished record at its end is cut off; what is damaged stays
+        where it is, between records that are read.
 
         Args:
             keep_bytes: most bytes of segments that are kept though no recovery needs them (--journal-keep).
@@ -151,6 +151,19 @@ class Journal:
             self._write(framed(encode(begin)))
             self._index.take(self._number, begin)
 
+    def follow(self, recovered: Recovered) -> None:
+        """Begin where a run goes on with `recovered`, if the journal is not that already: rewound to the last
+        of its batches, behind which the samples of open groups stand again.
+
+        Raises:
+            OSError: no room.
+        """
+        if recovered.is_whole:
+            return
+        self.rewound(recovered.last_step)
+        for key, sample in recovered.open_samples.items():
+            self.sampled(key, sample)
+
     def close(self) -> None:
         """Let others write here. What was appended stays."""
         with self._lock:
@@ -205,36 +218,25 @@ class Journal:
 
 
 def _indexed(directory: Path, step: int) -> Index:
-    """Where all stands that a run from this step may need; what cannot be believed is cut off."""
+    """Where all stands that a run from this step may need; an unfinished record at the end is cut off."""
     index = Index(saved=step, last_step=0 if segment_numbers(directory) else step)
-    try:
-        for segment, entry in believed(directory, step):
+    torn: tuple[Path, int] | None = None
+    for segment, entry in entries(directory, step):
+        if not isinstance(entry, Damage):
             index.take(segment, entry)
-    except BeliefEndsError as end:
-        _cut(directory, end)
+        elif entry.is_torn:
+            torn = segment_path(directory, segment), entry.offset
+    if torn is not None:
+        _cut(*torn)
     return index
 
 
-def _cut(directory: Path, end: BeliefEndsError) -> None:
-    """Take away all that is not believed, last things first: whenever this ends, no hole is left."""
-    rest = [
-        path for number in segment_numbers(directory) if (path := segment_path(directory, number)) > end.path
-    ]
-    for path in reversed(rest):
-        log.warning("%s follows what is damaged and is deleted (%d bytes)", path, path.stat().st_size)
+def _cut(path: Path, size: int) -> None:
+    log.info("%s: the bytes from %d on are an unfinished record and are cut off", path, size)
+    if size == 0:
         path.unlink()
-    if end.path.exists():
-        lost = end.path.stat().st_size - end.offset
-        log.log(
-            logging.INFO if end.is_torn else logging.WARNING,
-            "%s; the %d bytes from there are cut off",
-            end,
-            lost,
-        )
-        if end.offset == 0:
-            end.path.unlink()
-        else:
-            os.truncate(end.path, end.offset)
+    else:
+        os.truncate(path, size)
 
 
 def _alone(directory: Path) -> IO[str]:

@@ -16,7 +16,7 @@ import psutil
 from chaos.processes import engine_index, raylets_above
 from chaos.trial import Trial
 from megatron_ibpo.journal.entries import ClosedBatch, decode
-from megatron_ibpo.journal.framing import payloads
+from megatron_ibpo.journal.framing import Record, records
 from megatron_ibpo.journal.reading import segment_numbers, segment_path
 from megatron_ibpo.weights.formats.run_state import newest_step
 
@@ -144,15 +144,12 @@ TEARS = {"journal": _tear_journal, "checkpoint": _tear_checkpoint}
 
 def _ends(segment: Path) -> list[tuple[int, int | None]]:
     """(end of a record, the step of the batch if it closes one), of all whole records."""
-    ends = []
-    records = payloads(segment)
-    while True:
-        try:
-            offset, payload = next(records)
-        except Exception:  # the end, or a record that a kill has left unfinished
-            return ends
-        entry = decode(payload)
-        ends.append((offset + 16 + len(payload), entry.step if isinstance(entry, ClosedBatch) else None))
+    return [
+        (found.offset + 16 + len(found.payload), entry.step if isinstance(entry, ClosedBatch) else None)
+        for found in records(segment)
+        if isinstance(found, Record)
+        for entry in [decode(found.payload)]
+    ]
 
 
 def _fill(disk: Path, seconds: float) -> float:
