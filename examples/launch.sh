@@ -67,7 +67,7 @@ launch() {
         --run-dir "$RUN_DIR" "$@")
     if ((NNODES > 1)); then
         exec "$python" -m megatron_ibpo.cluster.nodes --num-nodes "$NNODES" --node-rank "$NODE_RANK" \
-            --address "$MASTER_ADDR:${MASTER_PORT:-6379}" -- "${command[@]}"
+            --address "$MASTER_ADDR:${MASTER_PORT:-6379}" --run-dir "$RUN_DIR" -- "${command[@]}"
     fi
     exec "${command[@]}"
 }

@@ -21,7 +21,7 @@ CKPT_ARGS=(--hf-checkpoint "$HF_CHECKPOINT" --run-dir "$RUN_DIR")
 DATA_ARGS=(--prompt-data "$RUN_DIR/task/train.jsonl" --eval-prompt-data "$RUN_DIR/task/held_out.jsonl"
     --apply-chat-template --rm-type math)
 ROLLOUT_ARGS=(--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8
-    --rollout-max-context-len 256 --vllm-dtype bfloat16 --num-rollout 12)
+    --rollout-max-context-len 256 --num-rollout 12)
 ALGORITHM_ARGS=(--advantage-estimator gspo --num-steps-per-rollout 1 --num-trainers 2)
 OPTIMIZER_ARGS=(--lr 1.0e-5 --max-tokens-per-gpu 2048)
 EVAL_ARGS=(--eval-num-prompts 128)

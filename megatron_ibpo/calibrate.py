@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ibpo.checks import check_settings
+from megatron_ibpo.command import command
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.records import Group
-from megatron_ibpo.train import DONE, FAILED, INTERRUPTED, lacking, opened, refuse
+from megatron_ibpo.train import check_installed, opened
 
 if TYPE_CHECKING:
     from megatron_ibpo.loop import Run
@@ -31,23 +32,18 @@ EACH = 3
 """Steps of each size, after one that warms up."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say. Returns the exit status: 0 done, 2 bad input, 130 interrupted; raises when
-    a step fails."""
-    try:
-        config = parse_config(
-            sys.argv[1:] if argv is None else argv,
-            program="megatron_ibpo.plan calibrate",
-            description=str(__doc__),
-        )
-        with tempfile.TemporaryDirectory(prefix="ibpo-calibrate-") as scratch:
-            config, path = settings_of(config, Path(scratch))
-            check_settings(config)
-            return calibrate(config, path)
-    except ConfigError as error:
-        return refuse(error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure as the flags say. Returns the exit status."""
+    config = parse_config(
+        sys.argv[1:] if argv is None else argv,
+        program="megatron_ibpo.plan calibrate",
+        description=str(__doc__),
+    )
+    with tempfile.TemporaryDirectory(prefix="ibpo-calibrate-") as scratch:
+        config, path = settings_of(config, Path(scratch))
+        check_settings(config)
+        calibrate(config, path)
 
 
 def settings_of(config: Config, scratch: Path) -> tuple[Config, Path]:
@@ -76,35 +72,26 @@ def settings_of(config: Config, scratch: Path) -> tuple[Config, Path]:
     return replace(config, run=run, rollout=rollout), Path(named)
 
 
-def calibrate(config: Config, path: Path) -> int:
+def calibrate(config: Config, path: Path) -> None:
     """The whole measurement."""
-    if lacks := lacking():
-        return refuse(lacks)
+    check_installed()
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.plan.calibration import calibrated, measure_rates
     from megatron_ibpo.plan.machine import write_machine
-    from megatron_ibpo.startup import START_ERRORS
 
     rates = measure_rates()
     with ExitStack() as stack:
-        try:
-            run = stack.enter_context(opened(config))
-        except START_ERRORS as error:
-            return refuse(error)
+        run = stack.enter_context(opened(config))
         steps = list(measured_steps(run))
         config = run.config
     hf_dir, world_size = config.model.hf_checkpoint, config.cluster.num_trainers
     assert hf_dir is not None  # the run has started
     assert world_size is not None
     about = f"a machine measured on {date.today()}, in {len(steps)} steps of a run"
-    try:
-        machine = calibrated(steps, rates, config, read_hf_config(hf_dir), world_size, about=about)
-    except ValueError as error:
-        return refuse(error, FAILED)
+    machine = calibrated(steps, rates, config, read_hf_config(hf_dir), world_size, about=about)
     write_machine(machine, path)
     print(f"{path}: for --dry-run-hardware with {machine.workload}")
-    return DONE
 
 
 def measured_steps(run: "Run") -> Iterator["MeasuredStep"]:

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_ibpo.command import command
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 from megatron_ibpo.words import counted
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples/recipes"
-BAD_INPUT = 2
 LARGEST_ON_CPUS = 1e9
 """Parameters. A step of more takes longer on CPUs than anybody waits for."""
 LARGEST_TINY = 1e8
@@ -232,23 +232,18 @@ def _gpu_memories() -> list[float]:
     return memories if visible is None else memories[: len([gpu for gpu in visible.split(",") if gpu])]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 after saying why nothing was chosen."""
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the choice. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="megatron_ibpo.choice", description=__doc__)
     parser.add_argument("--hf-checkpoint", type=Path, required=True)
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus-per-node", type=int)
     parser.add_argument("flags", nargs="*", help="of the training run, after --")
     known = parser.parse_args(argv)
-    try:
-        shape = read_hf_config(known.hf_checkpoint)
-        devices = find_devices(
-            known.nodes, known.gpus_per_node, shape if "--dry-run" in known.flags else None
-        )
-        choice = choose(known.hf_checkpoint, devices, known.flags)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    shape = read_hf_config(known.hf_checkpoint)
+    devices = find_devices(known.nodes, known.gpus_per_node, shape if "--dry-run" in known.flags else None)
+    choice = choose(known.hf_checkpoint, devices, known.flags)
     layout = " ".join(choice.layout) or "the recipe's own"
     trainers = devices.nodes * choice.trainers_per_node
     print(
@@ -261,7 +256,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         file=sys.stderr,
     )
     print(choice.recipe, devices.nodes, choice.trainers_per_node, *choice.layout, sep="\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Ctrl-C, SIGTERM and a closed terminal: finish the step, save, stop; at once when asked again."""
 
+import errno
+import io
 import os
 import signal
 import stat
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -27,8 +30,15 @@ class StopRequest:
         """Listen from now on.
 
         Args:
-            hangup_log: file for what is said after the terminal has gone, which takes no more.
+            hangup_log: file for what is said after the terminal, or what reads a pipe, has gone.
         """
+        for descriptor, name in zip(OUTPUT, ("stdout", "stderr"), strict=True):
+            if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
+                stream.flush()
+                lasting = io.BufferedWriter(_LastingOutput(descriptor, hangup_log))
+                setattr(
+                    sys, name, io.TextIOWrapper(lasting, stream.encoding, stream.errors, line_buffering=True)
+                )
         self._hangup_log = hangup_log
         self._asked_at: float | None = None
         self._at_once = False
@@ -71,14 +81,31 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
-def _output_to(log: Path) -> None:
+class _LastingOutput(io.FileIO):
+    """What a run says goes to a file once nothing takes it any more: no run ends for want of a reader."""
+
+    def __init__(self, descriptor: int, log: Path) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._log = log
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            _output_to(self._log, [self.fileno()])
+            return super().write(data)
+
+
+def _output_to(log: Path, descriptors: Sequence[int] = OUTPUT) -> None:
     """From the terminal that is gone, or a pipe whose reader went with it, to a file. Where output goes to a
     file it stays."""
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
         file = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in OUTPUT:
+    for descriptor in descriptors:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.dup2(file, descriptor)
     os.close(file)

@@ -48,7 +48,7 @@ def open_lean_run(config: Config) -> Iterator[Run]:
     """Everything that a run in one process needs; closed again on the way out, whatever happens.
 
     Raises:
-        one of `startup.START_ERRORS`, with what is wrong, where, and what to do.
+        ValueError, OSError: with what is wrong, where, and what to do.
     """
     stages = Stages()
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def _in_one_process(begun: Beginning) -> Beginning:
     if torch.cuda.is_available():
         raise ValueError("--rollout-backend lean: is for processors, and there is a GPU; take vllm")
     config = replace(begun.config, cluster=replace(begun.config.cluster, num_trainers=1))
-    config = on_device(config, on_gpu=False)
+    config = on_device(config, on_gpu=False, has_delta_nets=begun.shape.is_recurrent)
     check_model_layout(begun.shape, config, 1)
     return replace(begun, config=config)
 

@@ -30,11 +30,12 @@ from megatron_ibpo.report import (
     check_reward_errors,
     metrics_by_task,
     rollout_path,
+    rounding_bound,
     save_groups,
     save_outcomes,
     step_alarms,
 )
-from megatron_ibpo.report.disk import RoomOnDisk, is_full
+from megatron_ibpo.report.disk import DiskWait, is_full
 from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.rollout.probe import IdleEngine, compare_probes, probe
 from megatron_ibpo.sampling.rollouts import Fleet, LiveRollouts, Rollouts
@@ -146,11 +147,11 @@ class Run:
     rollouts: Rollouts
     """Where samples and rewards come from: engines and verifiers, or a recording."""
     journal: Journal
-    disk: RoomOnDisk
     policy: Policy
     engines: Engines | None
     """None when recorded rollouts are replayed."""
     reporter: Report
+    disk: DiskWait
     stages: Stages
     cost: CostMeter
     progress: Progress
@@ -289,16 +290,21 @@ class Run:
             if self.engines is not None:
                 alive, engines = self.engines.alive, self.engines.count
                 metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
+                if (bound := rounding_bound(self.config)) is not None:
+                    metrics["logprob_diff_bound"] = bound
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
             metrics |= self._by_source(groups) | self._premise(groups, credit.sequences)
             responses = [response for group in groups for response in group.responses]
             errors = [response.reward_error for response in responses if response.reward_error is not None]
             first = errors[0] if errors else None
-            for alarm in step_alarms(metrics, responses=len(responses), first_reward_error=first):
+            most = run.max_reward_error_rate
+            for alarm in step_alarms(
+                metrics, responses=len(responses), first_reward_error=first, most_reward_errors=most
+            ):
                 self.reporter.note(alarm)
             self._with_room(lambda: self.reporter.step(step, metrics, seconds))
         self.progress.deaths_in_a_row = 0
-        check_reward_errors(len(errors), len(responses), run.max_reward_error_rate, first_reward_error=first)
+        check_reward_errors(len(errors), len(responses), most, first_reward_error=first)
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, float]:
         """Of a mixture, each task's prompts and accuracy; and the rows of large files left out so far."""
@@ -416,7 +422,7 @@ class Run:
 
     def _with_room(self, write: Callable[[], T]) -> T:
         """What `write` gives. While the disk is full the run stands still here."""
-        return self.disk.waiting(write)
+        return self.disk.write(write)
 
     def _wake_engines(self) -> None:
         if self.engines is not None:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ibpo.command import BAD_INPUT, command
+
 _ROOT = Path(__file__).resolve().parents[1]
-BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ COMMANDS = {
 }
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Become the program that the command names. Returns only without one: 0 for --help, 2 for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)

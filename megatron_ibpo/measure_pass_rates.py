@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.progress import track
 
 from megatron_ibpo.checks import check_settings
+from megatron_ibpo.command import command, guarded
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.data import PromptSource, Tokenizer
 from megatron_ibpo.data.pass_rates import (
@@ -28,29 +29,24 @@ from megatron_ibpo.data.pass_rates import (
 )
 from megatron_ibpo.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.seeds import derive_seed
-from megatron_ibpo.train import DONE, INTERRUPTED, lacking, refuse
+from megatron_ibpo.train import check_installed
 
 AT_ONCE = 128
 """Prompts that are asked, and then written down, together."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say. Returns the exit status: 0 done, 2 bad input, 130 interrupted; raises when
-    sampling fails."""
-    try:
-        config = parse_config(
-            sys.argv[1:] if argv is None else argv,
-            program="megatron_ibpo.measure_pass_rates",
-            description=str(__doc__),
-        )
-        config, path = settings_of(config)
-        check_settings(config)
-        return measure(config, path)
-    except ConfigError as error:
-        return refuse(error)
-    except KeyboardInterrupt:
-        print("stopped; what was measured is kept", file=sys.stderr, flush=True)
-        return INTERRUPTED
+    """Measure as the flags say. Returns the exit status."""
+    config = parse_config(
+        sys.argv[1:] if argv is None else argv,
+        program="megatron_ibpo.measure_pass_rates",
+        description=str(__doc__),
+    )
+    config, path = settings_of(config)
+    check_settings(config)
+    logs = config.run.run_dir / "logs"
+    return guarded(lambda: measure(config, path), logs=logs, stopped="stopped; what was measured is kept")
 
 
 def settings_of(config: Config) -> tuple[Config, Path]:
@@ -74,24 +70,20 @@ def settings_of(config: Config) -> tuple[Config, Path]:
     return replace(config, run=run, data=data, rollout=rollout), path
 
 
-def measure(config: Config, path: Path) -> int:
+def measure(config: Config, path: Path) -> None:
     """The whole measurement."""
-    if lacks := lacking():
-        return refuse(lacks)
+    check_installed()
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.sampling.rollouts import LiveRollouts
-    from megatron_ibpo.startup import START_ERRORS, open_evaluation
+    from megatron_ibpo.startup import open_evaluation
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does
     with ExitStack() as stack:
-        try:
-            policy = policy_fingerprint(config)
-            known = read_pass_rates(path, policy)
-            opened = stack.enter_context(open_evaluation(config))
-            source = _prompts(config, opened.task.tokenizer)
-        except START_ERRORS as error:
-            return refuse(error)
+        policy = policy_fingerprint(config)
+        known = read_pass_rates(path, policy)
+        opened = stack.enter_context(open_evaluation(config))
+        source = _prompts(config, opened.task.tokenizer)
         for note in (*source.notes, opened.where):
             print(note, flush=True)
         assert isinstance(opened.rollouts, LiveRollouts)  # there are engines
@@ -105,7 +97,6 @@ def measure(config: Config, path: Path) -> int:
             file.writelines(rate_line(policy, prompt, rate) for prompt, rate in _rates(batch, samples))
             file.flush()
     print(f"{path}: {len(read_pass_rates(path, policy))} prompts of this policy")
-    return DONE
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:

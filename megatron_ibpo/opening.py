@@ -28,7 +28,7 @@ from megatron_ibpo.report import (
     prepare_run_dir,
     run_sizes,
 )
-from megatron_ibpo.report.disk import RoomOnDisk
+from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Pool, Verifier, check_labels, named_rm_types, open_pool
 from megatron_ibpo.sampling.memory import JournalMemory
@@ -174,8 +174,8 @@ def join(begun: Beginning, given: Given, standing: Standing, stages: Stages, sta
     reporter = stack.enter_context(Report(config, completed_steps=begun.step, deaths=standing.deaths))
     _introduce(reporter, begun, given, standing, about)
     standing.wait_ready()
-    disk = RoomOnDisk(config.run.disk_wait, reporter.note)
-    memory = JournalMemory(given.journal, given.recovered, disk.waiting)
+    disk = DiskWait(config.run.disk_wait, reporter.note)
+    memory = JournalMemory(given.journal, given.recovered, disk.write)
     verifier = Verifier(standing.verifiers, config.data)
     rollouts = open_rollouts(config, given.task, engines, verifier, memory, begun.state)
     return Run(
@@ -183,10 +183,10 @@ def join(begun: Beginning, given: Given, standing: Standing, stages: Stages, sta
         task=given.task,
         rollouts=stack.enter_context(rollouts),
         journal=given.journal,
-        disk=disk,
         policy=Policy(standing.trainers, config, standing.world_size, partial(forward_flops, begun.shape)),
         engines=engines,
         reporter=reporter,
+        disk=disk,
         stages=stages,
         cost=CostMeter(
             begun.shape,

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.cluster.engines import Engines
-from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
-from megatron_ibpo.cluster.session import open_ray, take_back_signals
+from megatron_ibpo.cluster.session import abandon_start, open_ray, take_back_signals
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config, on_device
@@ -40,14 +39,12 @@ from megatron_ibpo.policy_digest import policy_digest
 from megatron_ibpo.report import Stages, prepare_run_dir
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Verifier, check_labels, named_rm_types, open_pool
-from megatron_ibpo.rollout import EngineError, EngineLostError
+from megatron_ibpo.rollout import EngineLostError
 from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 from megatron_ibpo.sampling.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.task import Task, open_task
 from megatron_ibpo.weights.transfer.order import Order, choose_transport
 
-START_ERRORS = (ValueError, OSError, EngineError, ProcessDiedError)
-"""What `open_run` raises for input that cannot work."""
 NODE_ERRORS = (NodeLostError, EngineLostError)
 """What a run raises that can go on once the cluster has room for it again."""
 
@@ -60,7 +57,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
         node_wait: seconds to wait for a cluster that has too little.
 
     Raises:
-        one of START_ERRORS, with what is wrong, where, and what to do.
+        ValueError, OSError, EngineError, ProcessDiedError: with what is wrong, where, and what to do.
     """
     stages = Stages()
     with ExitStack() as stack:
@@ -86,7 +83,8 @@ def _started(begun: Beginning, given: Given, node_wait: float, stack: ExitStack)
     placement = placed_within(node_wait, lambda: _placed(given.config))
     world_size = len(placement.trainers)
     config = replace(given.config, cluster=replace(given.config.cluster, num_trainers=world_size))
-    config = on_device(config, on_gpu=any(node.gpus for node in placement.nodes))
+    on_gpu = any(node.gpus for node in placement.nodes)
+    config = on_device(config, on_gpu=on_gpu, has_delta_nets=begun.shape.is_recurrent)
     check_model_layout(begun.shape, config, world_size)
     verifiers = stack.enter_context(Verifiers(given.pool, placement.nodes, config.data, given.rm_types))
     group = stack.enter_context(reserved(placement))
@@ -163,22 +161,25 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         policy: that these weights are, as the user named it, for what is kept; None: nothing is.
 
     Raises:
-        one of START_ERRORS, with what is wrong, where, and what to do.
+        ValueError, OSError, EngineError, ProcessDiedError: with what is wrong, where, and what to do.
     """
     hf_dir = config.model.hf_checkpoint
     assert hf_dir is not None  # check_evaluation saw to it
     with ExitStack() as stack:
-        config = with_context(config, read_hf_config(hf_dir))
+        shape = read_hf_config(hf_dir)
+        config = with_context(config, shape)
         wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
         task = open_task(config, trains=False)
         stack.enter_context(locked(config.run.run_dir))
         prepare_run_dir(config)
-        kept = None if policy is None else stack.enter_context(_kept_samples(config, hf_dir, task, policy))
         rm_types = named_rm_types(task.first_prompts, config.data)
         own_pool = stack.enter_context(open_pool(config.data, rm_types))
         check_labels(own_pool, task.first_prompts, config.data)
         wait_for_ray()
         placement = _engines_placed(config)
+        on_gpu = any(node.gpus for node in placement.nodes)
+        config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+        kept = None if policy is None else stack.enter_context(_kept_samples(config, hf_dir, task, policy))
         verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data, rm_types))
         group = stack.enter_context(reserved(placement))
         nobody = Trainers(group, placement)
@@ -212,6 +213,8 @@ def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any
         try:
             yield wait
         finally:
+            if not entered.done():
+                abandon_start()
             if entered.exception() is None:
                 context.__exit__(None, None, None)
 
@@ -306,9 +309,14 @@ def _launch_engines(
     return engines
 
 
-def going_on(run: Run) -> Config:
-    """What a run goes on with that has lost a node: its own last checkpoint and journal."""
-    return replace(run.config, run=replace(run.config.run, load=run.config.run.run_dir))
+def going_on(run: Run, asked: Config) -> Config:
+    """Return the configuration for going on after a node was lost, from the run's own checkpoint and journal.
+
+    Args:
+        asked: what the run was started with. The journal knows its settings of sampling as they were asked.
+    """
+    own = replace(run.config.run, load=run.config.run.run_dir)
+    return replace(run.config, rollout=asked.rollout, run=own)
 
 
 def _accelerators(config: Config, placement: Placement) -> int:

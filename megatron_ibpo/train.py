@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ibpo.checks import check_run, check_settings
+from megatron_ibpo.command import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.interrupts import StopRequest
 from megatron_ibpo.versions import missing
@@ -18,51 +19,40 @@ from megatron_ibpo.versions import missing
 if TYPE_CHECKING:
     from megatron_ibpo.loop import Run
 
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 STARTS = 3
 """Of a run that has lost a node: another one may be lost while it starts again."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say. Returns the exit status: 0 done, 1 stopped for want of disk space, 2 bad input,
-    130 interrupted; raises when training fails."""
-    try:
-        config = parse_config(sys.argv[1:] if argv is None else argv)
-        check_settings(config)
-    except ConfigError as error:
-        return refuse(error)
+    """Train as the flags say. Returns the exit status."""
+    config = parse_config(sys.argv[1:] if argv is None else argv)
+    check_settings(config)
     return _plan(config) if config.run.dry_run else train(config)
 
 
 def train(config: Config) -> int:
     """The whole run."""
-    if lacks := lacking():
-        return refuse(lacks)
+    check_installed()
     stop = StopRequest(config.run.run_dir / "hangup.log")
-    # imported late, so that wrong flags are answered at once
-    from megatron_ibpo.report.disk import DiskFullError
-
-    try:
-        return _train(config, stop)
-    except DiskFullError as error:
-        return refuse(error, FAILED)
-    except KeyboardInterrupt:
-        print("stopped at once", file=sys.stderr, flush=True)
-        return INTERRUPTED
+    logs = config.run.run_dir / "logs"
+    return guarded(lambda: _train(config, stop), logs=logs, stopped="stopped at once")
 
 
 def _train(config: Config, stop: StopRequest) -> int:
-    from megatron_ibpo.startup import NODE_ERRORS, START_ERRORS, ProcessDiedError, going_on
+    # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.cluster.host import ProcessDiedError
+    from megatron_ibpo.startup import NODE_ERRORS, going_on
 
     starts_left, node_wait = 1, 0.0
     while True:
         with ExitStack() as stack:
             try:
                 run = stop.cuts_short(partial(stack.enter_context, opened(config, node_wait)))
-            except START_ERRORS as error:
+            except ProcessDiedError as error:
                 starts_left -= 1
-                if starts_left == 0 or not isinstance(error, ProcessDiedError):
-                    return refuse(error)
+                if starts_left == 0:
+                    raise
                 print(f"{error}; starting once more", file=sys.stderr, flush=True)
                 continue
             if run is None:
@@ -70,7 +60,7 @@ def _train(config: Config, stop: StopRequest) -> int:
             try:
                 return _steps(run, stop)
             except NODE_ERRORS as lost:
-                config = going_on(run)
+                config = going_on(run, config)
                 run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
         starts_left, node_wait = STARTS, config.cluster.node_wait
 
@@ -106,26 +96,19 @@ def _plan(config: Config) -> int:
     """The plan of a run, printed."""
     from megatron_ibpo.plan.run_plan import plan_run
 
-    try:
-        check_run(config)
-    except ConfigError as error:
-        return refuse(error)
+    check_run(config)
     return plan_run(config)
 
 
-def lacking() -> ImportError | None:
-    """What to say where packages that a run needs are not installed."""
-    if not (names := missing()):
-        return None
-    return ImportError(
-        f"not installed: {', '.join(names)}; `bash tools/bootstrap.sh` installs what a run needs"
-    )
-
-
-def refuse(error: BaseException, status: int = BAD_INPUT) -> int:
-    """Say what is wrong, with the input if nothing else; returns the exit status."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    return status
+def check_installed() -> None:
+    """
+    Raises:
+        ConfigError: packages that a run needs are not installed.
+    """
+    if names := missing():
+        raise ConfigError(
+            f"not installed: {', '.join(names)}; `bash tools/bootstrap.sh` installs what a run needs"
+        )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ibpo.report.alarms import run_alarms, step_alarms
+from megatron_ibpo.config import on_device, parse_config
+from megatron_ibpo.report.alarms import rounding_bound, run_alarms, step_alarms
 from megatron_ibpo.report.columns import Columns
 
 HEALTHY = Path(__file__).parent / "healthy_run.jsonl"
@@ -77,6 +78,64 @@ def test_trainer_and_engine_differ_above_the_bound_and_the_alarm_ends_where_they
     assert spell(alarm) == ("trainer and engine differ", 15, 24)
     assert "0.02 nats per token apart (k3)" in alarm.reason
     assert alarms(logprob_diff_k3=[0.01] * 30) == []
+
+
+def resolved(*flags, on_gpu=False, has_delta_nets=False):
+    return on_device(parse_config(flags), on_gpu=on_gpu, has_delta_nets=has_delta_nets)
+
+
+SAMPLED_IN_FLOAT32, SAMPLED_IN_BFLOAT16 = (1.1e-5, 1.2e-5, 1.3e-5), (0.042, 0.141, 0.146)
+"""Mean |Δ log-prob| of three steps of examples/run_smollm2_ibpo.sh, trained in float32."""
+DEFAULT_RUN = (0.001, 0.002, 0.003)
+"""The range of examples/run_qwen3_next_ibpo.sh."""
+
+
+@pytest.mark.parametrize(
+    ("config", "differences", "alarmed"),
+    [
+        (resolved(), SAMPLED_IN_FLOAT32, False),
+        (resolved("--vllm-dtype", "bfloat16"), SAMPLED_IN_BFLOAT16, True),
+        (resolved(has_delta_nets=True), DEFAULT_RUN, False),
+        (
+            resolved(),
+            SAMPLED_IN_BFLOAT16,
+            True,
+        ),  # an engine in float32 that differs so much has other weights
+    ],
+)
+def test_a_run_that_differs_from_its_engine_by_more_than_rounding_is_told_at_once(
+    config, differences, alarmed
+):
+    bound = rounding_bound(config)
+    rows = [{"logprob_diff_abs_mean": value, "logprob_diff_bound": bound} for value in differences]
+    said = [step_alarms(row, responses=64) for row in rows]
+    found = alarms(**{name: [row[name] for row in rows] for name in rows[0]})
+    if not alarmed:
+        assert said == [[]] * 3
+        assert found == []
+        return
+    (alarm,) = found
+    assert spell(alarm) == ("differs beyond rounding", 1, None)
+    assert said[-1] == [f"ALARM: {alarm.reason}"]
+    assert f"{differences[-1]:.3g} apart per token" in alarm.reason
+    assert f"more than the {bound:g} expected of {config.rollout.vllm_dtype}" in alarm.reason
+    advice = "--check-weight-update-equal" if bound == 1e-3 else "--vllm-dtype float32"
+    assert advice in alarm.reason
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-staleness", "1"),
+        ("--rollout-top-p", "0.9"),
+        ("--rollout-top-k-cycle", "-1", "20"),
+        ("--vllm-arg", "quantization=fp8_per_channel"),
+        ("--old-logprobs", "engine", "--num-steps-per-rollout", "2"),
+    ],
+)
+def test_what_differs_for_other_reasons_too_has_no_bound(flags):
+    assert rounding_bound(resolved(*flags)) is None
+    assert rounding_bound(resolved("--bf16")) == rounding_bound(resolved(on_gpu=True)) == 0.03
 
 
 @pytest.mark.parametrize(("accuracy", "word"), [(0.99, "easy"), (0.01, "hard")])

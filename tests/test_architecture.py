@@ -16,7 +16,7 @@ ROOMS = [
     "report", "checks", "rollout", "task", "evaluate", "rewards", "credit", "data", "policy", "loss",
     "kernels", "edit_distance", "weights", "cost", "models", "world", "journal", "config", "prefixes",
     "records", "seeds", "policy_digest", "versions", "quiet", "interrupts", "words", "environment",
-    "strict_json", "rendezvous",
+    "strict_json", "rendezvous", "temporary", "user_files", "command",
 ]  # fmt: skip
 """From the loop down: a room may import only from rooms after it. A command in a room (`python -m
 megatron_ibpo.ROOM`) stands above what it runs, apart from its room."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import types
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ibpo.config import Config, ModelConfig, on_device, parse_config
+from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device, parse_config
+from megatron_ibpo.evaluate import EvalSet, set_settings
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
 from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.rollout.settings import engine_settings
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def installed(monkeypatch, *packages):
@@ -151,5 +157,54 @@ def test_the_table_says_what_computes_each_part(shapes):
 )
 def test_precision_follows_the_device_unless_it_is_said(flags, on_cpus, on_gpus):
     config = parse_config(flags)
-    assert on_device(config, on_gpu=False).model.bf16 is on_cpus
-    assert on_device(config, on_gpu=True).model.bf16 is on_gpus
+    assert on_device(config, on_gpu=False, has_delta_nets=True).model.bf16 is on_cpus
+    assert on_device(config, on_gpu=True, has_delta_nets=True).model.bf16 is on_gpus
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "family", "dtype"),
+    [
+        ([], "cpu", "dense", "float32"),
+        ([], "cpu", "next", "bfloat16"),
+        (["--bf16"], "cpu", "dense", "float32"),
+        (["--no-bf16"], "cpu", "next", "bfloat16"),
+        ([], "gpu", "dense", "bfloat16"),
+        ([], "gpu", "next", "bfloat16"),
+        (["--no-bf16"], "gpu", "dense", "float32"),
+        (["--no-bf16"], "gpu", "next", "float32"),
+        (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16"),
+        (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16"),
+        (["--vllm-dtype", "float32"], "gpu", "dense", "float32"),
+    ],
+)
+def test_engines_sample_in_what_serves_unless_it_is_said(models, flags, device, family, dtype):
+    """And what they are told, the table of sizes and what an evaluation is known by all have that word."""
+    config = parse_config([*flags, "--rollout-max-context-len", "128"])
+    assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
+    on_gpu, shape = device == "gpu", read_hf_config(models[family])
+    config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+    assert config.rollout.vllm_dtype == dtype
+    transport = "nccl" if on_gpu else "gloo"
+    settings = engine_settings(config.rollout, models[family], transport, gpus=(), num_threads=1)
+    assert settings.dtype == dtype
+    assert [size.value for size in run_sizes(config, 1, engines=1) if size.name == "engines"] == [1]
+    assert f"vLLM, TP1, {dtype}" in [size.meaning for size in run_sizes(config, 1, engines=1)]
+    held_out = EvalSet("sums", False, [], eval_sampling(config), None)
+    assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
+
+
+@pytest.mark.parametrize("recipe", sorted((EXAMPLES / "recipes").glob("*.yaml")))
+def test_recipes_leave_the_precision_of_sampling_to_the_device(recipe):
+    assert "vllm-dtype" not in recipe.read_text()
+
+
+def test_scripts_do_not_sample_in_another_precision_than_their_recipe():
+    for script in EXAMPLES.glob("*.sh"):
+        assert "--vllm-dtype" not in script.read_text(), script
+
+
+def test_delta_nets_in_float32_are_refused_on_cpus(models):
+    rollout = RolloutConfig(vllm_dtype="float32", rollout_max_context_len=128)
+    with pytest.raises(ValueError, match="--vllm-dtype float32: vLLM's CPU kernels for the delta nets"):
+        engine_settings(rollout, models["next"], "gloo", gpus=(), num_threads=1)
+    assert engine_settings(rollout, models["next"], "nccl", gpus=(0,), num_threads=1).dtype == "float32"

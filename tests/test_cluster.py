@@ -14,11 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray._private import services
 from waiting import eventually
 
+from megatron_ibpo.cluster import nodes as cluster_nodes
+from megatron_ibpo.cluster.access import own_token, write_token
 from megatron_ibpo.cluster.host import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
 from megatron_ibpo.cluster.session import ClusterError
+from megatron_ibpo.temporary import private_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +37,11 @@ with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
 
 
 def python(*arguments, **options):
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "RAY_ADDRESS" and not name.startswith("RAY_AUTH")
+    }
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -90,6 +98,145 @@ def test_a_killed_driver_leaves_nothing_of_its_ray(scratch):
     assert rays(scratch) == []
 
 
+LOOKS = """
+import os, subprocess, sys
+from pathlib import Path
+from megatron_ibpo.cluster.session import open_ray
+os.umask(0)
+with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
+    import ray
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    print(os.environ["RAY_AUTH_MODE"], f"{token.stat().st_mode & 0o777:o}")
+    outer = token.parent
+    print(*[f"{path} {path.stat().st_mode & 0o777:o}" for path in outer.parent.iterdir()])
+    seen = lambda: [name for name in os.environ if name.startswith("RAY_AUTH")]
+    print(*ray.get(ray.remote(seen).remote()))
+    session = ray._private.worker._global_node.get_session_dir_path()
+    assert Path(session).is_relative_to(outer), session
+assert not any(name.startswith("RAY_AUTH") for name in os.environ)
+"""
+
+
+def test_other_users_find_neither_the_token_nor_the_files_of_a_ray(scratch):
+    """Ray would keep a token in the home and make its own directory writable for every user."""
+    home, temporary = scratch / "home", scratch / "t"
+    home.mkdir()
+    temporary.mkdir()
+    process = python("-c", LOOKS, env={"TMPDIR": str(temporary), "HOME": str(home)})
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    token, directories, seen = output.splitlines()
+    assert token == "token 600"
+    assert re.fullmatch(rf"{temporary}/ibpo-ray-\w+ 700", directories)
+    assert set(seen.split()) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
+    assert list(home.iterdir()) == []
+
+
+def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    users = [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "a" * 32}, {"RAY_AUTH_TOKEN_PATH": "/a"}]
+    for variables in users:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            before = dict(os.environ)
+            with own_token(tmp_path):
+                assert dict(os.environ) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [40, 150])
+def test_where_tmpdir_is_too_long_for_sockets_ray_starts_elsewhere_and_says_so(scratch, length):
+    long = scratch / ("x" * (length - len(str(scratch)) - 1))
+    long.mkdir()
+    process = python("-c", OWN_RAY, "0", env={"TMPDIR": str(long)})
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    said, address = output.splitlines()
+    assert said.startswith(f"TMPDIR={long} has {length} bytes, and the Unix sockets of ibpo-ray-* leave it ")
+    assert said.endswith("at most: /tmp is used instead")
+    assert address == "127.0.0.1"
+    assert list(long.iterdir()) == []
+
+
+def test_where_no_place_is_short_enough_the_length_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    length = len(str(tmp_path))
+    words = rf"TMPDIR={tmp_path} has {length} bytes, .* leave it 9 at most; set TMPDIR to a shorter path"
+    with pytest.raises(OSError, match=words):
+        private_directory("ibpo-", 107 - 9 - 6 - 8, fallbacks=("/no/such", str(tmp_path)))
+    made = private_directory("ibpo-", 107 - length - 6 - 8, fallbacks=())
+    assert made.parent == tmp_path
+    assert len(str(made)) + 107 - length - 6 - 8 == 107
+
+
+WITH_SERVER = """
+import sys
+from ray._private import services
+services.GCS_SERVER_EXECUTABLE, program = sys.argv[1], sys.argv[2]
+sys.argv[1:] = sys.argv[3:]
+exec(program)
+"""
+SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
+
+
+def test_a_ray_that_does_not_start_is_started_once_more(scratch):
+    server = scratch / "server"
+    server.write_text(
+        f'#!/bin/sh\n[ -e {scratch}/second ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\n'
+        f": >{scratch}/second; exit 3\n"
+    )
+    server.chmod(0o755)
+    (scratch / "t").mkdir()
+    limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
+    environment = limits | {"TMPDIR": str(scratch / "t")}
+    process = python("-c", WITH_SERVER, str(server), OWN_RAY, "0", env=environment)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert re.search(r"^Ray does not start on this machine: .*; trying once more$", output, re.MULTILINE)
+    assert output.endswith("127.0.0.1\n")
+    assert list((scratch / "t").iterdir()) == []
+
+
+def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
+    """A job that ends with status 2 is not queued again."""
+    train = "from megatron_ibpo.train import main; sys.exit(main(sys.argv[1:]))"
+    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
+    flags = ("--config", str(recipe), "--run-dir", str(scratch / "run"))
+    process = python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert re.search(r"^error: Ray does not start on this machine: ", output, re.MULTILINE)
+    assert "Traceback" not in output
+
+
+STANDS_STILL = """
+import sys, threading, time
+import psutil
+def meet():
+    while True:
+        for child in psutil.Process().children(recursive=True):
+            try:
+                if child.name() == "raylet":
+                    child.suspend()
+                    time.sleep(40)
+                    return child.resume()
+            except psutil.Error:
+                pass
+        time.sleep(0.01)
+threading.Thread(target=meet, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
+    """Its node manager stands still for 40 s; Ray alone waits for 30."""
+    process = python("-c", STANDS_STILL + OWN_RAY, "0", env={"TMPDIR": str(scratch)})
+    output, _ = process.communicate(timeout=200)
+    assert (process.returncode, output) == (0, "127.0.0.1\n")
+
+
 def test_there_is_no_cluster_to_join():
     program = (
         "from megatron_ibpo.cluster.session import open_ray\nwith open_ray('127.0.0.1:%d', num_cpus=1): pass"
@@ -132,33 +279,95 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_
     assert "Traceback" not in output
 
 
-def nodes(rank, port, scratch, *command, num_nodes=2):
+def nodes(rank, port, scratch, *command, num_nodes=2, timeout=1800, env=None):
+    """A node whose temporary files and run directory lie in `scratch`."""
+    (scratch / "t").mkdir(exist_ok=True)
     return python(
         "-m",
         "megatron_ibpo.cluster.nodes",
         *("--num-nodes", str(num_nodes), "--node-rank", str(rank), "--address", f"127.0.0.1:{port}"),
+        *("--run-dir", str(scratch / "run"), "--timeout", str(timeout)),
         "--",
         *command,
-        env={"TMPDIR": str(scratch)},
+        env={"TMPDIR": str(scratch / "t")} | (env or {}),
     )
 
 
-def test_nodes_form_a_cluster_for_one_command_and_all_end_with_it(scratch):
+def left_by_nodes(scratch):
+    return [path for folder in ("t", "run") for path in (scratch / folder).glob("*")]
+
+
+IN_A_CLUSTER = """
+import os, ray, subprocess, sys, time
+from pathlib import Path
+mode = Path(sys.argv[1]).stat().st_mode & 0o777
+print("token", f"{mode:o}", [name for name in os.environ if name.startswith("RAY_AUTH")])
+for other in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}):
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    join = "from megatron_ibpo.cluster.session import open_ray\\nwith open_ray(%r, num_cpus=1): print('in')"
+    command = [sys.executable, "-c", join % os.environ["RAY_ADDRESS"]]
+    stranger = subprocess.run(command, env=mine | other, capture_output=True, text=True, timeout=60)
+    print("stranger:", stranger.stdout, stranger.stderr.splitlines()[-1])
+from megatron_ibpo.cluster.session import open_ray
+with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
+    print("nodes", sum(node["Alive"] for node in ray.nodes()))
+"""
+
+
+def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
     port = free_port()
-    count = (
-        "import os, ray; ray.init(log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
-    )
-    lead = nodes(0, port, scratch, sys.executable, "-c", count)
+    token = scratch / "run/.ray_token"
+    lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
     said = lead.stdout.readline()
     assert said == f"waiting for 1 more node at 127.0.0.1:{port}\n"
     follower = nodes(1, port, scratch)
     output, _ = lead.communicate(timeout=120)
     assert lead.returncode == 0, output
-    assert re.search(r"nodes 2\b", output)
+    assert re.search(r"nodes 2\b", output), output
+    assert re.search(r"^token 600 \['RAY_AUTH_MODE', 'RAY_AUTH_TOKEN_PATH'\]$", output, re.MULTILINE), output
+    refused = (
+        r"^stranger:  .*ClusterError: --ray-address 127.0.0.1:\d+: that Ray asks for another token: set "
+    )
+    assert len(re.findall(refused, output, re.MULTILINE)) == 2, output
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 0, output
     assert eventually(lambda: rays(scratch) == [], seconds=20)
-    assert list(scratch.iterdir()) == []
+    assert left_by_nodes(scratch) == []
+
+
+def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(cluster_nodes, "TOKEN_WAIT_S", 1.0)
+    with pytest.raises(
+        ClusterError, match=r"waited . s for .*/\.ray_token, which node 0 .*; let all nodes share"
+    ):
+        cluster_nodes._token_of_node_0(tmp_path)
+    write_token(tmp_path, "a" * 64)
+    assert cluster_nodes._token_of_node_0(tmp_path) == "a" * 64
+    with pytest.raises(ClusterError, match="or set the same RAY_AUTH_TOKEN on all of them"):
+        cluster_nodes._token_of_node_0(None)
+
+
+@pytest.mark.slow
+def test_a_node_with_another_token_is_refused_with_what_to_do(scratch):
+    port = free_port()
+    lead = nodes(0, port, scratch, "true")
+    assert "waiting for 1 more node" in lead.stdout.readline()
+    follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
+    output, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 2, output
+    assert "error: Ray has ended on this node (status 1): node 0 has another token; let all nodes" in output
+    lead.terminate()
+    lead.communicate(timeout=60)
+    assert eventually(lambda: left_by_nodes(scratch) == [], seconds=20)
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_come_are_no_bad_input(scratch):
+    lead = nodes(0, free_port(), scratch, "true", timeout=3)
+    output, _ = lead.communicate(timeout=60)
+    assert lead.returncode == 1, output
+    assert re.search(r"error: waited \d+ s for 1 more node at .*; start the script on every node", output)
+    assert left_by_nodes(scratch) == []
 
 
 def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch):
@@ -213,7 +422,7 @@ def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
     os.killpg(lead.pid, signal.SIGTERM)
     lead.communicate(timeout=60)
     assert eventually(lambda: rays(scratch) == [], seconds=20)
-    assert list(scratch.iterdir()) == []
+    assert left_by_nodes(scratch) == []
 
 
 FINISHES = """

@@ -113,6 +113,7 @@ def test_the_job_of_kuberay_is_one_that_can_be_run(tmp_path, monkeypatch):
     """Its flags are ours, and what starts it adds --load once there is something to load."""
     job, policy = yaml.safe_load_all((ROOT / "examples/cluster/kuberay.yaml").read_text())
     assert (job["kind"], policy["kind"]) == ("RayJob", "NetworkPolicy")
+    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert head == workers["template"]

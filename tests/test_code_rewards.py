@@ -228,6 +228,82 @@ def test_cheats_of_asserts_fail(program):
     assert not passes(program, CHECK)
 
 
+def asserts(test):
+    return {"test": test, "entry_point": None}
+
+
+LOOPS = """
+cases = [1, 2, 3]
+wanted = [1, 4, 9]
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
+        ("def f(x): raise StopIteration", "assert all(f(x) for x in [1, 2])"),
+        ("def f(x): raise StopIteration", "assert list(map(f, [])) == []\nassert not any(map(f, [1]))"),
+        ("def f(x): raise StopAsyncIteration", "assert all(map(f, [1, 2]))"),
+        ("class S(StopIteration): pass\ndef f(x): raise S", "assert all(map(f, [1, 2]))"),
+        ("def f(): raise StopIteration", "for x in iter(f, None):\n    assert x == 1\nassert True"),
+        ("def f(x): raise GeneratorExit", "assert all(f(x) for x in [1])"),
+        ("def f(c, x): c.clear(); return x", LOOPS + "for x in cases:\n    assert f(cases, x) == x * x"),
+        ("def f(c, x): c.clear(); return x", LOOPS + "assert all(f(cases, x) == x * x for x in cases)"),
+        (
+            "def f(c, x): c.clear(); return x",
+            LOOPS + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y",
+        ),
+        (
+            "def f(c, x): c.clear(); return x",
+            LOOPS + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]",
+        ),
+        ("def f(w): w.clear(); return w", LOOPS + "assert f(wanted) == wanted"),
+        ("def f(w): w.clear(); return []", LOOPS + "assert wanted == f(wanted) or f(wanted) == wanted"),
+        (
+            "def f(d, x): d.clear(); return x",
+            "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y",
+        ),
+        ("def f(s, x): s.clear(); return 0", "s = {1, 2}\nfor x in s:\n    assert f(s, x) == x"),
+        ("def f(c): c[1][:] = [7]", "case = ([[3, 1]], [1, 3])\nf(case)\nassert case[0] == [1, 3]"),
+        ("def f(x): x[:] = [2]; return x", "w = [1]\nn = [w]\nassert f(w) == n[0]"),
+    ],
+)
+def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expect(program, test):
+    assert not passes(program, asserts(test))
+
+
+SORT = "def f(values, *rest): values.sort()"
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (SORT, "a = [3, 1]\nf(a)\nassert a == [1, 3]"),
+        (SORT, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
+        (SORT, "for a, w in [([2, 1], [1, 2]), ([3, 1], [1, 3])]:\n f(a)\n assert a == w"),
+        (SORT, "def run():\n a = [3, 1]\n r = f(a)\n assert r is None and a == [1, 3]\nrun()\nassert run"),
+        (SORT, "a = [3, 1]\ndef run():\n f(a)\n assert a == [1, 3]\nrun()\nassert a == [1, 3]"),
+        (SORT, "def g():\n a = [3, 1]\n def run():\n  f(a)\n run()\n assert a == [1, 3]\ng()\nassert 1"),
+        (SORT, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
+        (SORT, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
+        (SORT, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
+        (SORT, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
+        (SORT, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
+        (SORT, "a = [3, 1]\nif f(a):\n assert False\nassert a == [1, 3]"),
+        (SORT, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
+        ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
+        ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
+        ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
+        ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
+        ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
+    ],
+)  # fmt: skip
+def test_what_tests_mean_to_see_of_their_arguments_they_see(program, test):
+    assert passes(program, asserts(test))
+    assert not passes("def f(*_): raise KeyError", asserts(test))
+
+
 def test_what_a_program_says_on_stderr_does_not_stop_it():
     assert passes("import sys\ndef square(x):\n    sys.stderr.write('x' * 10**6)\n    return x * x", CHECK)
 

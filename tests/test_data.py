@@ -300,6 +300,11 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
         (["not json"], "line 1: not JSON"),
         (['{"prompt": "1", "label": "1"}', "", "[1]"], "line 3: expected a JSON object, found list"),
         (['{"prompt": "1"}'], "line 1: no field 'label'.*--label-key"),
+        (  # as GSM8K is published
+            ['{"question": "1", "answer": "1"}'],
+            "no field 'prompt' and no field 'label' .found: 'question', 'answer'.; "
+            "--input-key and --label-key name others",
+        ),
         (['{"question": "1", "label": "1"}'], "no field 'prompt' .found: 'question', 'label'.; --input-key"),
         (['{"prompt": 3, "label": "1"}'], "field 'prompt' must be text or a list of messages, found int"),
         (['{"prompt": "1", "label": null}'], "field 'label' must be text or a number, found NoneType"),
@@ -330,7 +335,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
         ),
         (
             ['{"' + "k" * 5_000_000 + '": 1}'],
-            "line 1: no field 'prompt' .found: 'kkk.{0,80}; --input-key names",
+            "line 1: no field 'prompt' and no field 'label' .found: 'kkk.{0,80}; --input-key and",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.report.disk import DiskFullError, RoomOnDisk, append_whole
+from megatron_ibpo.report.disk import DiskFullError, DiskWait, append_whole
 from megatron_ibpo.report.metrics import MetricsLog, read_rows
 from megatron_ibpo.report.run_dir import write_whole
 from megatron_ibpo.report.run_lock import locked
@@ -39,7 +39,7 @@ class Disk:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_write_is_made_again_until_there_is_room(code):
     disk = Disk(3, code)
-    assert RoomOnDisk(60, disk.said.append, look_every=0.001).waiting(disk.write) == "written"
+    assert DiskWait(60, disk.said.append, look_every=0.001).write(disk.write) == "written"
     assert len(disk.said) == 2, "when it began, and when it was over"
     assert "the run waits 60 s for room, --disk-wait" in disk.said[0]
     assert "room again" in disk.said[1]
@@ -49,7 +49,7 @@ def test_there_is_an_end_to_waiting_for_room():
     disk = Disk(10**9)
     began = time.monotonic()
     with pytest.raises(DiskFullError, match=r"no room on the disk for 0\.05 s, --disk-wait.*No space left"):
-        RoomOnDisk(0.05, disk.said.append, look_every=0.001).waiting(disk.write)
+        DiskWait(0.05, disk.said.append, look_every=0.001).write(disk.write)
     assert 0.05 <= time.monotonic() - began < 5
     assert len(disk.said) == 1
 
@@ -66,7 +66,7 @@ class Clock:
 
 def clocked(disk, wait=600):
     clock = Clock()
-    return clock, RoomOnDisk(wait, disk.said.append, now=lambda: clock.seconds, sleep=clock.sleep)
+    return clock, DiskWait(wait, disk.said.append, now=lambda: clock.seconds, sleep=clock.sleep)
 
 
 def test_many_writers_in_turn_share_one_deadline():
@@ -74,7 +74,7 @@ def test_many_writers_in_turn_share_one_deadline():
     clock, room = clocked(disk)
     for _ in range(256):
         with pytest.raises(DiskFullError, match="no room on the disk for 600 s"):
-            room.waiting(disk.write)
+            room.write(disk.write)
     assert clock.seconds == 600, "and not 43 hours"
     assert len(disk.said) == 1
 
@@ -82,12 +82,19 @@ def test_many_writers_in_turn_share_one_deadline():
 def test_a_write_that_found_room_again_begins_a_new_deadline():
     disk = Disk(200)
     clock, room = clocked(disk)
-    room.waiting(disk.write)
+    room.write(disk.write)
     assert clock.seconds == 400
     disk.left = 200
-    room.waiting(disk.write)
+    room.write(disk.write)
     assert clock.seconds == 800
     assert len(disk.said) == 4
+    disk.left = 10**9
+    with pytest.raises(DiskFullError):
+        room.write(disk.write)
+    disk.left = 0
+    room.write(disk.write)
+    disk.left = 3
+    assert room.write(disk.write) == "written", "the next deadline is a new one"
 
 
 def test_small_writes_that_succeed_do_not_keep_a_large_one_waiting_for_ever():
@@ -95,20 +102,20 @@ def test_small_writes_that_succeed_do_not_keep_a_large_one_waiting_for_ever():
     clock, room = clocked(large)
 
     def write():
-        room.waiting(small.write)
+        room.write(small.write)
         if clock.seconds % 10 == 0:  # now and then a small one is refused, too
             small.left = 1
         large.write()
 
     with pytest.raises(DiskFullError):
-        room.waiting(write)
+        room.write(write)
     assert clock.seconds <= 610
 
 
 def test_what_else_fails_is_not_waited_for():
     disk = Disk(1, errno.EACCES)
     with pytest.raises(PermissionError):
-        RoomOnDisk(60, disk.said.append).waiting(disk.write)
+        DiskWait(60, disk.said.append).write(disk.write)
     assert disk.said == []
 
 

@@ -29,6 +29,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.rollout.engine import _environment
 from megatron_ibpo.rollout.engine_process import _device_arguments, _engine_args
 from megatron_ibpo.rollout.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.rollout.probe import Probe, compare_probes, probe
@@ -211,6 +212,18 @@ def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_co
     (tmp_path / "flashinfer_jit_cache").mkdir()  # FlashInfer's compiled kernels are there
     monkeypatch.syspath_prepend(tmp_path)
     assert "gdn_prefill_backend" not in _device_arguments(hybrid)
+
+
+def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_name(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    settings = engine_settings(rollout, checkpoints["dense 0"], "ipc", gpus=(0,), num_threads=1)
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    base = dict.fromkeys(names, "expandable_segments:True") | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    found = _environment(base, settings, tmp_path)
+    assert not found.keys() & set(names)
+    assert found["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what docs/gpus.md names to try
 
 
 def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(

@@ -20,7 +20,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.cost import Spent
 from megatron_ibpo.loop import Progress, Run
 from megatron_ibpo.report import Stages
-from megatron_ibpo.report.disk import RoomOnDisk
+from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.weights.transfer.order import Order
 
@@ -234,7 +234,6 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
         task=None,
         rollouts=SimpleNamespace(past=lambda steps, _: [[] for _ in steps]),
         journal=SimpleNamespace(pending_bytes=0),
-        disk=RoomOnDisk(0, print),
         policy=SimpleNamespace(
             saved=call("saved"),
             restart=call("restart"),
@@ -243,6 +242,7 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
         ),
         engines=SimpleNamespace(sleep=call("sleep"), meet_trainers=call("meet")),
         reporter=SimpleNamespace(note=print),
+        disk=DiskWait(0, print),
         stages=Stages(),
         cost=SimpleNamespace(spent=Spent()),
         progress=Progress(),
@@ -265,10 +265,10 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
         task=None,
         rollouts=SimpleNamespace(state=dict),
         journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
-        disk=RoomOnDisk(0, print),
         policy=noting("saved", "save", "save_hf"),
         engines=noting("sleep"),
         reporter=SimpleNamespace(note=print),
+        disk=DiskWait(0, print),
         stages=Stages(),
         cost=SimpleNamespace(spent=Spent()),
         progress=Progress(),

@@ -71,6 +71,14 @@ def test_a_signal_cuts_an_evaluation_short(stopping):
     assert output == "asked True\n"
 
 
+def test_a_run_goes_on_when_nothing_reads_what_it_says(stopping, tmp_path):
+    process = stopping("steps")
+    process.stdout.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 0
+    assert (tmp_path / "hangup.log").read_text() == "asked True\n"
+
+
 def test_after_the_terminal_has_gone_a_run_speaks_to_a_file(stopping, tmp_path):
     process = stopping("steps")
     process.stdout.close()  # whoever reads goes with the terminal

@@ -382,6 +382,24 @@ def test_a_flipped_byte_costs_the_record_that_it_is_in_and_nothing_else(data, pe
         assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from([1, 400, 10**6]))
+def test_whatever_bytes_are_damaged_no_file_is_deleted_and_the_journal_can_be_used(data, per_segment):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
+        directory = Path(name)
+        samples = journal_with_every_kind_of_record(directory, per_segment)
+        files = segments(directory)
+        for _ in range(data.draw(st.integers(1, 6))):
+            segment = data.draw(st.sampled_from(files))
+            place = data.draw(st.integers(0, segment.stat().st_size - 1))
+            damaged = flipped(directory, segment, place, data.draw(st.integers(1, 255)))
+        recovered = read_journal(directory, 0)
+        assert all(bits_of(samples[key]) == bits_of(found) for key, found in recovered.samples.items())
+        goes_on(directory, recovered, samples)
+        assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
+
+
 def goes_on(directory: Path, recovered: Recovered, samples: dict[SampleKey, Sample]) -> None:
     """A run takes what it finds, samples what is missing, and closes all batches up to step 4: then the
     journal has each of them once and whole."""

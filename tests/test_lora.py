@@ -433,7 +433,7 @@ def test_adapters_that_a_model_or_layout_cannot_have_are_refused(targets, parall
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lora-rank", "0"], "--lora-rank: must be at least 1"),
+        (["--lora-rank", "0"], "--lora-rank: must be between 1"),
         (["--lora-alpha", "8"], "--lora-alpha: has no meaning without --lora-rank"),
         (["--lora-targets", "q_proj"], "--lora-targets: has no meaning without --lora-rank"),
         (["--lora-rank", "8", "--advantages", "critic", "--loss-variant", "grpo"], "--lora-rank: a critic"),

@@ -34,7 +34,7 @@ def opened(monkeypatch):
             return end
 
         monkeypatch.setattr(startup, "open_run", open_run)
-        monkeypatch.setattr(startup, "going_on", lambda run: run.config)
+        monkeypatch.setattr(startup, "going_on", lambda run, asked: run.config)
         monkeypatch.setattr(train, "_steps", steps)
         return train._train(config, SimpleNamespace(cuts_short=lambda work: work())), waits
 

@@ -612,6 +612,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
         '{"format": 0}',
         '{"format": 1, "step": 1, "groups": [{}]}',
         FORMAT_1.replace("[3]", f"[{2**31}]"),
+        FORMAT_1.replace('"reward": 1.0', '"reward": 1e308'),
     ],
 )
 def test_a_bad_recording_names_its_file(tmp_path, content):

@@ -45,6 +45,20 @@ USERS_REWARDS = """
         if first:
             os.kill(os.getpid(), 9)
 
+    def daemon(note):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                with open(note + " being written", "w") as file:
+                    file.write(str(os.getpid()))
+                os.rename(note + " being written", note)
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        while not os.path.exists(note):
+            time.sleep(0.01)
+        return 1.0
+
     def graded(prompt, response, label, metadata):
         if response.startswith("die once"):
             die_once(response)
@@ -69,6 +83,17 @@ USERS_REWARDS = """
                 def __str__(self):
                     raise KeyError("no words")
             raise Unspeakable
+        if response == "huge":
+            return 1e308
+        if response == "huge integer":
+            return -(10**400)
+        if response == "flood":
+            print("x" * 3_000_000)
+            return 1.0
+        if response == "daemon":
+            return daemon(metadata["note"])
+        if response == "fork":
+            return float(os.fork() == 0)  # and both return
         if response == "child":
             return subprocess.Popen(["sleep", "1000"]).pid
         if response == "child, then die":
@@ -97,6 +122,8 @@ USERS_REWARDS = """
             return {"tests": 1}
         if response == "words":
             return {"score": 1, "tests": "all"}
+        if response == "huge":
+            return {"score": 1, "tests": 1e300}
         return {"score": float(response), "tests": 0.25}
 
     def lengths(prompts, responses, labels, metadata):
@@ -208,6 +235,8 @@ def test_rewards_come_in_order_and_are_correct_from_the_threshold_on():
         ("nothing", "TypeError: expected a number, got NoneType"),
         ("nan", "ValueError: expected a finite number, got nan"),
         ("infinite", "ValueError: expected a finite number, got inf"),
+        ("huge", "ValueError: expected a number of at most 1e+09 in size, got 1e+308: scale it"),
+        ("huge integer", "expected a number of at most 1e+09 in size, got a longer one: scale it"),
         ("die", "the worker process died (status 7), and another one before it"),
     ],
 )
@@ -361,6 +390,42 @@ def test_what_a_function_has_started_ends_with_its_worker(tmp_path):
     assert gone_within(int(score.reward), 5)
 
 
+def test_a_double_fork_ends_with_its_pool(tmp_path):
+    note = tmp_path / "note"
+    with verifier("users_rewards:graded", reward_workers=1) as graded:
+        (score,) = graded.score(asked("daemon", metadata={"note": str(note)}))
+        assert score.reward == 1.0
+        daemon = int(note.read_text())
+        assert os.path.exists(f"/proc/{daemon}")
+    assert gone_within(daemon, 5)
+
+
+@pytest.mark.parametrize("victim", ["the worker", "the driver"])
+def test_a_double_fork_ends_with_the_process_that_is_killed(users_module, tmp_path, victim):
+    note = tmp_path / "note"
+    with killed_after_all(OWNER_OF_DAEMON, users_module, str(note)) as owner:
+        worker = int(owner.stdout.readline())
+        daemon = int(note.read_text())
+        assert os.path.exists(f"/proc/{daemon}")
+        os.kill(worker if victim == "the worker" else owner.pid, signal.SIGKILL)
+        assert gone_within(daemon, 10)
+        assert gone_within(worker, 10)
+
+
+def test_a_process_that_forks_within_its_function_answers_once(graded):
+    scores = graded.score(asked("fork", "0.25", "0.5"))
+    assert [score.reward for score in scores] == [0.0, 0.25, 0.5]
+
+
+def test_what_a_function_prints_is_bounded_and_what_is_left_out_is_told(users_module):
+    with killed_after_all(OWNER_OF_FLOOD, users_module) as owner:
+        _, said = owner.communicate(timeout=60)
+    assert len(said) < 70_000
+    assert "reward function users_rewards:graded printed more than 65,536 bytes; the rest is left out" in said
+    left_out = 4 * (len("a reward function may print\n") + 3_000_001) - 65_536
+    assert f"[{left_out:,} bytes that reward function users_rewards:graded printed were left" in said
+
+
 @pytest.fixture(scope="module")
 def measured():
     with verifier("users_rewards:measured", reward_workers=1) as opened:
@@ -382,6 +447,7 @@ def test_a_fault_of_the_response_is_a_wrong_answer_that_is_counted(measured, rm_
 @pytest.mark.parametrize(
     ("response", "error"),
     [
+        ("huge", "expected a number as 'tests' of at most 1e+09 in size, got 1e+300: scale it"),
         ("no score", "expected a number, or a mapping with a score"),
         ("words", "expected a number as 'tests', got str 'all'"),
     ],
@@ -508,31 +574,63 @@ def test_a_refused_function_leaves_no_process():
 
 
 def test_workers_die_with_their_owner_even_while_they_hang(users_module):
-    owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(users_module), *sys.path])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert owner.stdout is not None
+    with killed_after_all(OWNER, users_module) as owner:
         worker = int(owner.stdout.readline())
         time.sleep(0.5)  # until the worker hangs
         assert os.path.exists(f"/proc/{worker}")
-    finally:
-        owner.kill()
-        owner.wait(10)
     assert gone_within(worker, 10)
 
 
-OWNER = """
+def test_workers_die_with_their_supervisor(graded):
+    (before,) = graded.score(asked("pid"))
+    worker = int(before.reward)
+    parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    assert gone_within(worker, 10)
+    assert [score.reward for score in graded.score(asked("1"))] == [1.0]
+
+
+@contextmanager
+def killed_after_all(script, users_module, *arguments):
+    """A process that owns verifiers."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(BEGINNING) + textwrap.dedent(script), *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(users_module), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield owner
+    finally:
+        owner.kill()
+        owner.wait(10)
+        owner.stdout.close()
+        owner.stderr.close()
+
+
+BEGINNING = """
+    import sys, time
     from megatron_ibpo.config import ConfigError, DataConfig
     from megatron_ibpo.records import Prompt, token_ids
     from megatron_ibpo.rewards import open_verifier
     verifier = open_verifier(DataConfig(rm_type="users_rewards:graded", reward_workers=1, reward_timeout=100))
-    prompt = Prompt(0, token_ids([]), 0, "", "", "")
-    print(int(verifier.score([(prompt, "pid")])[0].reward), flush=True)
-    verifier.score([(prompt, "hang in C")])
+    def asked(response, metadata={}):
+        return verifier.score([(Prompt(0, token_ids([]), 0, "", "", "", metadata), response)])[0].reward
+"""
+OWNER = """
+    print(int(asked("pid")), flush=True)
+    asked("hang in C")
+"""
+OWNER_OF_DAEMON = """
+    asked("daemon", {"note": sys.argv[1]})
+    print(int(asked("pid")), flush=True)
+    time.sleep(1000)
+"""
+OWNER_OF_FLOOD = """
+    for _ in range(4):
+        assert asked("flood") == 1.0
+    verifier.close()
 """
 
 

@@ -18,12 +18,14 @@ from browser import open_page
 from starlette.testclient import TestClient
 from test_run_page import HOSTILE, TOKENIZER, needs_browser, run_dir, write_run
 
+from megatron_ibpo.cluster.access import TOKEN_FILE, write_token
 from megatron_ibpo.evaluate.samples import EvalSample
 from megatron_ibpo.report import rollout_path
 from megatron_ibpo.report.__main__ import main
 from megatron_ibpo.report.columns import Columns
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.sources import open_source
+from megatron_ibpo.report.page.static import build_page
 
 __all__ = ["run_dir"]
 
@@ -278,6 +280,18 @@ def test_no_other_origin_may_read_an_answer_and_no_header_lets_a_script_in(run_d
 )  # fmt: skip
 def test_what_is_not_there_is_not_served(run_dir, path):
     assert client(run_dir).get(path).status_code == 404
+
+
+def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path):
+    token = "0123456789abcdef" * 4
+    write_token(run_dir, token)
+    asked = client(run_dir)
+    tried = ["/", "/api/runs", "/api/runs/0/series"]
+    tried += [f"/api/runs/0/sections/{key}{more}" for key in (1, 2) for more in ("", "/groups/0")]
+    tried += [f"/api/runs/0/sections/1/search?text={token}"]
+    tried += [f"{start}{TOKEN_FILE}" for start in ("/", "/run/", "/api/runs/0/", "/static/", "/%2e/", "//")]
+    assert [path for path in tried if token in asked.get(path).text.replace(f"text={token}", "")] == []
+    assert token not in build_page([run_dir], tokenizer=TOKENIZER)
 
 
 def test_only_reading_is_allowed(run_dir):

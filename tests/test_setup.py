@@ -35,6 +35,8 @@ case "$*" in
         arguments="$*"
         arguments=${arguments#*--progress-bar off }
         echo "$arguments" >>pip_calls
+        echo "CUDA_HOME=$CUDA_HOME CUDA_PATH=$CUDA_PATH MAX_JOBS=$MAX_JOBS PATH=$PATH" >>pip_environments
+        echo "installing $arguments"
         if [[ -n $SLOW ]]; then sleep 0.2; fi
         if [[ -n $FAIL_ON && $arguments == *$FAIL_ON* ]]; then echo "$FAIL_WITH"; exit 1; fi
         if [[ $arguments == *"-e ." ]]; then touch megatron_ibpo/_edit_distance.fake.so; fi
@@ -210,7 +212,7 @@ def with_gpu(checkout, driver="580.82.07", cuda="13.0"):
 
 
 TE_WHEELS = "--no-deps --only-binary :all: -r requirements/transformer-engine.txt"
-TE_MADE = "--no-deps --no-build-isolation -r requirements/transformer-engine.txt"
+TE_MADE = "-v --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
 
 
 def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
@@ -233,33 +235,41 @@ def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
 
 def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     made = bootstrap(
-        checkout, IBPO_DEVICE="cuda", FAIL_ON="--only-binary", FAIL_WITH="No matching distribution"
+        checkout,
+        IBPO_DEVICE="cuda",
+        FAIL_ON="--only-binary",
+        FAIL_WITH="No matching distribution",
+        CUDA_HOME="/usr/local/cuda-12",
+        CUDA_PATH="/usr/local/cuda-12",
     )
     assert made.returncode == 0, made.stderr
     assert pip_calls(checkout)[3:5] == [TE_WHEELS, TE_MADE]
+    of_build = (checkout / "pip_environments").read_text().splitlines()[4]
+    assert of_build.startswith(f"CUDA_HOME= CUDA_PATH= MAX_JOBS=4 PATH={checkout}/.venv/bin:")
     bootstrap(checkout)
     assert pip_calls(checkout) == []
 
 
 def test_where_it_cannot_be_made_the_message_says_what_that_needs(checkout):
-    cuda = checkout / "cuda"
-    (cuda / "bin").mkdir(parents=True)
     failing = {"IBPO_DEVICE": "cuda", "FAIL_ON": "transformer-engine.txt", "FAIL_WITH": "no nvcc"}
-    failed = bootstrap(checkout, **failing, CUDA_HOME=str(cuda))
+    failed = bootstrap(checkout, **failing)
     assert failed.returncode == 1
     assert "error: could not set up: Transformer Engine" in failed.stderr
-    assert "nvcc of CUDA 13 (not found; CUDA_HOME names it)" in failed.stderr
+    assert "pinned package of nvcc (not found; nvidia-cuda-nvcc in requirements/cuda.txt" in failed.stderr
+    assert "CUDA_HOME and CUDA_PATH are not looked at" in failed.stderr
     assert "headers of cuDNN 9.12 or newer (not found" in failed.stderr
     assert "IBPO_WITHOUT_TRANSFORMER_ENGINE=1" in failed.stderr
     assert "--allow-local-modules" in failed.stderr
-    nvcc = cuda / "bin/nvcc"
+    packages = checkout / ".venv/lib/python3.11/site-packages/nvidia"
+    nvcc = packages / "cu13/bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/bash\n")
     nvcc.chmod(0o755)
-    header = checkout / ".venv/lib/python3.11/site-packages/nvidia/cudnn/include/cudnn.h"
+    header = packages / "cudnn/include/cudnn.h"
     header.parent.mkdir(parents=True)
     header.touch()
-    failed = bootstrap(checkout, **failing, CUDA_HOME=str(cuda))
-    assert f"nvcc of CUDA 13 (here: {nvcc})" in failed.stderr
+    failed = bootstrap(checkout, **failing)
+    assert f"pinned package of nvcc (here: {nvcc.relative_to(checkout)})" in failed.stderr
     assert "or newer (here: .venv/lib/python3.11/site-packages/nvidia/cudnn" in failed.stderr
     pip_calls(checkout)
     assert bootstrap(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1").returncode == 0
@@ -284,7 +294,19 @@ def test_a_driver_that_is_too_old_for_torch_is_refused_before_anything_is_instal
     assert (done.returncode == 0) == works, done.stderr
     if not works:
         assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in done.stderr
+        assert "Another torch does not help: the vLLM" in done.stderr
         assert pip_calls(checkout) == []
+
+
+def test_a_long_step_says_every_so_often_that_it_goes_on_and_how_far_it_is(checkout):
+    script = checkout / "tools/bootstrap.sh"
+    script.write_text(script.read_text().replace("say_every=60", "say_every=0.05"))
+    slow = bootstrap(checkout, SLOW="1")  # a fifth of a second for each call of pip
+    assert slow.returncode == 0, slow.stderr
+    assert re.search(r"packages for cpu \(takes minutes\): 0 s so far; installing --no-deps -r", slow.stderr)
+    started = time.monotonic()
+    assert bootstrap(checkout, "dev").returncode == 0
+    assert time.monotonic() - started < 20  # what says so ends with the step, and holds no lock
 
 
 def test_two_at_once_do_the_work_once(checkout):

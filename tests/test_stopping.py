@@ -182,7 +182,7 @@ def test_a_run_whose_disk_stays_full_stops_with_a_summary_and_nothing_in_part(sm
     assert status == 1, output[-5000:]
     assert "Traceback" not in output
     assert "error: no room on the disk for 3 s, --disk-wait" in output
-    assert "failed: DiskFullError" in output
+    assert output.count("no room on the disk") == 1, "said once"
     for checkpoint in (run_dir / "checkpoints").glob("step_*"):
         assert json.loads((checkpoint / "run_state.json").read_text())["step"] > 0
     assert [row["step"] for row in rows_of(run_dir)]  # every line is JSON

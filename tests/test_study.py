@@ -29,7 +29,16 @@ from megatron_ibpo.study.conduct import conduct
 from megatron_ibpo.study.curves import band, figure_of_runs
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
-from megatron_ibpo.study.plan import PlannedRun, Study, Task, Tuning, grid_points, plan_main, plan_tuning
+from megatron_ibpo.study.plan import (
+    PlannedRun,
+    Study,
+    Task,
+    Tuning,
+    grid_points,
+    plan_main,
+    plan_tuning,
+    point_name,
+)
 from megatron_ibpo.study.power import analyse, detectable, power, seeds_needed
 from megatron_ibpo.study.reading import read_study
 from megatron_ibpo.study.results import (
@@ -611,13 +620,38 @@ def test_recipes_are_methods_too(tmp_path):
         ({"pilot-seeds": [7]}, "a pilot of one seed has no spread"),
         ({"confirm-seeds": [1, 2]}, "confirmation must not use the study's own"),
         ({"tasks": {"a": {"hf-checkpoint": "x"}}}, "task a: must have settings"),
-        ({"tasks": {"a/b": {"settings": {}}}}, "without a slash"),
+        ({"seeds": ["../../x"]}, "seeds must be whole numbers from 0 on, not '../../x'"),
+        ({"confirm-seeds": [-1]}, "seeds must be whole numbers from 0 on, not -1"),
+        ({"tasks": {"": {"settings": {}}}}, "a task has no name"),
         ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"must be a recipe .* or settings"),
     ],
 )
 def test_a_study_that_makes_no_sense_is_refused(tmp_path, changes, words):
     with pytest.raises(ConfigError, match=words):
         read_study([minimal(tmp_path, **changes)])
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/tmp/x", "a/b", "..", ".", ".hidden", "", "a\0b", "a\nb", "\udc80", "x" * 201]
+)
+def test_a_name_that_leads_out_of_the_studys_directory_is_refused_before_anything_is_written(tmp_path, name):
+    methods = {"gspo": {}, name: {}}
+    with pytest.raises(ConfigError, match="no slash, no control character and no dot at its start"):
+        read_study([minimal(tmp_path, methods=methods)])
+    with pytest.raises(ConfigError, match=r"no slash, no control|has no name"):
+        read_study([minimal(tmp_path, tasks={name: {"settings": {}}})])
+    with pytest.raises(ConfigError, match="no slash, no control"):
+        read_study([minimal(tmp_path)], add={name: {}})
+
+
+def test_what_is_tuned_may_be_a_path_and_its_runs_stay_in_the_studys_directory(tmp_path):
+    tune = {"grid": {"prompt-data": ["../../x", "/a/b"]}, "seeds": [9], "budget": 1}
+    study = read_study([minimal(tmp_path, tune=tune)])
+    names = [point_name(point) for point in grid_points(study.tune, "gspo")]
+    assert names == ["prompt-data_..%2F..%2Fx", "prompt-data_%2Fa%2Fb"]
+    tune["grid"]["prompt-data"] = ["x" * 201]
+    with pytest.raises(ConfigError, match=r"tuning run 'prompt-data_x+': a directory is called"):
+        read_study([minimal(tmp_path, tune=tune)])
 
 
 def test_a_method_that_cannot_work_is_refused_before_anything_runs(tmp_path):

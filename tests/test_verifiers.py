@@ -82,7 +82,8 @@ def test_a_single_call_stays_on_the_drivers_machine(verifiers):
 
 def test_a_worker_that_is_killed_on_another_node_is_counted_and_its_response_asked_again(verifiers, caplog):
     owner = psutil.Process(int(max(set(scored(verifiers, 60)) - {os.getpid()})))
-    (worker,) = [child for child in owner.children() if "megatron_ibpo.rewards.worker" in child.cmdline()]
+    below = owner.children(recursive=True)
+    (worker,) = [child for child in below if child.cmdline()[1:3] == ["-m", "megatron_ibpo.rewards.worker"]]
     calls = submitted(verifiers, 300)
     worker.kill()
     assert None not in [call.result(ANSWER_TIMEOUT_S).value for call in calls]

@@ -10,15 +10,14 @@ all that was measured, and audit.png.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.report import jsonable
-from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import audit_responses
 from megatron_ibpo.study.credit_audit import audit
@@ -43,25 +42,20 @@ class Arguments:
     seed: int = 0
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: Arguments) -> None:
     if arguments.rollouts < 2 or arguments.rollouts % 2 or min(arguments.prompts, arguments.responses) < 1:
-        print("error: --rollouts must be even, --prompts and --responses at least 1", file=sys.stderr)
-        return 2
+        raise ValueError("--rollouts must be even, --prompts and --responses at least 1")
     save = arguments.save or arguments.run / "audit"
-    try:
-        responses, texts, counts = audit_responses(
-            arguments.run,
-            save,
-            policy=arguments.policy,
-            prompts=arguments.prompts,
-            responses=arguments.responses,
-            rollouts=arguments.rollouts,
-            seed=arguments.seed,
-        )
-        found = audit(responses, min_drop=arguments.min_drop)
-    except (ValueError, OSError, EngineError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    responses, texts, counts = audit_responses(
+        arguments.run,
+        save,
+        policy=arguments.policy,
+        prompts=arguments.prompts,
+        responses=arguments.responses,
+        rollouts=arguments.rollouts,
+        seed=arguments.seed,
+    )
+    found = audit(responses, min_drop=arguments.min_drop)
     content = {
         "settings": {name: str(value) for name, value in asdict(arguments).items()},
         "counts": counts,
@@ -75,7 +69,6 @@ def main(arguments: Arguments) -> int:
     )
     print(json.dumps(_rounded({"counts": counts} | found), indent=2))
     print(save / "audit.json", save / "audit.png", sep="\n")
-    return 0
 
 
 def _rounded(value: Any) -> Any:
@@ -83,4 +76,4 @@ def _rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__)

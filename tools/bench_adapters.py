@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.versions import machine
 from megatron_ibpo.weights.errors import first_line
 
@@ -184,4 +184,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    run_tool(main, Arguments, __doc__)

@@ -22,8 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.plan.fleet import Fleet, bound, simulate
 from megatron_ibpo.plan.simulated_engines import StepTime
 from megatron_ibpo.sampling.ahead import Pace
@@ -285,4 +284,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

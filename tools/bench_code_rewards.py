@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import open_verifier
@@ -148,4 +148,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.versions import machine
@@ -119,7 +119,7 @@ def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str,
     there = ["convert_hf_to_megatron.py", "--hf-checkpoint", hf, *arguments.flags]
     peer = arguments.peer if family in arguments.peer_families else None
     first = compare("HF to Megatron", hf, there, scratch, arguments.rounds, peer)
-    run_tool([*there, "--save", stored])
+    run_converter([*there, "--save", stored])
     back = ["convert_megatron_to_hf.py", "--load", stored]
     second = compare("Megatron to HF", stored, back, scratch, arguments.rounds)
     return [{"family": family, "largest_tensor_bytes": largest, **row} for row in (first, second)]
@@ -146,7 +146,7 @@ def compare(
                     subprocess.run(command, shell=True, check=True, capture_output=True)
                     sync(target)
                 else:
-                    peak, own = run_tool([*tool, "--save", target])
+                    peak, own = run_converter([*tool, "--save", target])
                     peaks.append(peak)
                     inside.append(own)
                 seconds[kind].append(time.perf_counter() - started)
@@ -182,7 +182,7 @@ def sync(directory: Path) -> None:
     subprocess.run(["sync", *files], check=True)
 
 
-def run_tool(command: list[Any]) -> tuple[int, float]:
+def run_converter(command: list[Any]) -> tuple[int, float]:
     """(peak of resident memory in bytes, seconds that the tool itself counts: without Python's start)."""
     line = [sys.executable, Path(__file__).with_name(command[0]), *command[1:]]
     peak = 0
@@ -259,4 +259,4 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    convert(tyro.cli(Convert, description=__doc__))
+    run_tool(convert, Convert, __doc__)

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
 from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
@@ -168,4 +168,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

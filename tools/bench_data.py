@@ -17,8 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tyro
-
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.versions import machine
 
 ROW_BYTES = 1024
@@ -126,4 +125,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

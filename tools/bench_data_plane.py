@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.versions import machine
 
 RANKS = 4
@@ -349,4 +349,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

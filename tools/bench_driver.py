@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import AlgorithmConfig, DataConfig, RolloutConfig
 from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, find_operator
@@ -540,4 +540,4 @@ def keep(path: Path | None, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

@@ -26,12 +26,12 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import tyro
 from rapidfuzz.distance import Levenshtein
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo import _edit_distance
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.edit_distance import batch_distance, unmodified_mask
 from megatron_ibpo.versions import machine
 
@@ -288,4 +288,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

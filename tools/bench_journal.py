@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.journal import ClosedBatch, ClosedGroup, Journal, SampleKey, read_journal
 from megatron_ibpo.records import Sample
 from megatron_ibpo.versions import machine
@@ -131,4 +131,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    run_tool(main, Arguments, __doc__)

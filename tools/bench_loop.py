@@ -25,6 +25,8 @@ from typing import Any, Literal
 
 import tyro
 
+from megatron_ibpo.command import run_tool
+
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
 WARM_UP_STEPS = 3
 
@@ -224,4 +226,4 @@ if __name__ == "__main__":
         _, directory, _, count, _, workload = sys.argv
         print(json.dumps(train_with_trl(Path(directory), Workload(**json.loads(workload)), int(count))))
     else:
-        main(tyro.cli(Arguments, description=__doc__))
+        run_tool(main, Arguments, __doc__)

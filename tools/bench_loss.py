@@ -25,6 +25,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_ibpo.command import run_tool
+
 BYTES, HIDDEN, SEQUENCE_ROWS, CHUNK_ROWS = 2, 2048, 1024, 4096
 COPY_BANDWIDTH, MATMUL_FLOPS = 4.3e12, 790e12
 """Of an earlier H200; the ground of predictions and of nothing else."""
@@ -294,6 +296,4 @@ def measure(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

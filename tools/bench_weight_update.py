@@ -25,9 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
+
+from megatron_ibpo.command import run_tool
 
 Family = Literal["dense", "moe"]
 MIB = 1024**2
@@ -471,7 +472,7 @@ def _start_engine(checkpoint: Path) -> Any:
     from megatron_ibpo.rollout.engine import Engine
     from megatron_ibpo.rollout.settings import engine_settings
 
-    rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB)
+    rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB, vllm_dtype="bfloat16")
     threads = os.cpu_count() or 1  # the trainers have nothing else to do meanwhile
     settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=threads)
     engine = Engine(settings, checkpoint.parent / "engine.log")
@@ -593,4 +594,4 @@ if __name__ == "__main__":
     if "--as-trainer" in sys.argv:
         _as_trainer(json.loads(sys.argv[-1]))
     else:
-        main(tyro.cli(Update | Predict, description=__doc__))
+        run_tool(main, Update | Predict, __doc__)

@@ -17,6 +17,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 steps=.venv/.steps
+say_every=60 # seconds of a step after which it is said that it goes on
 
 main() {
     if [[ -n ${IBPO_PYTHON:-} ]]; then
@@ -76,7 +77,12 @@ step() {
     fi
     rm -f "$steps/$name"
     say "$what …"
-    if ! ("$@") >"$log" 2>&1 </dev/null; then
+    keep_saying "$what" "$log" &
+    local teller=$! failed=""
+    ("$@") >"$log" 2>&1 </dev/null || failed=1
+    kill "$teller" 2>/dev/null || true
+    wait "$teller" 2>/dev/null || true
+    if [[ -n $failed ]]; then
         {
             echo "error: could not set up: $what"
             tail -n 12 "$log" | sed 's/^/  | /'
@@ -87,6 +93,19 @@ step() {
     fi
     echo "$inputs" >"$steps/$name"
     say "$what: $((SECONDS - started)) s"
+}
+
+# keep_saying WHAT LOG: a line every so often, with the last one of the log, until this is ended. It starts no process that
+# could outlive it and hold the lock.
+keep_saying() {
+    exec 9>&-
+    local never started=$SECONDS last
+    exec {never}<> <(:)
+    while kill -0 $$ 2>/dev/null; do
+        read -rt "$say_every" -u "$never" || true
+        last=$(tail -n 1 "$2" 2>/dev/null) || true
+        say "$1: $((SECONDS - started)) s so far${last:+; ${last:0:150}}"
+    done
 }
 
 # advice STEP LOG: what to try after a step has failed; the next run goes on from there.
@@ -109,9 +128,10 @@ advice() {
             ;;
         transformer-engine)
             echo "offer its wheels in a folder or index of your own (IBPO_TORCH_INDEX), or let it compile: that needs" \
-                "nvcc of CUDA 13 ($(found_nvcc)), headers of cuDNN 9.12 or newer ($(found_cudnn)), a C++17 compiler," \
-                "and some GB of memory for each of MAX_JOBS=${MAX_JOBS:-4} processes. IBPO_WITHOUT_TRANSFORMER_ENGINE=1" \
-                "sets up without it; runs then need --allow-local-modules and take tens of times as long"
+                "the pinned package of nvcc ($(found_nvcc)), headers of cuDNN 9.12 or newer ($(found_cudnn)), a C++17" \
+                "compiler, and some GB of memory for each of MAX_JOBS=${MAX_JOBS:-4} processes. CUDA_HOME and CUDA_PATH" \
+                "are not looked at. IBPO_WITHOUT_TRANSFORMER_ENGINE=1 sets up without it; runs then need" \
+                "--allow-local-modules and take tens of times as long"
             ;;
         extension) echo "install pybind11, setuptools and a C++17 compiler for this Python; the first error is in that log" ;;
         project) echo "the compiler's first error is in that log; if it is about this repository, please report it" ;;
@@ -186,9 +206,9 @@ check_driver() {
     ((BASH_REMATCH[0] < 580)) || return 0
     supported=$(nvidia-smi 2>/dev/null | grep -o 'CUDA Version: *[0-9]*' | grep -o '[0-9]*$') || supported=0
     ((supported < 13)) || return 0
-    fail "NVIDIA's driver here is $driver, and torch for CUDA 13 needs 580 or newer. Update the driver; or install its" \
-        "compatibility package (cuda-compat-13-0) and put that on LD_LIBRARY_PATH; or set IBPO_PYTHON to a Python with" \
-        "a torch for this driver"
+    fail "NVIDIA's driver here is $driver, and torch for CUDA 13 needs 580 or newer. Update the driver, or install its" \
+        "compatibility package (cuda-compat-13-0) and put that on LD_LIBRARY_PATH. Another torch does not help: the vLLM" \
+        "of this version is built for CUDA 13, too"
 }
 
 # install_transformer_engine: wheels first, and what NVIDIA's installer does where there are none.
@@ -201,16 +221,24 @@ install_transformer_engine() {
     local headers
     headers=$(.venv/bin/python -c "import glob, sysconfig
 print(':'.join(glob.glob(sysconfig.get_path('purelib') + '/nvidia/*/include')))")
-    CPATH=$headers${CPATH:+:$CPATH} MAX_JOBS=${MAX_JOBS:-4} \
-        pip_install --no-deps --no-build-isolation "${offered[@]}" -r requirements/transformer-engine.txt
+    # Transformer Engine takes CUDA_HOME before the pinned nvcc, and headers of CUDA 12 do not fit torch; torch looks for
+    # the pinned ninja on PATH, and compiles on one core without it. -v: the log says what is being compiled
+    (
+        unset CUDA_HOME CUDA_PATH
+        export PATH="$PWD/.venv/bin:$PATH" CPATH=$headers${CPATH:+:$CPATH} MAX_JOBS=${MAX_JOBS:-4}
+        pip_install -v --no-deps --no-build-isolation "${offered[@]}" -r requirements/transformer-engine.txt
+    )
 }
 
 found_nvcc() {
-    local nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
-    if [[ -z ${CUDA_HOME:-} ]] && command -v nvcc >/dev/null; then
-        nvcc=$(command -v nvcc)
-    fi
-    if [[ -x $nvcc ]]; then echo "here: $nvcc"; else echo "not found; CUDA_HOME names it"; fi
+    local nvcc
+    for nvcc in .venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc; do
+        if [[ -x $nvcc ]]; then
+            echo "here: $nvcc"
+            return
+        fi
+    done
+    echo "not found; nvidia-cuda-nvcc in requirements/cuda.txt brings it"
 }
 
 found_cudnn() {

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import reasoning_gym
-import tyro
 from reasoning_gym.factory import DATASETS
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.rewards.reasoning_gym import UNGRADABLE, label_problem
 from megatron_ibpo.versions import machine
 
@@ -68,4 +68,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    run_tool(main, Arguments, __doc__)

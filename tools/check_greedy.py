@@ -1,4 +1,5 @@
-"""Do transformers, the trainer's model and vLLM continue prompts alike? Greedily, in float32, by tokens.
+"""Do transformers, the trainer's model and vLLM continue prompts alike? Greedily, by tokens, in float32
+(vLLM in bfloat16 where the model has delta nets).
 
     "$(bash tools/bootstrap.sh)" tools/check_greedy.py --hf-checkpoint runs/smollm2
 
@@ -9,7 +10,6 @@ none, each of those tokens has to be the likeliest after those before it, which 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.quiet import hush_megatron
 
 QUESTIONS = (
@@ -57,14 +57,15 @@ def by_transformers(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list
 
 
 def by_vllm(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    from megatron_ibpo.config import RolloutConfig
+    from megatron_ibpo.config import Config, RolloutConfig, on_device
+    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.records import SampleRequest
     from megatron_ibpo.rollout.engine import Engine
     from megatron_ibpo.rollout.settings import engine_settings
 
-    rollout = RolloutConfig(
-        vllm_dtype="float32", vllm_kv_cache_bytes=256 * 1024**2, rollout_max_context_len=512
-    )
+    config = Config(rollout=RolloutConfig(vllm_kv_cache_bytes=256 * 1024**2, rollout_max_context_len=512))
+    has_delta_nets = read_hf_config(hf_dir).is_recurrent
+    rollout = on_device(config, on_gpu=False, has_delta_nets=has_delta_nets).rollout
     requests = [
         SampleRequest(np.array(prompt, dtype=np.int32), seed=0, max_tokens=tokens, temperature=0.0)
         for prompt in prompts
@@ -142,4 +143,4 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__)

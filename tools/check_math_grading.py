@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.rewards import LabelError, ResponseError
 from megatron_ibpo.rewards.math import is_right
 from megatron_ibpo.versions import machine
@@ -118,4 +117,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    run_tool(main, Arguments, __doc__)

@@ -24,12 +24,14 @@ from typing import Literal
 import torch
 import tyro
 
+from megatron_ibpo.command import run_tool
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from golden_runs import LAYOUTS, train_recorded, weights  # noqa: E402
 
-EQUAL, DIFFERENT, CANNOT_RUN = 0, 1, 2
+EQUAL, DIFFERENT = 0, 1  # and BAD_INPUT where they cannot be compared
 SHOWN_DIGITS = 12
 
 
@@ -91,7 +93,7 @@ def _call(command: list[str], directory: Path, **environment: str) -> None:
         command, cwd=directory, env={**os.environ, **environment}, capture_output=True, text=True
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} in {directory}: {done.stderr.strip()}")
+        raise ValueError(f"{' '.join(command)} in {directory}: {done.stderr.strip()}")
 
 
 def trained(repository: Path, layout: str, algorithm: str) -> list[Step]:
@@ -131,17 +133,12 @@ def compare(old: Path, new: Path, arguments: Arguments) -> bool:
     return equal
 
 
-def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__)
-    try:
-        with checked_out(arguments.old) as old, checked_out(arguments.new) as new:
-            equal = compare(old, new, arguments)
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CANNOT_RUN
+def main(arguments: Arguments) -> int:
+    with checked_out(arguments.old) as old, checked_out(arguments.new) as new:
+        equal = compare(old, new, arguments)
     print("equal bit for bit" if equal else "NOT equal")
     return EQUAL if equal else DIFFERENT
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main, Arguments, __doc__)

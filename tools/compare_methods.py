@@ -11,7 +11,6 @@ the table, the curves and all numbers land in --save.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megatron_ibpo import train
+from megatron_ibpo.command import DONE, FAILED, run_tool
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study.claims import compare_all
@@ -26,8 +26,6 @@ from megatron_ibpo.study.conduct import conduct
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.study.page import write_page
 from megatron_ibpo.study.reading import read_study
-
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 Names = Annotated[list[str], tyro.conf.UseAppendAction]
 
@@ -70,34 +68,27 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     names = ("baseline", "budget", "budget_unit", "seeds", "threshold", "processes", "run_timeout")
     overrides: dict[str, Any] = {n: v for n in names if (v := getattr(arguments, n)) is not None}
-    try:
-        if arguments.parallel < 1:
-            raise ConfigError("--parallel must be at least 1")
-        if [path.suffix for path in arguments.recipes] == [".json"]:
-            found = read_findings(arguments.recipes[0])
-            print(*write_page(found, compare_all(found), arguments.save), sep="\n")
-            return DONE
-        study = read_study(
-            arguments.recipes,
-            overrides,
-            add=dict(map(_named, arguments.add)),
-            only=arguments.only,
-            tasks=arguments.task,
-        )
-        complete = conduct(
-            study,
-            arguments.save,
-            train.main,
-            open_console(),
-            parallel=arguments.parallel,
-            runs_at_most=arguments.runs_at_most,
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
+    if arguments.parallel < 1:
+        raise ConfigError("--parallel must be at least 1")
+    if [path.suffix for path in arguments.recipes] == [".json"]:
+        found = read_findings(arguments.recipes[0])
+        print(*write_page(found, compare_all(found), arguments.save), sep="\n")
+        return DONE
+    study = read_study(
+        arguments.recipes,
+        overrides,
+        add=dict(map(_named, arguments.add)),
+        only=arguments.only,
+        tasks=arguments.task,
+    )
+    complete = conduct(
+        study,
+        arguments.save,
+        train.main,
+        open_console(),
+        parallel=arguments.parallel,
+        runs_at_most=arguments.runs_at_most,
+    )
     return DONE if complete else FAILED
 
 
@@ -109,4 +100,4 @@ def _named(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__, stopped="stopped; the same command goes on from here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +13,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_ibpo.models import ModelConfigError, read_hf_config
+from megatron_ibpo.command import BAD_INPUT
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.quiet import hush_megatron
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import Report, differing_tensors
-from megatron_ibpo.weights.formats.directories import DiskSpaceError
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.world import RemoteError, World, start_world
@@ -32,23 +30,15 @@ console = Console(stderr=True)
 
 
 def run(work: Callable[[World], int]) -> int:
-    """Join the ranks, do the work. Returns the exit status: 2 when the input or the disk is to blame."""
+    """Join the ranks, do the work. Returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.captureWarnings(True)
     hush_megatron()
-    try:
-        world = start_world()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+    world = start_world()
     try:
         return work(world)
-    except (CheckpointError, ModelConfigError, DiskSpaceError, FileExistsError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except RemoteError as error:
-        print(f"rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        return 2
+    except RemoteError:
+        return BAD_INPUT  # its own rank says what is wrong
     finally:
         world.close()
 

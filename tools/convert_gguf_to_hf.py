@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.gguf import gguf_to_hf
 
@@ -36,17 +34,11 @@ def carried_by(package: str) -> Path:
     return found[0]
 
 
-def main(arguments: Arguments) -> int:
-    try:
-        if (arguments.gguf is None) == (arguments.package is None):
-            raise CheckpointError("name the file with --gguf or a package that carries one with --package")
-        source = arguments.gguf or carried_by(str(arguments.package))
-        gguf_to_hf(source, arguments.save)
-    except (CheckpointError, FileExistsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+def main(arguments: Arguments) -> None:
+    if (arguments.gguf is None) == (arguments.package is None):
+        raise CheckpointError("name the file with --gguf or a package that carries one with --package")
+    gguf_to_hf(arguments.gguf or carried_by(str(arguments.package)), arguments.save)
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__)

@@ -9,14 +9,13 @@ it is written, so that a run in that layout reads whole pieces. Every tensor kee
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from conversion import check_source, checkpoint_bytes, console, progress_bar, run, verify
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from megatron_ibpo.world import World
@@ -76,5 +75,4 @@ def convert(arguments: Arguments, world: World) -> int:
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Arguments, description=__doc__)
-    sys.exit(run(lambda world: convert(chosen, world)))
+    run_tool(lambda chosen: run(lambda world: convert(chosen, world)), Arguments, __doc__)

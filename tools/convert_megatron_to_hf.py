@@ -9,14 +9,13 @@ an expert, config.json and the tokenizer: what transformers and vLLM load. Tenso
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from conversion import check_source, checkpoint_bytes, console, progress_bar, run, verify
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.world import World
@@ -49,5 +48,4 @@ def convert(arguments: Arguments, world: World) -> int:
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Arguments, description=__doc__)
-    sys.exit(run(lambda world: convert(chosen, world)))
+    run_tool(lambda chosen: run(lambda world: convert(chosen, world)), Arguments, __doc__)

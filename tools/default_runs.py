@@ -13,6 +13,7 @@ from typing import Any
 
 import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.versions import machine
 
 ACCURACIES = ("accuracy_start", "accuracy_end", "greedy_start", "greedy_end")
@@ -33,8 +34,7 @@ class Arguments:
     """What the reader of the file must know, such as what the others are."""
 
 
-def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__)
+def main(arguments: Arguments) -> None:
     rows = [read_run(path) for path in [*arguments.runs, *arguments.others]]
     for row, wall in zip(rows, arguments.walls, strict=False):
         row["seconds_by_the_clock"] = wall
@@ -82,4 +82,4 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main, Arguments, __doc__)

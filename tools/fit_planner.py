@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from scipy.optimize import least_squares
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import Fields
@@ -494,4 +494,4 @@ def parameter(name: str, half: Fitted, used: Fitted) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

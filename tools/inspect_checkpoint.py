@@ -9,7 +9,6 @@ there is no checkpoint.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import model_entries
@@ -178,21 +178,17 @@ def gigabytes(count: int) -> str:
 
 def main(arguments: Arguments) -> int:
     directory = arguments.directory
-    try:
-        if (directory / "config.json").is_file() and not (directory / "metadata.json").is_file():
-            found = inspect_hf(directory, arguments.allow_pickle)
-        else:
-            directory = find_stored(directory)
-            found = inspect_megatron(directory, arguments.origin_hf_checkpoint)
-        if arguments.checksums:
-            changed = changed_files(directory)
-            found.say("checksums", f"{len(changed)} files differ" if changed else "all files as written")
-            found.problems += changed
-        else:
-            found.say("manifest", "yes; --checksums compares" if (directory / MANIFEST).is_file() else "none")
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if (directory / "config.json").is_file() and not (directory / "metadata.json").is_file():
+        found = inspect_hf(directory, arguments.allow_pickle)
+    else:
+        directory = find_stored(directory)
+        found = inspect_megatron(directory, arguments.origin_hf_checkpoint)
+    if arguments.checksums:
+        changed = changed_files(directory)
+        found.say("checksums", f"{len(changed)} files differ" if changed else "all files as written")
+        found.problems += changed
+    else:
+        found.say("manifest", "yes; --checksums compares" if (directory / MANIFEST).is_file() else "none")
     console = Console(soft_wrap=True, highlight=False)
     for what, value in found.lines:
         console.print(f"{what:>24}  {value}", markup=False)
@@ -202,4 +198,4 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__)

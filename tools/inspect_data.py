@@ -9,7 +9,6 @@ The flags of data are those of `train`.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import Config, DataConfig, ModelConfig, RolloutConfig, as_specs
 from megatron_ibpo.data import load_tokenizer, open_pass_rates
 from megatron_ibpo.data.inspection import inspect_source, show_inspection
@@ -40,38 +40,33 @@ class Arguments:
     """Print JSON, one line for each source."""
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: Arguments) -> None:
     data = arguments.data
     specs = data.prompt_data or tuple(held_out.spec for held_out in as_specs(data.eval_prompt_data))
-    try:
-        if not specs:
-            raise ValueError("--prompt-data: required, what is to be shown")
-        tokenizer = load_tokenizer(arguments.hf_checkpoint)
-        rates = open_pass_rates(
-            Config(model=ModelConfig(arguments.hf_checkpoint), data=data, rollout=arguments.rollout)
+    if not specs:
+        raise ValueError("--prompt-data: required, what is to be shown")
+    tokenizer = load_tokenizer(arguments.hf_checkpoint)
+    rates = open_pass_rates(
+        Config(model=ModelConfig(arguments.hf_checkpoint), data=data, rollout=arguments.rollout)
+    )
+    context = arguments.rollout.rollout_max_context_len
+    room = None if context is None else context - arguments.rollout.rollout_max_response_len
+    for spec in specs:
+        found = inspect_source(
+            spec,
+            tokenizer,
+            data,
+            split=arguments.split,
+            max_prompt_len=room,
+            most_rows=arguments.most_rows,
+            show=arguments.show,
+            rates=rates,
         )
-        context = arguments.rollout.rollout_max_context_len
-        room = None if context is None else context - arguments.rollout.rollout_max_response_len
-        for spec in specs:
-            found = inspect_source(
-                spec,
-                tokenizer,
-                data,
-                split=arguments.split,
-                max_prompt_len=room,
-                most_rows=arguments.most_rows,
-                show=arguments.show,
-                rates=rates,
-            )
-            if arguments.json:
-                print(json.dumps(found.as_json(tokenizer), ensure_ascii=False))
-            else:
-                show_inspection(found, tokenizer, Console())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        if arguments.json:
+            print(json.dumps(found.as_json(tokenizer), ensure_ascii=False))
+        else:
+            show_inspection(found, tokenizer, Console())
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__)

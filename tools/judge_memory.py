@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
 from fit_planner import PAGE, shape_of
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.plan.census import Census, StagePart, estimate_census
@@ -172,4 +172,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

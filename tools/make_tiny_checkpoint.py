@@ -42,7 +42,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 from megatron.core import parallel_state
 from transformers import (
     PreTrainedTokenizerFast,
@@ -52,6 +51,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ibpo.data import (
     CorrectionTemplate,
@@ -349,4 +349,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from make_tiny_checkpoint import initial_model
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.data import CorrectionTemplate, load_tokenizer, make_tiny_tokenizer
 from megatron_ibpo.data.prompts import plain_prompt
 from megatron_ibpo.records import Prompt, token_ids
@@ -129,4 +129,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

@@ -9,7 +9,6 @@ figures.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Annotated
 
 import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import parse_config
 from megatron_ibpo.report.run_dir import write_whole
-from megatron_ibpo.rollout import EngineError
 from megatron_ibpo.study.operator_skill import premise, skill_json, skill_table
 from megatron_ibpo.study.skill_run import skill_of_checkpoint
 
@@ -41,28 +40,20 @@ class Arguments:
     """File for the figures, as JSON."""
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: Arguments) -> None:
     if min(arguments.prompts, arguments.targets) < 1:
-        print("error: --prompts and --targets must be at least 1", file=sys.stderr)
-        return 2
+        raise ValueError("--prompts and --targets must be at least 1")
     recipes = arguments.config or (ROOT / "examples/recipes/tiny_qwen3_study.yaml",)
     named = [word for recipe in recipes for word in ("--config", str(recipe))]
-    try:
-        config = parse_config([*named, "--hf-checkpoint", str(arguments.checkpoint)])
-        with tempfile.TemporaryDirectory() as scratch:
-            skill = skill_of_checkpoint(
-                config,
-                Path(scratch),
-                prompts=arguments.prompts,
-                targets=arguments.targets,
-                seed=arguments.seed,
-            )
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, EngineError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = parse_config([*named, "--hf-checkpoint", str(arguments.checkpoint)])
+    with tempfile.TemporaryDirectory() as scratch:
+        skill = skill_of_checkpoint(
+            config,
+            Path(scratch),
+            prompts=arguments.prompts,
+            targets=arguments.targets,
+            seed=arguments.seed,
+        )
     print(skill_table(skill), premise(skill), sep="\n\n")
     if arguments.save is not None:
         settings = {
@@ -74,8 +65,7 @@ def main(arguments: Arguments) -> int:
         }
         write_whole(arguments.save, skill_json(skill, settings))
         print(arguments.save)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    run_tool(main, Arguments, __doc__)

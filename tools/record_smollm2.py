@@ -10,8 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.versions import machine
 
 
@@ -43,4 +42,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

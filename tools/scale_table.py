@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
+from megatron_ibpo.command import run_tool
 from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.models.cost import weight_count
 from megatron_ibpo.plan.__main__ import described
@@ -247,4 +247,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    run_tool(main, Arguments, __doc__)

@@ -162,12 +162,15 @@ async def awaited(answer: Any, who: str) -> Any:
 
 
 def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
-    """The exception that the process raised, or that says how it ended, without Ray's wrapping."""
+    """The exception that the process raised, its traceback there as a note; or one that says how it ended."""
     if isinstance(error, RayActorError):
         message = str(error)
         here = f"ip: {ray.util.get_node_ip_address()}\n" in message
         return ProcessDiedError(f"{who} {how_it_ended(message, _ray_logs() if here else None)}")
-    return error.cause if isinstance(error.cause, Exception) else error
+    if not isinstance(error.cause, Exception):
+        return error
+    error.cause.add_note(f"in {who}:\n{error.traceback_str}")
+    return error.cause
 
 
 def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:

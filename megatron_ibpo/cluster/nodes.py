@@ -1,9 +1,11 @@
 """A Ray cluster of the nodes on which the same script was started, for the length of one command.
 
-    python -m megatron_ibpo.cluster.nodes --num-nodes 4 --node-rank 0 --address HOST:PORT -- COMMAND…
+    python -m megatron_ibpo.cluster.nodes \\
+        --num-nodes 4 --node-rank 0 --address HOST:PORT --run-dir DIR -- COMMAND…
 
 on every node, with its own rank. Node 0 starts the cluster, waits for the others, runs COMMAND with
-RAY_ADDRESS set, and ends the cluster with it; the others join, and end when node 0 has ended.
+RAY_ADDRESS set, and ends the cluster with it; the others join, and end when node 0 has ended. They know each
+other by a token that node 0 writes into DIR.
 """
 
 import argparse
@@ -13,16 +15,39 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
-from megatron_ibpo.cluster.session import QUIET, ClusterError, answers, swept
+from megatron_ibpo.cluster.access import (
+    TOKEN_FILE,
+    makes_token,
+    new_token,
+    own_token,
+    read_token,
+    use_token,
+    write_token,
+)
+from megatron_ibpo.cluster.session import (
+    QUIET,
+    RAY_DIRECTORY,
+    RAYLET_WAIT,
+    START_WAIT_S,
+    ClusterError,
+    ClusterFailedError,
+    RayStartError,
+    answers,
+    patience,
+    ray_directory,
+    twice,
+)
+from megatron_ibpo.command import command
+from megatron_ibpo.config import path_of_user
 
 LOOK_EVERY_S = 1.0
 QUIET_S = 2.0
@@ -35,37 +60,43 @@ LOST_AFTER = 5
 GCS_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 """What is left after that is swept up with its directory."""
-BAD_INPUT = 2
+TOKEN_WAIT_S = 60.0
+"""For the token, once node 0 has written it: another node may see a shared directory a little later."""
+SHARE_TOKEN = (
+    "let all nodes share RUN_DIR, by which they are given the token of the cluster, or set the same "
+    "RAY_AUTH_TOKEN on all of them (RAY_AUTH_MODE=disabled on all: no token)"
+)
+START_ALL = (
+    "start the script on every node with its own NODE_RANK and the same MASTER_ADDR, MASTER_PORT and NNODES"
+)
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Be one node of the cluster; returns the exit status of the command on node 0, elsewhere 0."""
     words = list(sys.argv[1:] if argv is None else argv)
-    own, command = (
+    own, words = (
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     )
     parser = argparse.ArgumentParser(prog="megatron_ibpo.cluster.nodes", description=__doc__.splitlines()[0])
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--address", required=True, help="HOST:PORT of node 0")
+    parser.add_argument("--run-dir", type=Path, help="directory that all nodes share")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds to wait for other nodes")
     asked = parser.parse_args(own)
     host, _, port = asked.address.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
         parser.error(f"--address {asked.address}: must be HOST:PORT, the port a number (see MASTER_PORT)")
     os.environ |= QUIET
-    # `ray start` asks for tokens where it finds no word on it, which the nodes would have to share beforehand
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    use_token()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        host = numeric_address(host, asked.num_nodes)
-        if asked.node_rank == 0:
-            return _lead(host, int(port), asked.num_nodes, asked.timeout, command)
-        return _follow(host, int(port), asked.timeout)
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return BAD_INPUT
+    host = numeric_address(host, asked.num_nodes)
+    run_dir = None if asked.run_dir is None else path_of_user(asked.run_dir)
+    if asked.node_rank == 0:
+        return _lead(host, int(port), asked.num_nodes, run_dir, asked.timeout, words)
+    return _follow(host, int(port), run_dir, asked.timeout)
 
 
 def numeric_address(host: str, num_nodes: int) -> str:
@@ -93,23 +124,57 @@ def numeric_address(host: str, num_nodes: int) -> str:
     return (reached or addresses)[0]
 
 
-def _lead(host: str, port: int, num_nodes: int, timeout: float, command: Sequence[str]) -> int:
+def _lead(
+    host: str, port: int, num_nodes: int, run_dir: Path | None, timeout: float, command: Sequence[str]
+) -> int:
     if answers(host, port, LOOK_EVERY_S):
         raise ClusterError(
             f"port {port} is in use on {host}: set MASTER_PORT to a free one, the same on all nodes"
         )
-    with _ray_node(
-        "--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false"
-    ) as ray:
-        _wait(
-            lambda: answers(host, port, LOOK_EVERY_S), f"Ray to start at {host}:{port}", ray, timeout, START_S
-        )
+    with ExitStack() as stack:
+        token = stack.enter_context(_shared_token(run_dir)) if num_nodes > 1 and makes_token() else None
+        ray = twice(lambda: _start_head(host, port, token, stack))
         missing = _Missing(f"{host}:{port}", num_nodes)
         _wait(lambda: missing.count() == 0, missing, ray, timeout)
-        with _handed_on() as hand_on:
-            child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": f"{host}:{port}"})
-            hand_on.append(child)
-            return _status(child.wait())
+        hand_on = stack.enter_context(_handed_on())
+        child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": f"{host}:{port}"})
+        hand_on.append(child)
+        return _status(child.wait())
+
+
+def _start_head(host: str, port: int, token: str | None, stack: ExitStack) -> "_RayNode":
+    """Start the cluster; `stack` ends it."""
+    options = ("--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false")
+    with ExitStack() as own:
+        ray = own.enter_context(_ray_node(token, *options))
+        _wait(
+            lambda: answers(host, port, LOOK_EVERY_S),
+            f"Ray to start at {host}:{port}",
+            ray,
+            START_WAIT_S,
+            START_S,
+            RayStartError("is this machine busy?"),
+        )
+        stack.push(own.pop_all())
+    return ray
+
+
+@contextmanager
+def _shared_token(run_dir: Path | None) -> Iterator[str]:
+    """A token that lies in `run_dir` for as long as the cluster is there."""
+    if run_dir is None:
+        raise ClusterError(f"--run-dir is not given: {SHARE_TOKEN}")
+    token = new_token()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = write_token(run_dir, token)
+    except OSError as error:
+        raise ClusterError(f"RUN_DIR: {run_dir} cannot be written: {error.strerror}") from error
+    try:
+        yield token
+    finally:
+        if read_token(run_dir) == token:  # else a later start has written its own
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -119,8 +184,8 @@ def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
     commands: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _: object) -> None:
-        for command in commands:
-            command.send_signal(number)
+        for child in commands:
+            child.send_signal(number)
 
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
@@ -130,16 +195,35 @@ def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
             signal.signal(number, handler)
 
 
-def _follow(host: str, port: int, timeout: float) -> int:
+def _follow(host: str, port: int, run_dir: Path | None, timeout: float) -> int:
     _wait(lambda: answers(host, port, LOOK_EVERY_S), f"node 0 at {host}:{port}", None, timeout)
-    with _ray_node(f"--address={host}:{port}") as ray:
+    token = _token_of_node_0(run_dir) if makes_token() else None
+    twice(lambda: _belong(host, port, token))
+    return 0
+
+
+def _belong(host: str, port: int, token: str | None) -> None:
+    """Be a node of the cluster until node 0 has ended."""
+    with _ray_node(token, f"--address={host}:{port}") as ray:
         lost = 0
         while lost < LOST_AFTER:
             time.sleep(LOOK_EVERY_S)
             lost = 0 if answers(host, port, LOOK_EVERY_S) else lost + 1
-            if ray.poll() is not None:
-                raise ClusterError(f"Ray has ended on this node (status {ray.returncode})")
-    return 0
+            ray.check()
+
+
+def _token_of_node_0(run_dir: Path | None) -> str:
+    if run_dir is None:
+        raise ClusterError(f"--run-dir is not given: {SHARE_TOKEN}")
+    found: list[str] = []
+
+    def read() -> bool:
+        found.extend(filter(None, [read_token(run_dir)]))
+        return bool(found)
+
+    path = run_dir / TOKEN_FILE
+    _wait(read, f"{path}, which node 0 has written", None, TOKEN_WAIT_S, late=ClusterError(SHARE_TOKEN))
+    return found[0]
 
 
 class _Missing:
@@ -161,21 +245,45 @@ class _Missing:
         return f"{nodes} at {self._address}"
 
 
+@dataclass(frozen=True)
+class _RayNode:
+    """`ray start` as a child of this process."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def check(self) -> None:
+        """
+        Raises:
+            ClusterError: it has ended, and would again.
+            RayStartError: it has ended for another reason.
+        """
+        if self.process.poll() is None:
+            return
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        said = f"Ray has ended on this node (status {self.process.returncode})"
+        if any("InvalidAuthToken" in line for line in lines):
+            raise ClusterError(f"{said}: node 0 has another token; {SHARE_TOKEN}")
+        if mismatch := [line.strip() for line in lines if "ersion mismatch" in line]:
+            raise ClusterError(f"{said}: {mismatch[0]}; start all nodes from the same environment")
+        raise RayStartError(": ".join([said, *(line.strip() for line in lines[-1:])]))
+
+
 @contextmanager
-def _ray_node(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`ray start` as a child of this process, in a directory that is gone afterwards."""
-    directory = Path(tempfile.mkdtemp(prefix="ibpo-ray-"))
-    with swept(directory):
-        options = [*arguments, "--block", "--disable-usage-stats"]
-        options += [f"--temp-dir={directory}"]
+def _ray_node(token: str | None, *arguments: str) -> Iterator[_RayNode]:
+    """A node of Ray in a directory that is gone afterwards, as is the node."""
+    with ray_directory() as directory, own_token(directory, token):
+        options = [*arguments, "--block", "--disable-usage-stats", f"--temp-dir={directory / RAY_DIRECTORY}"]
+        log = directory / "start.log"
         ray = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
             stdout=subprocess.DEVNULL,
-            stderr=(directory / "start.log").open("wb"),
+            stderr=log.open("wb"),
+            env=os.environ | patience(RAYLET_WAIT),
             start_new_session=True,  # a Ctrl-C is for the command first
         )
         try:
-            yield ray
+            yield _RayNode(ray, log)
         finally:
             ray.terminate()
             try:
@@ -187,25 +295,28 @@ def _ray_node(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 def _wait(
     done: Callable[[], bool],
     what: object,
-    ray: subprocess.Popen[bytes] | None,
+    ray: _RayNode | None,
     timeout: float,
     quiet: float = QUIET_S,
+    late: Exception | None = None,
 ) -> None:
     """Until `done`; says what it waits for, after a moment and then each minute.
 
+    Args:
+        late: raised when it takes longer than `timeout` seconds, with the wait before its message.
+
     Raises:
-        ClusterError: it took longer than `timeout` seconds, or Ray ended on this node.
+        ClusterFailedError: it took longer than `timeout` seconds and `late` is None.
+        ClusterError, RayStartError: Ray ended on this node.
     """
     started, said = time.monotonic(), 0.0
     while not done():
         waited = time.monotonic() - started
-        if ray is not None and ray.poll() is not None:
-            raise ClusterError(f"Ray has ended on this node (status {ray.returncode}) before all nodes came")
+        if ray is not None:
+            ray.check()
         if waited > timeout:
-            raise ClusterError(
-                f"waited {waited:.0f} s for {what}; start the script on every node with its own "
-                "NODE_RANK and the same MASTER_ADDR, MASTER_PORT and NNODES"
-            )
+            late = late or ClusterFailedError(START_ALL)
+            raise type(late)(f"waited {waited:.0f} s for {what}; {late}")
         if waited > quiet and (not said or waited - said > REPEAT_S):
             print(f"waiting for {what}", file=sys.stderr, flush=True)
             said = waited

@@ -1,8 +1,8 @@
 """Ray for the length of a run: one of its own on this machine, or a place in a cluster that exists.
 
-A Ray of the run's own listens on the loopback interface only, keeps its files in a temporary directory and
-leaves nothing behind, however the run ends: a small process waits for the end of the driver, kills what is
-left of that Ray and removes its directory.
+A Ray of the run's own listens on the loopback interface only, asks for a token, keeps its files in a private
+temporary directory and leaves nothing behind, however the run ends: a small process waits for the end of the
+driver, kills what is left of that Ray and removes its directory.
 """
 
 import logging
@@ -12,14 +12,18 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 from unittest import mock
 
+from megatron_ibpo.cluster.access import own_token, read_settings_again, use_token
+from megatron_ibpo.cluster.watch import ended_with_ray
 from megatron_ibpo.rendezvous import LOOPBACK
+from megatron_ibpo.temporary import private_directory
 
 SWEEP_TIMEOUT_S = 15.0
 """For the process that clears up, once Ray itself has been told to stop."""
@@ -36,6 +40,14 @@ QUIET = {
     # engines and verifiers end with their owner by themselves and clear up; killed by Ray they could not
     "RAY_kill_child_processes_on_worker_exit": "0",
 }
+START_WAIT_S = 120.0
+"""How long Ray may take to start. Its own limit for each part is 30 s, which a busy machine exceeds."""
+RAYLET_WAIT = "RAY_raylet_start_wait_time_s"
+GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
+"""For a head that chooses its port. Elsewhere it would multiply Ray's waits."""
+RAY_DIRECTORY = "r"
+"""Within a private directory: Ray makes its own directory writable for every user."""
+SOCKET_BYTES = len(f"/{RAY_DIRECTORY}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 SERVERS_NOT_USED = ("start_log_monitor", "start_monitor", "start_api_server")
 """Methods of Ray's node that start processes for a terminal, an autoscaler and a dashboard. A Ray of a run's
 own has none of these, and on two cores the processes take a second of every start."""
@@ -50,12 +62,26 @@ NO_CLUSTER = (
 
 
 OTHER_TOKEN = (
-    "set RAY_AUTH_MODE and RAY_AUTH_TOKEN as that cluster was started with (RAY_AUTH_MODE=disabled without)"
+    "that Ray asks for another token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as it was started with "
+    "(RUN_DIR/.ray_token for a cluster of examples/run.sh)"
 )
+LOOK_EVERY_S = 0.2
+T = TypeVar("T")
+_abandoned = threading.Event()
 
 
 class ClusterError(ValueError):
-    """Ray cannot be started or joined, or it has not what the run needs."""
+    """Ray cannot be used as the command asks; the user can mend that."""
+
+
+class ClusterFailedError(RuntimeError):
+    """Ray, or a node, failed or took too long. The command is not at fault, and may work another time."""
+
+    exit_status = 1
+
+
+class RayStartError(ClusterFailedError):
+    """Ray did not start, or could not be joined. Another try may succeed."""
 
 
 @contextmanager
@@ -68,25 +94,59 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
         object_store_bytes: shared memory of a Ray of the run's own.
 
     Raises:
-        ClusterError: there is no such cluster, it runs another version of Ray or Python, or Ray does not
-            start.
+        ClusterError: there is no such cluster, it runs another version of Ray or Python, asks for another
+            token, or Ray has no room on this machine.
+        RayStartError: Ray does not start, or not in time.
     """
     os.environ |= QUIET
-    if address is not None:
-        _connect(address)
-        try:
+    _abandoned.clear()
+    if address is None:
+        with twice(lambda: _start_own(num_cpus, object_store_bytes or OBJECT_STORE_BYTES)):
             yield
-        finally:
-            _disconnect()
         return
-    # Not below the run's directory: the path of a socket in it may have 107 bytes at most.
-    directory = Path(tempfile.mkdtemp(prefix="ibpo-ray-"))
+    use_token()
+    twice(lambda: _connect(address))
+    try:
+        yield
+    finally:
+        _disconnect()
+
+
+def twice(start: Callable[[], T]) -> T:
+    """Call `start`, and once more where Ray did not start."""
+    try:
+        return start()
+    except RayStartError as error:
+        if _abandoned.is_set():
+            raise
+        print(f"{error}; trying once more", file=sys.stderr, flush=True)
+        return start()
+
+
+def _start_own(num_cpus: int, object_store_bytes: int) -> ExitStack:
+    """Start a Ray of the run's own. Returns what ends it."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(ray_directory())
+        stack.enter_context(own_token(directory))
+        stack.callback(_disconnect)
+        _start(directory / RAY_DIRECTORY, num_cpus, object_store_bytes)
+        stack.enter_context(ended_with_ray())
+        return stack.pop_all()
+
+
+@contextmanager
+def ray_directory() -> Iterator[Path]:
+    """A private directory for a Ray, which is gone afterwards, as are the processes that use it.
+
+    Raises:
+        ClusterError: none can be made.
+    """
+    try:
+        directory = private_directory("ibpo-ray-", SOCKET_BYTES)
+    except OSError as error:
+        raise ClusterError(str(error)) from error
     with swept(directory):
-        try:
-            _start(directory, num_cpus, object_store_bytes or OBJECT_STORE_BYTES)
-            yield
-        finally:
-            _disconnect()
+        yield directory
 
 
 def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
@@ -112,7 +172,11 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
                 _temp_dir=str(directory),
             )
     except Exception as error:
-        raise ClusterError(f"Ray does not start on this machine: {error}") from error
+        raise RayStartError(f"Ray does not start on this machine: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager
@@ -123,26 +187,73 @@ def _apart() -> Iterator[None]:
     from ray._private import ray_constants, services
     from ray._private.node import Node
 
+    started: list[subprocess.Popen[bytes]] = []
+    popen = services.ConsolePopen
+
+    def start(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        started.append(popen(*arguments, process_group=0, **options))
+        return started[-1]
+
     with (
-        mock.patch.dict(os.environ, {ONE_MACHINE: "0"}),
+        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience(RAYLET_WAIT, GCS_WAIT)),
         mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        mock.patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
+        mock.patch.object(services, "ConsolePopen", start),
+        _deadline(started),
         ExitStack() as patches,
     ):
         for name in SERVERS_NOT_USED:
             if hasattr(Node, name):  # another version of Ray may have other names, and then starts them
                 patches.enter_context(mock.patch.object(Node, name))
+        read_settings_again()
         yield
+
+
+def patience(*limits: str) -> dict[str, str]:
+    """Return longer limits for Ray's start, where the user has not set them."""
+    return {name: f"{START_WAIT_S:.0f}" for name in limits if name not in os.environ}
+
+
+@contextmanager
+def _deadline(started: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
+    """Kill the processes of a Ray that takes too long: its own waits follow each other for a quarter of an
+    hour."""
+
+    over = threading.Event()
+
+    def watch() -> None:
+        deadline = time.monotonic() + START_WAIT_S
+        while not over.wait(LOOK_EVERY_S):
+            if _abandoned.is_set() or time.monotonic() > deadline:
+                for process in started:
+                    process.kill()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def abandon_start() -> None:
+    """Let a Ray that another thread starts fail soon, and not be started again."""
+    _abandoned.set()
 
 
 def _connect(address: str) -> None:
     import ray
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.exceptions import AuthenticationError
 
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit() and not answers(host, int(port), CONNECT_TIMEOUT_S):  # Ray would try for minutes
         raise ClusterError(f"--ray-address {address}: nothing answers there; {NO_CLUSTER}")
     try:
+        if port.isdigit() and "://" not in address:
+            GcsClient(address=address)  # says at once what ray.init repeats for minutes
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except AuthenticationError as error:
+        raise ClusterError(f"--ray-address {address}: {OTHER_TOKEN}") from error
     except Exception as error:
         text = str(error)
         if "ersion mismatch" in text:
@@ -150,8 +261,9 @@ def _connect(address: str) -> None:
             raise ClusterError(
                 f"--ray-address {address}: {said}; start both from the same environment"
             ) from error
-        advice = OTHER_TOKEN if "nauthenticated" in text else NO_CLUSTER
-        raise ClusterError(f"--ray-address {address}: {text.splitlines()[0]}; {advice}") from error
+        if not port.isdigit():  # "auto", or no address at all
+            raise ClusterError(f"--ray-address {address}: {_first_line(error)}; {NO_CLUSTER}") from error
+        raise RayStartError(f"--ray-address {address}: Ray cannot be joined: {_first_line(error)}") from error
 
 
 def answers(host: str, port: int, timeout: float) -> bool:

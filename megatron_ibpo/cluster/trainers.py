@@ -11,6 +11,7 @@ from megatron_ibpo.cluster.host import Host, Where, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import NodeLostError, lost_nodes
 from megatron_ibpo.config import user_directory
+from megatron_ibpo.policy import process_environment
 from megatron_ibpo.rendezvous import STORE_DESCRIPTOR
 
 START_TIMEOUT_S = 300.0
@@ -26,8 +27,8 @@ class Trainers:
         self._environment = {
             "IBPO_CWD": str(user_directory()),  # where import paths of the user's own are looked for
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores of a node
-            # Megatron's overlap of communication under TP asks for it
-            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+            # what the user chose here holds on every node
+            **{name: os.environ[name] for name in process_environment.DEFAULTS if name in os.environ},
         }
         self._group, self._placement = group, placement
         self.hosts = self._launched()

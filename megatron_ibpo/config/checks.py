@@ -108,6 +108,7 @@ def _contradictions(config: Config) -> list[str]:
         problems.append(
             "--rollout-num-gpus: only engines with GPUs of their own count them; add --no-colocate"
         )
+    problems += _size_problems(config)
     problems += _staleness_problems(config)
     problems += _lean_problems(config)
     problems += _data_problems(config)
@@ -126,6 +127,24 @@ def _contradictions(config: Config) -> list[str]:
     if run.debug_rollout_only and run.load_debug_rollout_data is not None:
         problems.append("--debug-rollout-only: cannot be combined with --load-debug-rollout-data")
     return problems
+
+
+MOST_SEQUENCES = 4_000_000
+"""Responses of a step, or corrections: each is a record in the driver's memory."""
+
+
+def _size_problems(config: Config) -> list[str]:
+    """Sizes that are fine alone and too large together."""
+    rollout = config.rollout
+    groups = max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0)
+    responses = groups * rollout.n_samples_per_prompt
+    if responses * max(1, config.algorithm.ibpo_corrections) <= MOST_SEQUENCES:
+        return []
+    return [
+        f"--n-samples-per-prompt: {groups} prompts of {rollout.n_samples_per_prompt} responses, each with up "
+        f"to {config.algorithm.ibpo_corrections} corrections, are more than the {MOST_SEQUENCES} sequences "
+        "that a step may have"
+    ]
 
 
 def _optimizer_problems(config: Config) -> list[str]:

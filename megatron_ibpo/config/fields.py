@@ -14,6 +14,8 @@ from megatron_ibpo.config.paths import Kind
 from megatron_ibpo.config.ranges import (
     AROUND_1,
     BELOW_1,
+    BYTES,
+    COUNT,
     EVAL_SETS,
     JSON_OBJECT,
     MINUTES,
@@ -56,11 +58,11 @@ class ModelConfig:
     allow_local_modules: bool = False
     """On GPUs, train without Transformer Engine or flash-linear-attention where these are not installed. Off:
     plain torch takes tens of times as long there, and a run that is so slow is most often a mistake."""
-    max_tokens_per_gpu: Annotated[int, at_least(1)] = 16384
+    max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets a
     micro-batch of its own. Bounds activation memory. Ranks that share sequences (--context-parallel-size)
     have so many each."""
-    log_probs_max_tokens_per_gpu: Annotated[int | None, at_least(1)] = None
+    log_probs_max_tokens_per_gpu: Annotated[int | None, COUNT] = None
     """The same for passes without a gradient, which keep no activations: old and reference log-probs, the
     critic's values. More tokens make fewer micro-batches; without --fuse-lm-head all their logits are held.
     None: --max-tokens-per-gpu, and the very micro-batches of the update, so that log-probs under the same
@@ -69,7 +71,7 @@ class ModelConfig:
     """Megatron's activation recomputation; "full" for long contexts on GPUs."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Which layers "full" recomputes; Megatron's --recompute-method."""
-    recompute_num_layers: Annotated[int, at_least(1)] = 1
+    recompute_num_layers: Annotated[int, COUNT] = 1
     """Layers per recomputed chunk; Megatron's --recompute-num-layers."""
     moe_aux_loss_coeff: Annotated[float, NOT_NEGATIVE] = 0.0
     """Router load-balancing loss. 0: the objective is the policy loss alone."""
@@ -82,7 +84,7 @@ class ModelConfig:
     model_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Any other field of Megatron's TransformerConfig, name=value, such as fp8=hybrid or
     recompute_modules=[core_attn,moe]; in a recipe also a mapping."""
-    lora_rank: Annotated[int | None, at_least(1)] = None
+    lora_rank: Annotated[int | None, COUNT] = None
     """Train low-rank adapters beside the weights, of this rank, and nothing else. None: train the weights."""
     lora_alpha: Annotated[float | None, POSITIVE] = None
     """What adapters add is multiplied by this over --lora-rank. None: twice the rank, as is usual, so that a
@@ -106,15 +108,15 @@ class ParallelConfig:
     """TP: ranks that share each matrix."""
     pipeline_model_parallel_size: Annotated[int, RANKS] = 1
     """PP: consecutive groups of layers."""
-    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
+    decoder_first_pipeline_num_layers: Annotated[int | None, COUNT] = None
     """Layers of the first pipeline stage, which also holds the embeddings; an even share when None."""
-    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
+    decoder_last_pipeline_num_layers: Annotated[int | None, COUNT] = None
     """Layers of the last pipeline stage, which also holds the head; an even share when None."""
     expert_model_parallel_size: Annotated[int, RANKS] = 1
     """EP: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: Annotated[int, RANKS] = 1
     """ETP: ranks that share one expert's matrices. 1, since experts are small and EP scales better."""
-    make_vocab_size_divisible_by: Annotated[int, at_least(1)] = 1
+    make_vocab_size_divisible_by: Annotated[int, within(1, 65_536)] = 1
     """Rows of embedding and head on each tensor-parallel rank are a multiple of this: the vocabulary is
     padded to the next multiple of this times TP. Padding has no part in what is computed, sent or exported.
     1, where Megatron-LM has 128: rows are added only where TP does not divide the vocabulary, and the
@@ -240,7 +242,7 @@ class LossConfig:
     """Importance correction, alone or with one of the above, LOW HIGH: a sequence weighs 0 where the
     geometric mean of its tokens' ratios lies outside. The mean is near 1, so bounds are tight, such as
     0.99 1.01."""
-    num_steps_per_rollout: Annotated[int, at_least(1)] = 1
+    num_steps_per_rollout: Annotated[int, COUNT] = 1
     """Optimizer steps (mini-batches of whole prompts) per rollout. With 1 all ratios to recomputed log-probs
     are 1."""
 
@@ -285,7 +287,7 @@ class AlgorithmConfig:
     """β: Δ of a successful correction that is no rewrite."""
     ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
     """K: solutions compared in one correction prompt, the wrong one included."""
-    ibpo_corrections: Annotated[int, at_least(0)] = 1
+    ibpo_corrections: Annotated[int, within(0, 1024)] = 1
     """M: corrections sampled for each wrong response, of reset-groups suffixes; 0 turns compare-and-correct
     off."""
     ibpo_gate: bool = False
@@ -326,7 +328,7 @@ class AlgorithmConfig:
     token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.075
     """Factor of "wrong-weight" on the gradient of a wrong response. Tuning chose 0.075 of 0.0375, 0.075 and
     0.15 on the tasks of the suite (docs/studies.md); 1 changes nothing."""
-    token_credit_tokens: Annotated[int, at_least(1)] = 2
+    token_credit_tokens: Annotated[int, COUNT] = 2
     """w, how many tokens of a wrong response count: the width of a window, and of "wrong-weight-by-length"
     the sum of its factors. 2 was the best of those tried on the tiny tasks."""
     token_credit_unit: Literal["token", "step"] = "token"
@@ -358,7 +360,7 @@ class AlgorithmConfig:
     groups without a correct response are corrected first, and stay if some corrections succeed. The default
     where there are corrections, which those groups need most; it costs the corrections of groups that are
     passed over in the end."""
-    dynamic_sampling_rounds: Annotated[int, at_least(1)] = 10
+    dynamic_sampling_rounds: Annotated[int, COUNT] = 10
     """Batches of --rollout-batch-size prompts that a step may sample for that. Prompts of rounds that a step
     does not need are passed over, so that the order of prompts depends on no result. 10 as in DAPO."""
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
@@ -428,7 +430,7 @@ class DataConfig:
     code_timeout: Annotated[float, SECONDS] = 6.0
     """Seconds that a program may take for one test of a code problem. All tests of a response have to fit
     into --reward-timeout. 6: LiveCodeBench's."""
-    code_memory_mb: Annotated[int, at_least(64)] = 1024
+    code_memory_mb: Annotated[int, within(64, 2**24)] = 1024
     """MiB of address space that a program of a code problem may take. 1024: what most judges allow."""
     code_executor: str | None = None
     """Server that runs the programs of code problems, http://HOST:PORT, by SandboxFusion's protocol. None: in
@@ -448,13 +450,13 @@ class RolloutConfig:
     """What samples. "lean": the trainer's own process in plain torch and float32, without Ray; for studies of
     dense Qwen3 of up to 4 M parameters on a processor, where starting vLLM takes longer than training
     (docs/studies.md)."""
-    rollout_batch_size: Annotated[int, at_least(1)] = 32
+    rollout_batch_size: Annotated[int, COUNT] = 32
     """P: prompts per rollout."""
-    n_samples_per_prompt: Annotated[int, at_least(1)] = 8
+    n_samples_per_prompt: Annotated[int, COUNT] = 8
     """G: responses per prompt."""
-    rollout_max_response_len: Annotated[int, at_least(1)] = 8192
+    rollout_max_response_len: Annotated[int, COUNT] = 8192
     """Tokens a response may have."""
-    rollout_max_context_len: int | None = None
+    rollout_max_context_len: Annotated[int | None, COUNT] = None
     """Tokens that prompt and response may have together; the model's own limit when None."""
     rollout_temperature: Annotated[float, above(0, "greedy samples of a prompt are all the same")] = 1.0
     """Divides the logits before sampling. 1: the policy that the trainer sees."""
@@ -486,14 +488,15 @@ class RolloutConfig:
     vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Any other argument of vLLM's engine, name=value with the names of its EngineArgs; in a recipe also a
     mapping."""
-    vllm_dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
-    """Precision of sampling; bfloat16 is the only one vLLM's CPU kernels take for Qwen3-Next."""
+    vllm_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of sampling. auto: the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM takes
+    no float32: beside quantization, and on CPUs for models with delta nets."""
     vllm_gpu_memory_utilization: Annotated[float, SHARE] = 0.6
     """Share of a GPU's memory for weights and KV cache of a colocated engine."""
-    vllm_kv_cache_bytes: Annotated[int | None, at_least(1)] = None
+    vllm_kv_cache_bytes: Annotated[int | None, BYTES] = None
     """KV-cache bytes per engine rank. On CPUs 512 MiB when None (vLLM's default takes a share of all
     RAM); on GPUs None leaves it to the utilization."""
-    vllm_max_num_seqs: Annotated[int, at_least(1)] = 256
+    vllm_max_num_seqs: Annotated[int, COUNT] = 256
     """Sequences decoded at once by one engine."""
     vllm_enforce_eager: bool = False
     """Do not compile or capture graphs. Always so on CPUs, where compiling was 20x slower."""
@@ -503,11 +506,11 @@ class RolloutConfig:
     engine_stall_timeout: Annotated[float, SECONDS] = 300.0
     """Seconds in which an engine that has requests must write a token; one that does not is ended and
     replaced. 300: the longest step, many long prompts at once, takes a minute."""
-    max_staleness: Annotated[int, at_least(0)] = 0
+    max_staleness: Annotated[int, within(0, 1000)] = 0
     """How many steps older than the policy that is trained the weights behind a batch's oldest token may be.
     0: sampling waits for every update (on-policy). With S ≥ 1 it runs ahead of training by up to S batches,
     and running responses go on with new weights as these come."""
-    over_sampling_batch_size: Annotated[int | None, at_least(1)] = None
+    over_sampling_batch_size: Annotated[int | None, COUNT] = None
     """Groups to have under way for a batch of --rollout-batch-size, of which the first that are complete are
     taken. The others go on, up to --max-staleness; past that they are given up, counted, and their prompts
     are asked again. Favours short responses (metric length_bias). None: no more than are taken."""
@@ -523,7 +526,7 @@ class RolloutConfig:
     trainer's routers choose them again, for old log-probs and in the optimizer steps (R3, arXiv 2510.11370).
     Off: it takes layers x experts per token bytes (two each above 255 experts) of record a token, on the way,
     in the journal and in the driver's memory: 960 for Qwen3-Next-80B."""
-    update_weight_buffer_size: Annotated[int, at_least(1)] = 512 * 1024**2
+    update_weight_buffer_size: Annotated[int, BYTES] = 512 * 1024**2
     """Bytes of one bucket of the weight update. It costs a trainer at most two of them on top of its weights.
     512 MiB: large enough to keep the transport busy."""
     update_weight_timeout: Annotated[float, SECONDS] = 600.0
@@ -581,13 +584,13 @@ class RunConfig:
     """Run directory or its checkpoints directory to resume from."""
     eval_interval: Annotated[int | None, at_least(1)] = None
     """Steps between evaluations; only at start and end when None."""
-    eval_num_prompts: Annotated[int, at_least(0)] = 2048
+    eval_num_prompts: Annotated[int, within(0, 10_000_000)] = 2048
     """Held-out prompts used; 0 turns evaluation off."""
     eval_preset: str | None = None
     """How held-out prompts are sampled where no flag below says so: qwen3-32b or qwen3-next-80b-a3b, the
     paper's settings of these models (avg@64). None: a benchmark's own number of samples, and training's
     settings."""
-    n_samples_per_eval_prompt: Annotated[int | None, at_least(1)] = None
+    n_samples_per_eval_prompt: Annotated[int | None, within(1, 65_536)] = None
     """Responses per held-out prompt at --eval-temperature; greedy is evaluated as well. With several,
     pass@k, maj@k and best-of-k of them too. None: what --eval-preset or the benchmark says, else 1."""
     eval_temperature: Annotated[float | None, POSITIVE] = None
@@ -603,7 +606,7 @@ class RunConfig:
     """The same for --rollout-top-p."""
     eval_top_k: Annotated[int | None, or_word(-1, at_least(1), "off")] = None
     """The same for --rollout-top-k."""
-    eval_max_response_len: Annotated[int | None, at_least(1)] = None
+    eval_max_response_len: Annotated[int | None, COUNT] = None
     """Tokens that a response to a held-out prompt may have. None: as --eval-preset says, else
     --rollout-max-response-len."""
     eval_compare_and_correct: bool = False
@@ -620,11 +623,11 @@ class RunConfig:
     gradient_meter_interval: Annotated[int | None, at_least(1)] = None
     """Steps between measurements of the policy gradient's noise over prompts, for the objective in use and
     for GSPO on the same responses; never when None."""
-    gradient_meter_blocks: Annotated[int, at_least(2, "a spread needs two of them")] = 4
+    gradient_meter_blocks: Annotated[int, within(2, 10_000_000, "a spread needs two of them")] = 4
     """Parts that the prompts of a measurement are cut into, a backward pass each. From --rollout-batch-size
     on each prompt is one, which is exact; 2 are two halves, the cheapest. All are unbiased; more are less
     scattered. 4 keeps the cost at interval 10 near a tenth of a run of the tiny models."""
-    operator_skill_prompts: Annotated[int, at_least(0)] = 16
+    operator_skill_prompts: Annotated[int, within(0, 100_000)] = 16
     """Prompts on which a run that has responses corrected measures, before its first step, whether
     corrections succeed more often than another try. Each is answered as in training, and two of its wrong
     responses are corrected and answered anew: G + 4 samples. 0: not measured. 16: about the sampling of one
@@ -642,14 +645,14 @@ class RunConfig:
     """Ranks to plan for in a dry run; the launcher's world size when None."""
     dry_run_gpu_memory_gib: Annotated[float, within(1, 1_000_000)] = 80.0
     """Memory of one GPU that the plan must fit."""
-    dry_run_gpus_per_node: Annotated[int, at_least(1)] = 8
+    dry_run_gpus_per_node: Annotated[int, RANKS] = 8
     """GPUs of one node in a dry run."""
     dry_run_hardware: Annotated[str | None, Kind.NAME_OR_YAML] = None
     """Kind of GPU, such as h100, for which a dry run predicts the seconds of a step; docs/planner.md lists
     them, with the errors of its predictions. Or a file of `ibpo calibrate` that describes this machine. A run
     compares the same prediction with what it took. None: a dry run predicts no time, and a run that of the
     GPUs that it has, where they are known."""
-    dry_run_response_len: Annotated[int | None, at_least(1)] = None
+    dry_run_response_len: Annotated[int | None, COUNT] = None
     """Mean tokens of a response in that prediction. None: half of --rollout-max-response-len, since nothing
     tells before the first step."""
     gpu_hour_price: Annotated[float | None, NOT_NEGATIVE] = None
@@ -669,7 +672,7 @@ class ClusterConfig:
     node_wait: Annotated[float, NOT_NEGATIVE] = 600.0
     """Seconds for which a run that has lost a node with trainers, or all its engines, waits until the cluster
     has room for it again. 600: time for a scheduler to bring another node."""
-    object_store_bytes: Annotated[int | None, at_least(1)] = None
+    object_store_bytes: Annotated[int | None, BYTES] = None
     """Shared memory of each node's object store, through which records travel. Follows the size of a step's
     records when None."""
 

@@ -59,6 +59,10 @@ SECONDS = Range(lambda value: 0 < value <= 2_000_000, "above 0 and at most 20000
 MINUTES = Range(lambda value: 0 < value <= 30_000, "above 0 and at most 30000 (20 days)")
 RANKS = within(1, 10_000_000)
 """Processes or GPUs: beyond any cluster, and few enough to be counted one by one."""
+COUNT = within(1, 10_000_000)
+"""Tokens, sequences or layers: beyond any run, and few enough to be listed one by one."""
+BYTES = within(1, 2**50)
+"""Of memory: a petabyte is more than any machine has."""
 SEED = Range(lambda value: 0 <= value < 2**62, "at least 0 and below 2^62")
 """Megatron and torch add to it what tells ranks apart, in 64 bits."""
 NAMED_VALUES = Range(

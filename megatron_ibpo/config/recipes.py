@@ -14,6 +14,7 @@ import yaml
 from megatron_ibpo.config.entries import ENTRIES, Entry
 from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.fields import Config
+from megatron_ibpo.user_files import RECIPE_BYTES, UserFileError, read_user_file
 from megatron_ibpo.words import shown
 
 
@@ -52,7 +53,10 @@ def read_yaml(path: Path, name: str) -> Any:
             underscores count as equal.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = read_user_file(path, RECIPE_BYTES)
+        return yaml.load(content.decode(), _Loader)
+    except UserFileError as error:
+        raise ConfigError(f"{name}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
     except _RepeatedKeyError as error:

@@ -21,7 +21,7 @@ Step = tuple[int, int, str | None]
 """(first token, token after the last, text as it is compared); the end-of-sequence id is one without text."""
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?")
-_AROUND_SIGNS = re.compile(r"\s*([^\w\s])\s*")
+_AROUND_SIGNS = re.compile(r"(?:(?<!\s)\s++)?+([^\w\s])\s*+")
 
 
 def divergence_cut(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:

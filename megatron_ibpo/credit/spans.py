@@ -9,8 +9,8 @@ from megatron_ibpo.records import Sample, TokenIds
 
 _ENDS = re.compile(
     r"\n+"
-    r"|[.!?;]+(?=\s|$)"  # of a sentence; not the point of a number
-    r"|=\s*[-+]?\s*[$€£]?\s*\d+(?:[.,]\d+)*"  # of a calculation: its result
+    r"|(?<![.!?;])[.!?;]++(?=\s|$)"  # of a sentence; not the point of a number
+    r"|=\s*+(?:[-+]\s*+)?(?:[$€£]\s*+)?\d++(?:[.,]\d++)*+"  # of a calculation: its result
 )
 
 

@@ -11,6 +11,7 @@ from megatron_ibpo.config import nearest, searched
 from megatron_ibpo.data.rows import LARGEST_COMPRESSED, Rows, read_jsonl
 from megatron_ibpo.data.tables import ArrowFile, Files, JsonLines, Parquet, Row, Table
 from megatron_ibpo.data.tokenizer import DataError, read_object
+from megatron_ibpo.user_files import check_user_file
 
 SMALL_ROWS = 8192
 """Up to so many rows are read and checked whole before anything starts."""
@@ -35,7 +36,8 @@ def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
     """
     if not path.exists():
         raise DataError(f"prompt file {path}: no such file{searched(path)}")
-    if path.is_file():
+    if not path.is_dir():
+        check_user_file(path)
         if not path.name.endswith(SUFFIXES):
             raise DataError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
         return [path]
@@ -52,6 +54,8 @@ def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
     files = next(iter(by_split.values()))
     if split is not None or len(by_split) > 1:
         files = _part(by_split, path, role, split)
+    for file in files:
+        check_user_file(file)
     if len(folders := {file.parent for file in files}) > 1:
         raise DataError(
             f"{path}: several data sets ({', '.join(sorted(map(str, folders)))}); name one of them"

@@ -52,8 +52,9 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
             "task": row.get("task") or row.get("data_source"),
             "metadata": row.get("metadata") or row.get("extra_info"),
         }
-    question = _field(row, input_key, "text or a list of messages", "--input-key")
-    label = _field(row, label_key, "text or a number", "--label-key")
+    _check_keys(row, {input_key: "--input-key", label_key: "--label-key"})
+    question = _checked(row[input_key], input_key, "text or a list of messages")
+    label = _checked(row[label_key], label_key, "text or a number")
     metadata = _plain_value(_optional(row, "metadata", "an object") or {})
     for name in ("rm_type", "id"):
         kind = "text" if name == "rm_type" else "text or a number"
@@ -82,12 +83,18 @@ def has_value(row: Row, field: str, value: str) -> bool:
     return str(found) == value
 
 
-def _field(row: Row, key: str, kind: str, flag: str) -> Any:
-    """row[key], which must be there, of one of the types of `kind` and not an empty text or list."""
-    if key not in row:
-        found = listed([repr(name)[:60] for name in row], most=20)
-        raise DataError(f"no field {key!r} (found: {found or 'none'}); {flag} names another")
-    return _checked(row[key], key, kind)
+def _check_keys(row: Row, flags: Mapping[str, str]) -> None:
+    """Refuse a row without these fields, and name the flag of each that is missing."""
+    missing = [key for key in flags if key not in row]
+    if not missing:
+        return
+    found = listed([repr(name)[:60] for name in row], most=20)
+    said = " and ".join(flags[key] for key in missing)
+    many = len(missing) > 1
+    raise DataError(
+        f"no field {' and no field '.join(map(repr, missing))} (found: {found or 'none'}); "
+        f"{said} {'name others' if many else 'names another'}"
+    )
 
 
 def _optional(row: Row, key: str, kind: str) -> Any:

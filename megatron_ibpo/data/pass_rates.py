@@ -18,6 +18,7 @@ from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.policy_digest import policy_digest
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
     Raises:
         DataError: another line is damaged.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    content = read_user_file(path, RECORD_BYTES).decode() if path.exists() else ""
     found = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         try:
             row = read_json(line)
             if row["policy"] == policy:

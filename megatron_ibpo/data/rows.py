@@ -26,6 +26,7 @@ from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, parsed_
 from megatron_ibpo.data.tally import BAD_ROW, DUPLICATE, NOT_CHOSEN, TOO_LONG, Tally
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 from megatron_ibpo.records import Prompt
+from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
 
 OWN_SCHEME = "import://"
 """Starts the URL of rows that a function of the user's own gives: `import://package.module:function`."""
@@ -224,7 +225,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, "Row | DataError"]]:
     """
     if not path.is_file():
         raise DataError(f"prompt file {path}: no such file{searched(path)}")
-    content = _decompressed(path) if path.suffix == ".gz" else path.read_bytes()
+    content = _decompressed(path) if path.suffix == ".gz" else read_user_file(path, RECORD_BYTES)
     check_encoding(path, content)
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():

@@ -4,7 +4,8 @@ Everything else sees token ids. Pieces of a prompt are encoded one by one and jo
 add nothing of its own: no special tokens, no leading space.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
+from megatron_ibpo.words import shown
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """Files of a Hugging Face directory that `load_tokenizer` may read."""
+
+MOST_IDS = 2**24
+"""A tokenizer's tables are as long as its largest id. Published vocabularies have a fiftieth of this."""
 
 Message = dict[str, str]
 """One chat turn: {"role": ..., "content": ...}."""
@@ -90,6 +96,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if (path / "tokenizer.model").exists() and not (path / "tokenizer.json").exists():
         return SentencePieceTokenizer(path / "tokenizer.model")
 
+    _check_files(path)
     try:
         tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
     except Exception as error:
@@ -100,6 +107,48 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "tokenizer.json and tokenizer_config.json, or a SentencePiece tokenizer.model"
         ) from error
     return HuggingFaceTokenizer(tokenizer, str(path))
+
+
+def _check_files(path: Path) -> None:
+    """Refuse what the library would read without end, or give a table as long as the largest id.
+
+    Raises:
+        DataError: a file is none or too large, or an id is out of range.
+    """
+    present = [path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)]
+    for file in present:
+        try:
+            check_user_file(file, JSON_BYTES)
+        except (OSError, UserFileError) as error:
+            raise DataError(f"tokenizer {file}: {error}") from None
+    for file in present:
+        if file.suffix == ".json":
+            _check_ids(file, read_object(file))
+
+
+def _check_ids(file: Path, content: dict[str, Any]) -> None:
+    for ids in _tables_of_ids(file.name, content):
+        for token, number in ids.items():
+            if type(number) is not int or not 0 <= number < MOST_IDS:
+                raise DataError(
+                    f"{file}: {shown(token)} has the id {shown(number)}; it must be a whole number from 0 to "
+                    f"{MOST_IDS - 1}"
+                )
+
+
+def _tables_of_ids(name: str, content: dict[str, Any]) -> Iterator[dict[Any, Any]]:
+    """Token → id, as the files of a tokenizer have them."""
+    if name in ("vocab.json", "added_tokens.json"):
+        yield content
+    if name == "tokenizer.json":
+        model, added = content.get("model"), content.get("added_tokens")
+        if isinstance(model, dict) and isinstance(vocabulary := model.get("vocab"), dict):
+            yield vocabulary
+        if isinstance(added, list):
+            yield {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
+    decoder = content.get("added_tokens_decoder")
+    if name == "tokenizer_config.json" and isinstance(decoder, dict):
+        yield {key: int(key) if key.isdecimal() and len(key) < 20 else key for key in decoder}
 
 
 def _tokenizer_class(path: Path) -> Any:
@@ -124,7 +173,9 @@ def read_object(path: Path) -> dict[str, Any]:
         DataError: it holds something else.
     """
     try:
-        content = read_json(path.read_bytes())
+        content = read_json(read_user_file(path, JSON_BYTES))
+    except (OSError, UserFileError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -228,7 +279,7 @@ class SentencePieceTokenizer:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
         try:
-            model = ModelProto.FromString(path.read_bytes())
+            model = ModelProto.FromString(read_user_file(path, JSON_BYTES))
             self._start = SentencePieceProcessor(model_proto=model.SerializeToString())
         except Exception as error:
             raise DataError(f"tokenizer {path}: not a SentencePiece model ({error})") from error

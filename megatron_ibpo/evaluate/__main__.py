@@ -29,9 +29,9 @@ from rich.progress import (
 )
 
 from megatron_ibpo.checks import check_evaluation
+from megatron_ibpo.command import DONE, command, guarded
 from megatron_ibpo.config import Config, ConfigError, parse_config, path_of_user
-from megatron_ibpo.train import DONE, INTERRUPTED, lacking, refuse
-from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.train import check_installed
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
 from megatron_ibpo.words import counted
 
@@ -68,61 +68,51 @@ class Comparison:
     """What is compared, by its name in results.json: accuracy, greedy_accuracy, majority_accuracy, …"""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate as the flags say. Returns the exit status: 0 done, 2 bad input, 130 interrupted; raises when
-    the evaluation fails."""
+    """Evaluate as the flags say. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if words[:1] == ["compare"]:
-            return compare(tyro.cli(Comparison, args=words[1:], prog="megatron_ibpo.evaluate compare"))
-        policy = policy_of(words)
-        check_evaluation(policy.config)
-        return evaluate_policy(policy)
-    except (ConfigError, CheckpointError) as error:
-        return refuse(error)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr, flush=True)
-        return INTERRUPTED
+    if words[:1] == ["compare"]:
+        compare(tyro.cli(Comparison, args=words[1:], prog="megatron_ibpo.evaluate compare"))
+        return DONE
+    policy = policy_of(words)
+    check_evaluation(policy.config)
+    logs = policy.config.run.run_dir / "logs"
+    return guarded(
+        lambda: evaluate_policy(policy), logs=logs, stopped="stopped; the same command goes on from here"
+    )
 
 
-def compare(asked: Comparison) -> int:
-    """Show how two evaluations differ. Returns the exit status."""
+def compare(asked: Comparison) -> None:
+    """Show how two evaluations differ."""
     from megatron_ibpo.report.display import open_console
     from megatron_ibpo.study.evaluations import compare_evaluations, comparison_notes, comparison_table
 
     first, second = path_of_user(asked.first), path_of_user(asked.second)
-    try:
-        compared = compare_evaluations(first, second, asked.measure)
-    except ValueError as error:
-        return refuse(error)
+    compared = compare_evaluations(first, second, asked.measure)
     console = open_console()
     title = f"{asked.measure}, first: {asked.first}, second: {asked.second}"
     for text in (title, *comparison_notes(compared)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print(comparison_table(compared))
-    return DONE
 
 
-def evaluate_policy(policy: Policy) -> int:
+def evaluate_policy(policy: Policy) -> None:
     """The whole evaluation."""
-    if lacks := lacking():
-        return refuse(lacks)
+    check_installed()
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.report import Stages
     from megatron_ibpo.report.evaluated import report_evaluation
-    from megatron_ibpo.startup import START_ERRORS, open_evaluation
+    from megatron_ibpo.startup import open_evaluation
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does
     stages = Stages()
     with ExitStack() as stack:
-        try:
-            with stages("convert"):
-                config = stack.enter_context(_with_weights(policy))
-            with stages("start"):
-                opened = stack.enter_context(open_evaluation(config, policy.name))
-        except START_ERRORS as error:
-            return refuse(error)
+        with stages("convert"):
+            config = stack.enter_context(_with_weights(policy))
+        with stages("start"):
+            opened = stack.enter_context(open_evaluation(config, policy.name))
         print(opened.where, flush=True)
         for note in opened.task.notes:
             print(note, flush=True)
@@ -141,7 +131,6 @@ def evaluate_policy(policy: Policy) -> int:
                 "verifier_deaths": opened.verifiers.deaths,
             },
         )
-    return DONE
 
 
 def policy_of(words: Sequence[str]) -> Policy:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ibpo.config import path_in_recipe, searched
 from megatron_ibpo.data import DataError
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import RECORD_BYTES, check_user_file, read_user_file, user_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -59,6 +60,8 @@ def _files(path: str) -> list[Path]:
     found = path_in_recipe(path)
     if not found.exists():
         raise DataError(f"benchmark file {found}: no such file{searched(found)}")
+    if not found.is_dir():
+        check_user_file(found)
     files = [found] if found.is_file() else sorted(file for file in found.rglob("*") if _is_data(file))
     if not files or not all(map(_is_data, files)):
         raise DataError(
@@ -74,8 +77,8 @@ def _is_data(file: Path) -> bool:
 def _of_lines(file: Path) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+            for number, line in enumerate(user_lines(opened, file), start=1):
                 if line.strip():
                     where = f"{file}, line {number}"
                     yield where, _object(_json(line, where), where)
@@ -84,7 +87,7 @@ def _of_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _of_list(file: Path) -> Iterator[tuple[str, Row]]:
-    content = _json(file.read_bytes(), str(file))
+    content = _json(read_user_file(file, RECORD_BYTES), str(file))
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a JSON list of objects, found {type(content).__name__}")
     for number, row in enumerate(content):

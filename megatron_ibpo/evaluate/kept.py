@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ibpo.evaluate.samples import Asked, EvalSample, Key
 from megatron_ibpo.records import Prompt
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
 
 RESULTS_FILE = "results.json"
 UNFINISHED, FINISHED = "unfinished", "finished"
@@ -165,7 +166,7 @@ def read_results(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = read_json(path.read_bytes())
+        content = read_json(read_user_file(path, RECORD_BYTES))
         entries = content["sets"].values()
         fine = all(isinstance(entry["settings"], dict) for entry in entries)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -202,7 +203,7 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
         own_hash: of the settings that every line must have been made by.
     """
     samples = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    for number, line in enumerate(read_user_file(path, RECORD_BYTES).splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             break
         where = f"{path}, line {number}"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from megatron_ibpo.user_files import check_user_file
+
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")
 """Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here: a damaged length is
@@ -52,6 +54,7 @@ def records(path: Path) -> Iterator[Record | Damage]:
     Where a payload is damaged, its header says where the next record begins. Where a header is, the next one
     that has its checksum is looked for.
     """
+    check_user_file(path)
     with path.open("rb") as file:
         size, offset = os.fstat(file.fileno()).st_size, 0
         while offset < size:

@@ -91,11 +91,27 @@ def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str,
         parts["experts"] = (library, "grouped products" if fast else "one product after the other")
     if shape.is_recurrent:
         parts["delta net"] = (
-            ("flash-linear-attention", "Triton kernels")
+            ("flash-linear-attention", _delta_net_kernels())
             if backends.flash_linear_attention
             else ("torch", "chunks one after the other")
         )
     return parts
+
+
+def _delta_net_kernels() -> str:
+    """Name the kernels that flash-linear-attention 0.6 would run in this process: its own in Triton, unless
+    another back end is installed and enabled (FLA_TILELANG, FLA_FLASH_QLA)."""
+    registries = getattr(sys.modules.get("fla.backends"), "_operation_registries", {})
+    others = {
+        backend.backend_type
+        for operation in ("common", "gated_delta_rule")
+        if operation in registries
+        for backend in registries[operation]._get_sorted_backends()
+        if backend.is_available() and backend.is_enabled()
+    }
+    return (
+        f"{' and '.join(sorted(others))} where they can, else Triton kernels" if others else "Triton kernels"
+    )
 
 
 def _import_failure(*modules: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_ibpo.models.families import FAMILIES, family_part
 from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, UserFileError, read_user_file
 from megatron_ibpo.words import shown
 
 
@@ -127,9 +128,13 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
     if not hf_dir.is_dir():
         raise ModelConfigError(f"no checkpoint directory {hf_dir}: --hf-checkpoint must name one")
     try:
-        raw = read_json(path.read_bytes())
+        raw = read_json(read_user_file(path, JSON_BYTES))
     except FileNotFoundError:
         raise ModelConfigError(f"{hf_dir} holds no config.json: is it a Hugging Face checkpoint?") from None
+    except UserFileError as error:
+        raise ModelConfigError(str(error)) from None
+    except OSError as error:
+        raise ModelConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ModelConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -137,9 +142,13 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelConfigError(f"{path}: model_type {shown(family)} is unknown; one of {', '.join(FAMILIES)}")
-    return family_part(family, "shape").read(Fields(raw, path))
+    fields = Fields(raw, path)
+    fields.refuse_quantization()
+    return family_part(family, "shape").read(fields)
 
 
+UNPACKED = "mxfp4"
+"""The one quantization that is read, as bfloat16."""
 MOST = 2**31 - 1
 """Of anything that config.json counts; C counts no further."""
 MOST_REPEATED = 100_000
@@ -170,6 +179,13 @@ class Fields:
             raise self.error(f"{name} must be a number, is {shown(value)}")
         return float(value)
 
+    def epsilon(self, default: float = 1e-6) -> float:
+        """What RMSNorm adds to a mean of squares: with 0 or less a row of zeros becomes NaN."""
+        value = self.number("rms_norm_eps", default)
+        if not 0 < value < 1:
+            raise self.error(f"rms_norm_eps must be above 0 and below 1, is {value:g}")
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw.get(name, default)
         if not isinstance(value, bool):
@@ -179,6 +195,19 @@ class Fields:
     def refuse(self, name: str, *allowed: Any) -> None:
         if (value := self.raw.get(name)) not in (None, *allowed):
             raise self.error(f"{name}={shown(value)} is not supported")
+
+    def refuse_quantization(self) -> None:
+        """Refuse weights in other formats, which would be missing or be read as if they were numbers."""
+        inner = self.raw.get("text_config")
+        for raw in (self.raw, inner) if isinstance(inner, dict) else (self.raw,):
+            if (quantization := raw.get("quantization_config")) is None:
+                continue
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            if method != UNPACKED:
+                raise self.error(
+                    f"quantization_config with quant_method {shown(method)} is not supported, only "
+                    f"{UNPACKED}; take the model in bfloat16"
+                )
 
     def groups(self, heads: str, shared: str) -> tuple[int, int]:
         """(heads, heads that several of those share), by their fields' names."""
@@ -223,7 +252,7 @@ def common_fields(
         "rotary_dim": rotary_dim,
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": fields.epsilon(),
         "max_position_embeddings": fields.count("max_position_embeddings", 32768),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "initializer_range": fields.number("initializer_range", 0.02),
@@ -262,7 +291,10 @@ def _rope(fields: Fields, default_share: float) -> tuple[float, float, RopeScali
         raise fields.error(f"rope_scaling must be an object, is {shown(scaling)}")
     merged = Fields({**old, **scaling, **new}, fields.path)
     share = merged.number("partial_rotary_factor", default_share)
-    return merged.number("rope_theta", 10000.0), share, _rope_scaling(merged, share)
+    theta = merged.number("rope_theta", 10000.0)
+    if theta < 1:
+        raise fields.error(f"rope_theta must be at least 1, is {theta:g}")
+    return theta, share, _rope_scaling(merged, share)
 
 
 def _rope_scaling(rope: Fields, share: float) -> RopeScaling | None:

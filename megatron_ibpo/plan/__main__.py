@@ -9,18 +9,18 @@ the flags of a run on this machine, measures what its predictions need.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
 
+from megatron_ibpo.checks import check_settings
 from megatron_ibpo.choice import choose_recipe
+from megatron_ibpo.command import BAD_INPUT, DONE, command
 from megatron_ibpo.config import parse_config, write_config
-from megatron_ibpo.models import ModelConfigError, read_hf_config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.prediction import lines
 from megatron_ibpo.plan.search import Found, search
-
-BAD_INPUT = 2
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Search:
     """PNG file that shows a step of the best, who works when."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Search or calibrate. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["calibrate"]:
         from megatron_ibpo.calibrate import main as calibrate  # with all that a run imports
@@ -54,18 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] != ["search"]:
         print(__doc__)
         return 0 if words in (["-h"], ["--help"]) else BAD_INPUT
-    try:
-        return run(tyro.cli(Search, args=words[1:], description=__doc__))
-    except (ModelConfigError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    run(tyro.cli(Search, args=words[1:], description=__doc__))
+    return DONE
 
 
-def run(arguments: Search) -> int:
+def run(arguments: Search) -> None:
+    """Print the layouts found, and write what else is asked for."""
     shape = read_hf_config(arguments.hf_checkpoint)
     recipe = arguments.config or choose_recipe(shape, arguments.gpus).path
     config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(arguments.hf_checkpoint)])
     config.run.dry_run_response_len = arguments.response_len
+    planned = replace(config.run, dry_run=True, dry_run_world_size=arguments.gpus)
+    check_settings(replace(config, run=planned))
     found = search(config, arguments.gpus, arguments.hardware, arguments.top)
     for place, layout in enumerate(found, 1):
         print(f"{place}. {layout.seconds:,.1f} s a step: {described(layout)}")
@@ -81,7 +83,6 @@ def run(arguments: Search) -> int:
 
         plot_step(timeline(best.setting), LANES, arguments.picture, title=described(best))
         print(f"its step: {arguments.picture}")
-    return 0
 
 
 def described(found: Found) -> str:

@@ -70,7 +70,7 @@ def make_plan(
     assert config.model.hf_checkpoint is not None  # check_config saw to it
     shape = read_hf_config(config.model.hf_checkpoint)
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
-    config = on_device(config, on_gpu=True)
+    config = on_device(config, on_gpu=True, has_delta_nets=shape.is_recurrent)
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
     mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
     problems = check_layout(shape, config.parallel, world_size, chunks, mtp)

@@ -15,6 +15,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.efficiencies import Efficiencies, Fitted, fitted
 from megatron_ibpo.plan.hardware import Hardware, hardware_of, read_hardware
+from megatron_ibpo.user_files import RECIPE_BYTES, read_user_file
 
 _HEAD = "# Made by `ibpo calibrate`; megatron_ibpo/plan/machine.py says what is what.\n"
 
@@ -72,7 +73,7 @@ def find_machine(named: str) -> Machine:
         return Machine(hardware=read_hardware(named), known=fitted())
     path = Path(named)
     try:
-        raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = yaml.safe_load(read_user_file(path, RECIPE_BYTES))
         reached = Efficiencies(**{name: float(value) for name, value in raw["reached"].items()})
         seen = {**raw["seen"], "responses": tuple(map(float, raw["seen"]["responses"]))}
         return Machine(

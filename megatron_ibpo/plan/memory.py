@@ -376,8 +376,7 @@ def _trainer_element(config: Config) -> int:
 
 
 def _engine_element(config: Config) -> int:
-    dtype = config.rollout.vllm_dtype
-    return 4 if dtype == "float32" or (dtype == "auto" and not config.model.bf16) else 2
+    return 4 if config.rollout.vllm_dtype == "float32" else 2
 
 
 def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int) -> int:

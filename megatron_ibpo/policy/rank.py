@@ -29,7 +29,6 @@ from megatron_ibpo.policy.residence import Held, Residence
 from megatron_ibpo.policy.saving import Order as SaveOrder
 from megatron_ibpo.policy.saving import Saver
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.quiet import hush_megatron
 from megatron_ibpo.records import Floats
 from megatron_ibpo.weights.formats.load import load_hf, load_mtp
 from megatron_ibpo.weights.formats.retention import Keep
@@ -54,7 +53,6 @@ class TrainerRank:
             ValueError, OSError: a layout, checkpoint or model that does not serve, or a machine that lacks a
                 library.
         """
-        hush_megatron()
         assert config.model.hf_checkpoint is not None  # check_config saw to it
         self.config = config
         shape = read_hf_config(config.model.hf_checkpoint)

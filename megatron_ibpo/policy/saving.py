@@ -108,7 +108,7 @@ class Saver:
         directories = [partial] if critic is None else [partial, partial / CRITIC]
 
         def prepare() -> None:
-            order.directory.mkdir(parents=True, exist_ok=True)
+            order.directory.mkdir(exist_ok=True)  # in the run's directory, which is there or was deleted
             remove_leftovers(order.directory)
             for directory in directories:
                 directory.mkdir()

@@ -1,6 +1,6 @@
 """What a run shows and keeps: metrics, progress, curves, summary, recorded rollouts."""
 
-from megatron_ibpo.report.alarms import RewardErrorRateError, check_reward_errors, step_alarms
+from megatron_ibpo.report.alarms import RewardErrorRateError, check_reward_errors, rounding_bound, step_alarms
 from megatron_ibpo.report.display import Size
 from megatron_ibpo.report.metrics import read_rows
 from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
@@ -34,6 +34,7 @@ __all__ = [
     "prepare_run_dir",
     "read_rows",
     "rollout_path",
+    "rounding_bound",
     "run_sizes",
     "save_groups",
     "save_outcomes",

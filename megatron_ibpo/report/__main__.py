@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-BAD_INPUT = 2
+from megatron_ibpo.command import command
 
 
 @dataclass
@@ -45,20 +45,16 @@ class Page:
 Arguments = Annotated[Serve, tyro.conf.subcommand("serve")] | Annotated[Page, tyro.conf.subcommand("page")]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 2 bad input."""
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Show runs as the flags say. Returns the exit status."""
     arguments: Serve | Page = tyro.cli(Arguments, args=argv, description=__doc__)
-    try:
-        if not arguments.runs:
-            raise ValueError("which run? Name the directory of one, as in: bash tools/ibpo.sh serve runs/a")
-        if isinstance(arguments, Serve):
-            _serve(arguments)
-        else:
-            _write(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return 0
+    if not arguments.runs:
+        raise ValueError("which run? Name the directory of one, as in: bash tools/ibpo.sh serve runs/a")
+    if isinstance(arguments, Serve):
+        _serve(arguments)
+    else:
+        _write(arguments)
 
 
 def _serve(arguments: Serve) -> None:

@@ -1,12 +1,14 @@
 """What a person should hear of while a run goes on, and what stops it. Each rule stands here once: some are
 shown above the progress of a step, all of them on the page of a run."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.config import Config, named_values
 from megatron_ibpo.report.columns import Array, Columns
 from megatron_ibpo.words import counted
 
@@ -24,6 +26,10 @@ LENGTH_FACTOR = 2.0
 MISMATCH_BOUND = 0.01
 """Nats per token, k3 estimate, that trainer and engine may differ by: about half the square of the difference
 of log-probs, so a typical token's probability is off by 14 %. Sound kernels stay a hundred times below."""
+ROUNDING_BOUNDS = {"float32": 1e-3, "bfloat16": 0.03}
+"""Precision → mean |Δ log-prob| per token that a run may have. Measured on CPUs: float32 about 1e-5 in every
+family; bfloat16 .001 to .003 on the default run, and .03 to .15 where SmolLM2 is trained in float32 and
+sampled in bfloat16 (docs/models.md)."""
 SATURATED_ACCURACY = 0.98
 """Nearly all responses right (or, at one minus it, wrong): there is hardly anything left to learn from."""
 DEAD_GROUPS_SHARE = 0.9
@@ -77,6 +83,7 @@ def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
         ("entropy collapse", "entropy", _entropy_collapse(columns)),
         ("length drift", "response_length", _length_drift(columns)),
         ("trainer and engine differ", "logprob_diff_k3", _mismatch(columns)),
+        ("differs beyond rounding", "logprob_diff_abs_mean", _rounding(columns)),
         ("reward saturates", "accuracy", _saturation(columns)),
         ("reference leakage", "reference_leakage_rate", _leakage(columns)),
     ]
@@ -91,24 +98,56 @@ def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
 
 
 def step_alarms(
-    metrics: Mapping[str, float], *, responses: int, first_reward_error: str | None = None
+    metrics: Mapping[str, float],
+    *,
+    responses: int,
+    first_reward_error: str | None = None,
+    most_reward_errors: float = 1.0,
 ) -> list[str]:
     """Lines to show above the progress of a step; none where all is well.
 
     Args:
-        metrics: the step's, with `reward_errors` and `truncated_responses` counted over `responses`.
+        metrics: the step's, with `reward_errors` and `truncated_responses` counted over `responses`, and
+            with `logprob_diff_bound` where `rounding_bound` gives one.
         responses: sampled in the step, corrections not included.
         first_reward_error: what the verifier raised first.
+        most_reward_errors: share from which on `check_reward_errors` says it.
     """
     if responses == 0:
         return []
     alarms = []
     errors, truncated = int(metrics.get("reward_errors", 0)), int(metrics.get("truncated_responses", 0))
-    if errors / responses >= REWARD_ERROR_SHARE:
+    if REWARD_ERROR_SHARE <= errors / responses <= most_reward_errors:
         alarms.append(f"ALARM: {_failed(errors, responses)}{_because(first_reward_error)}")
     if truncated / responses >= TRUNCATED_SHARE:
         alarms.append(f"ALARM: {_cut_off(truncated, responses)}")
+    difference, bound = metrics.get("logprob_diff_abs_mean", 0.0), metrics.get("logprob_diff_bound", math.inf)
+    if difference > bound:
+        alarms.append(f"ALARM: {_beyond_rounding(difference, bound)}")
     return alarms
+
+
+def rounding_bound(config: Config) -> float | None:
+    """Return the mean |Δ log-prob| per token that precision may cause; None where trainer and engine differ
+    for other reasons too: samples of older weights, a cut-off distribution or quantized numbers.
+
+    Args:
+        config: of a run, all of it resolved.
+    """
+    rollout, loss = config.rollout, config.loss
+    one_policy = not rollout.max_staleness and (
+        loss.old_logprobs == "recompute" or loss.num_steps_per_rollout == 1
+    )
+    top_p = [rollout.rollout_top_p, *rollout.rollout_top_p_cycle]
+    top_k = [rollout.rollout_top_k, *rollout.rollout_top_k_cycle]
+    quantized = {"quantization", "kv_cache_dtype", "fp8", "fp4"} & {
+        *named_values(rollout.vllm_arg),
+        *named_values(config.model.model_override),
+    }
+    if not one_policy or quantized or min(top_p) < 1 or max(top_k) > 0:
+        return None
+    coarser = "bfloat16" if config.model.bf16 else rollout.vllm_dtype
+    return ROUNDING_BOUNDS[coarser]
 
 
 def check_reward_errors(
@@ -143,6 +182,20 @@ def _cut_off(truncated: int, responses: int) -> str:
     return (
         f"{truncated:,} of {counted(responses, 'response')} were cut off at the length limit; "
         "raise --rollout-max-response-len, or see whether the model ends its answers at all (eos_token)"
+    )
+
+
+def _beyond_rounding(difference: float, bound: float) -> str:
+    precision = next((name for name, own in ROUNDING_BOUNDS.items() if own == bound), "rounding")
+    advice = (
+        "--vllm-dtype float32 if the trainer is in float32 (bfloat16 drops small updates), or --use-tis"
+        if precision == "bfloat16"
+        else "--check-weight-update-equal tells whether the engine has the trainer's weights"
+    )
+    return (
+        f"log-probs of trainer and engine are {difference:.3g} apart per token (mean |Δ|), more than the "
+        f"{bound:g} expected of {precision}: the engine samples from another policy than the one that is "
+        f"trained; {advice}"
     )
 
 
@@ -199,6 +252,13 @@ def _mismatch(columns: Columns) -> _Finding:
             f"log-probs of trainer and engine are {recent[n]:.3g} nats per token apart (k3) over the last "
             f"{WINDOW} steps, more than {MISMATCH_BOUND:g}: what is trained is not what sampled"
         ),
+    )
+
+
+def _rounding(columns: Columns) -> _Finding:
+    steps, difference, bound = columns.known("logprob_diff_abs_mean", "logprob_diff_bound")
+    return _Finding(
+        steps, difference > bound, lambda n: _beyond_rounding(float(difference[n]), float(bound[n]))
     )
 
 

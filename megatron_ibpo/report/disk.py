@@ -2,6 +2,7 @@
 
 import errno
 import io
+import math
 import os
 import shutil
 import threading
@@ -24,13 +25,10 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-class RoomOnDisk:
-    """Makes a run's writes wait for room while the disk is full.
-
-    All writers share one deadline, `wait` seconds after the disk first refused, however many they are: it is
-    forgotten once a write that had to wait has succeeded. A writer that others overtake waits `wait` seconds
-    itself at most.
-    """
+class DiskWait:
+    """The wait of a run for room on its disk. All that write share one deadline, which counts from the first
+    write that found no room until one finds some. So a run whose responses come in one by one ends once, not
+    after a wait for each. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -48,50 +46,57 @@ class RoomOnDisk:
         self._wait, self._say, self._look_every = wait, say, look_every
         self._now, self._sleep = now, sleep
         self._lock = threading.Lock()
-        self._refused_since: float | None = None
-        """When the disk first refused, of the waiting that goes on."""
+        self._full_since: float | None = None
+        self._waiting = 0
+        """Writes that are waiting."""
 
-    def waiting(self, write: Callable[[], T]) -> T:
-        """Return what `write` gives, tried again while the disk is full. Safe to call from several threads.
+    def write(self, write: Callable[[], T]) -> T:
+        """Return what `write` gives, tried again while the disk is full.
 
         Args:
             write: leaves nothing in part under a final name when it fails, and may be called again.
 
         Raises:
-            DiskFullError: there was no room until the deadline.
+            DiskFullError: there has been no room for `wait` seconds.
         """
-        since: float | None = None
-        while True:
-            try:
-                result = write()
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                shared = self._refused(error)
-                since = shared if since is None else min(since, shared)
-                if self._now() - since >= self._wait:
-                    raise DiskFullError(
-                        f"no room on the disk for {self._wait:g} s, --disk-wait: {error}"
-                    ) from None
-                self._sleep(self._look_every)
-                continue
-            if since is not None:
-                self._succeeded()
-            return result
+        since = math.inf  # small writes that find room do not keep a large one waiting for longer
+        try:
+            while True:
+                try:
+                    result = write()
+                except OSError as error:
+                    if not is_full(error):
+                        raise
+                    since = min(since, self._refused(error, is_new=since == math.inf))
+                    if self._now() - since >= self._wait:
+                        raise DiskFullError(
+                            f"no room on the disk for {self._wait:g} s, --disk-wait: {error}"
+                        ) from None
+                    self._sleep(self._look_every)
+                    continue
+                self._succeeded(waited=since < math.inf)
+                return result
+        finally:
+            if since < math.inf:
+                with self._lock:
+                    self._waiting -= 1
 
-    def _refused(self, error: OSError) -> float:
-        """Return since when the disk has refused."""
+    def _refused(self, error: OSError, *, is_new: bool) -> float:
+        """Return since when the disk has been full."""
         with self._lock:
-            is_first = self._refused_since is None
-            since = self._now() if self._refused_since is None else self._refused_since
-            self._refused_since = since
+            self._waiting += is_new
+            is_first = self._full_since is None
+            since = self._now() if self._full_since is None else self._full_since
+            self._full_since = since
         if is_first:
             self._say(f"the disk is full ({error}): the run waits {self._wait:g} s for room, --disk-wait")
         return since
 
-    def _succeeded(self) -> None:
+    def _succeeded(self, *, waited: bool) -> None:
         with self._lock:
-            since, self._refused_since = self._refused_since, None
+            if self._waiting and not waited:  # a small one tells nothing of those that wait
+                return
+            since, self._full_since = self._full_since, None
         if since is not None:
             self._say(f"there is room again after {self._now() - since:.0f} s; the run goes on")
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from megatron_ibpo.report.disk import append_whole, require_room
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
 
 Kind = Literal["step", "evaluation"]
 
@@ -92,7 +93,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         ValueError: another line is not JSON, or no row.
     """
     rows = []
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_user_file(path, RECORD_BYTES).splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(read_row(line, f"{path}, line {number}"))

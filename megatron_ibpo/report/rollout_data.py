@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.records import (
+    LARGEST_REWARD,
     Correction,
     ExpertIds,
     Floats,
@@ -28,6 +29,7 @@ from megatron_ibpo.records import (
     token_ids,
 )
 from megatron_ibpo.report.run_dir import write_whole
+from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.words import shown
 
 _FORMAT = 2
@@ -127,7 +129,7 @@ def load_step(path: Path) -> tuple[int, list[Group], dict[tuple[int, str, int], 
 def _content(path: Path) -> Iterator[Any]:
     """What the file holds; what goes wrong with that is told with the file's name."""
     try:
-        text = path.read_bytes()
+        text = read_user_file(path, RECORD_BYTES)
     except OSError as error:
         raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
     try:
@@ -224,6 +226,9 @@ def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) 
     sample["logprobs"] = np.asarray(sample["logprobs"], np.float32)
     sample["loss_mask"] = np.ones(len(sample["token_ids"]), bool) if mask is None else np.asarray(mask, bool)
     sample["versions"] = tuple((first, version) for first, version in sample["versions"])
+    numbers = [sample["reward"] or 0.0, *sample.get("reward_details", {}).values()]
+    if not all(abs(number) <= LARGEST_REWARD for number in numbers):
+        raise ValueError(f"a reward or a detail of one is larger than {LARGEST_REWARD:g}: {numbers}")
     return Sample(**{"index": index} | sample)
 
 

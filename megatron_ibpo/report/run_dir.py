@@ -132,7 +132,7 @@ def write_whole(path: Path, text: str) -> None:
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Where to write `path` until it is whole; it gets its name at the end of the block."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone stays gone
     unfinished = path.with_suffix(".tmp")
     try:
         yield unfinished

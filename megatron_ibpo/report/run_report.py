@@ -145,11 +145,13 @@ class Report:
             ("curves.png", lambda path: plot_curves(self._log.rows, path, title=self._title)),
         ):
             try:
-                if write(self._run_dir / name):
+                # a directory that was deleted under the run is not made again
+                if self._run_dir.is_dir() and write(self._run_dir / name):
                     kept.append(self._run_dir / name)
             except OSError as error:  # what is known is shown all the same
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
-        self.note(f"{status}: {counted(summary['steps'], 'step')}")
+        # why a run failed is printed last, by the handler of the command
+        self.note(f"{status.partition(':')[0]}: {counted(summary['steps'], 'step')}")
         self._display.print(_results_table(summary))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):

@@ -25,10 +25,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ibpo.config import DataConfig
+from megatron_ibpo.rewards.errors import ResponseError
 from megatron_ibpo.rewards.executors import Executor, open_executor
+from megatron_ibpo.rewards.rebinding import with_rebinding
 from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
 
@@ -39,7 +41,10 @@ CHECK = f"{__name__}:check_execution"
 _SHARE_OF_TIMEOUT = 0.8
 """Of the time that a verifier has for a response, which may be spent on tests; the rest is for starting them
 on a busy machine. So a slow program is wrong, and no failed verifier."""
-_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)[^`]*$")
+_LANGUAGE = re.compile(r"[\w+-]*")
+LONGEST_PROGRAM = 100_000
+"""Characters; more is no answer. Contests accept 64 kB, and what reads a program before it runs takes 400
+bytes of memory for each character."""
 _PYTHON = {"", "python", "python3", "py"}
 _OFFERED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -98,6 +103,7 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> d
     time limit.
 
     Raises:
+        ResponseError: the program is too long.
         ValueError: the label is none.
         SandboxError: what runs programs failed.
     """
@@ -106,6 +112,10 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> d
     program = extract_answer(response)
     if program is None:
         return {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0}
+    if len(program) > LONGEST_PROGRAM:
+        raise ResponseError(
+            f"a program of {len(program):,} characters; more than {LONGEST_PROGRAM:,} is not run"
+        )
     executor = settings.open()
     passed, total, timed_out = 0, 1 if problem.test is not None else len(problem.inputs), False
     for verdict in _verdicts(executor, program, problem, settings):
@@ -147,18 +157,37 @@ def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
     """(language, content) of the fenced blocks of a Markdown text; the content of one that is not closed is
     None. A block ends with a line that is nothing but a fence like its first, at least as long."""
     lines: list[str] = []
-    opened: re.Match[str] | None = None
+    opened: _Fence | None = None
     for line in text.split("\n"):
         if opened is None:
-            opened, lines = _FENCE.match(line), []
-        elif set(line.strip()) == {opened[2][0]} and len(line.strip()) >= len(opened[2]):
+            opened, lines = _fence(line), []
+        elif set(line.strip()) == {opened.marks[0]} and len(line.strip()) >= len(opened.marks):
             block = "".join(f"{each}\n" for each in lines)
-            yield opened[3], textwrap.dedent(block) if opened[1] else block
+            yield opened.language, textwrap.dedent(block) if opened.is_indented else block
             opened = None
         else:
             lines.append(line)
     if opened is not None:
-        yield opened[3], None
+        yield opened.language, None
+
+
+class _Fence(NamedTuple):
+    """A line that opens a block."""
+
+    marks: str
+    language: str
+    is_indented: bool
+
+
+def _fence(line: str) -> _Fence | None:
+    """Return the fence that this line is: three or more of "`" or "~", and no "`" behind them."""
+    inner = line.lstrip(" \t")
+    rest = inner.lstrip(inner[:1]) if inner.startswith(("```", "~~~")) else "`"
+    if "`" in rest:
+        return None
+    language = _LANGUAGE.match(rest.lstrip(" \t"))
+    assert language is not None  # it may be empty
+    return _Fence(inner[: len(inner) - len(rest)], language[0], inner != line)
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
@@ -204,7 +233,7 @@ def _asserts(content: dict[str, Any]) -> Problem:
         raise ValueError("with an `entry_point`, `test` must define check(candidate)")
     if not entry_point and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError("`test` asserts nothing")
-    return Problem(test=test, entry_point=entry_point)
+    return Problem(test=with_rebinding(test), entry_point=entry_point)
 
 
 def _pairs(content: dict[str, Any]) -> Problem:
@@ -325,6 +354,8 @@ def _offered() -> dict[str, str]:
 
 
 def _is_python(text: str) -> bool:
+    if len(text) > LONGEST_PROGRAM:
+        return False
     try:
         return bool(ast.parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

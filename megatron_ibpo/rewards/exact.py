@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import zip_longest
 
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])(?![A-Za-z])|~|\\\$|[$€£¥]|\{,\}(?=\d{3})")
-_DEGREES = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*$")
+_DEGREES = re.compile(r"(?<=\d)\s*+(?:\^\s*+(?:\{\s*+)?\\circ\s*+(?:\}\s*+)?|°\s*+)$")
 _FRAC = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _WRAPPED = re.compile(
     r"\\(?:f?boxed|text|textbf|textrm|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}", re.DOTALL
@@ -20,8 +20,12 @@ _NUMBER = re.compile(r"([-+]?)(\d+|[1-9]\d{0,2}(?:,\d{3})+|(?=\.\d))(?:\.(\d*))?
 _POWER_OF_TEN = re.compile(r"(?:([-+]?\d+(?:\.\d+)?)(?:\\times|\\cdot|\*|×))?10\^(?:\{([-+]?\d{1,3})\}|(\d))")
 _DECIMAL_COMMA = re.compile(r"([-+]?)(\d+),(\d{2}|\d{4,})|([-+]?)(0),(\d{3})")
 _FRACTION = re.compile(r"([-+]?)\\frac(?:\{(-?\d+)\}\{(-?\d+)\}|(\d)(\d))|([-+]?\d+)/(-?\d+)")
-_MEMBERS = re.compile(r"([(\[])([^()\[\]]*,[^()\[\]]*)([)\]])")
+_MEMBERS = re.compile(r"([(\[])([^()\[\],]*+,[^()\[\]]*+)([)\]])")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
+_LONGEST_KEPT = 1000
+"""Characters of an answer whose normal form is kept; thousands of long ones would fill the memory."""
+_MOST_WRAPPINGS = 100
+"""Delimiters around delimiters that are taken off: each costs a look at the whole text."""
 _LONGEST_INTEGER = 300
 """Digits of the parts of a fraction; longer ones are left to others."""
 _PLACES = 6
@@ -48,13 +52,20 @@ class _Number:
     has_point: bool
 
 
-@functools.lru_cache(maxsize=8192)
 def normal(text: str) -> str:
-    r"""The answer without what says nothing: spaces, `$`, `\left`, `\text{}`, `\dfrac` for `\frac`, a full
-    stop at the end."""
+    r"""Return the answer without what says nothing: spaces, `$`, `\left`, `\text{}`, a full stop at the end,
+    and with one spelling of what has several: `\frac` for `\dfrac`, `\emptyset` for `\varnothing`."""
+    return _short_normal(text) if len(text) <= _LONGEST_KEPT else _normal(text)
+
+
+def _normal(text: str) -> str:
     text = _unbraced(text.strip())
-    while (wrapped := _WRAPPED.fullmatch(text) or _DELIMITED.fullmatch(text)) is not None:
+    for _ in range(_MOST_WRAPPINGS):
+        wrapped = _WRAPPED.fullmatch(text) or _DELIMITED.fullmatch(text)
+        if wrapped is None:
+            break
         text = next(group for group in wrapped.groups() if group is not None).strip()
+    text = text.replace("\\varnothing", "\\emptyset").replace("∅", "\\emptyset")
     text = _FRAC.sub(r"\\frac", _LAYOUT.sub("", text.replace("−", "-").replace("\\%", "%"))).strip()
     text = text.rstrip(".").strip() if not text.endswith("..") else text
     while (wrapped := _WRAPPED.fullmatch(text)) is not None:
@@ -68,6 +79,9 @@ def normal(text: str) -> str:
     if unit is not None and _UNITS.fullmatch(unit[2].strip()):
         return unit[1]
     return "".join(_GAP.sub("\0", text).split()).replace("\0", " ")
+
+
+_short_normal = functools.lru_cache(maxsize=8192)(_normal)
 
 
 def _unbraced(text: str) -> str:
@@ -86,7 +100,7 @@ def compare(answer: str, label: str) -> bool | None:
     if ours == theirs:
         return True
     if _WORD.fullmatch(ours) and _WORD.fullmatch(theirs) and min(len(ours), len(theirs)) >= 2:
-        return True if ours.casefold() == theirs.casefold() and _is_prose(ours) else None
+        return True if _folded(ours) == _folded(theirs) and _is_prose(ours) else None
     if ours[-1] == "%" or theirs[-1] == "%":
         return _compare_percent(ours, theirs)
     as_numbers = _compare_numbers(ours, theirs)
@@ -137,6 +151,11 @@ def decimal_comma(text: str) -> str | None:
     return f"{sign}{whole}.{places}"
 
 
+def _folded(words: str) -> str:
+    """Return the words in lower case; "no solutions" is "no solution"."""
+    return re.sub(r"^(no .*solution)s$", r"\1", words.casefold())
+
+
 def _is_prose(word: str) -> bool:
     """Not a product of variables, in which capitals are other variables."""
     return len(word) > 2 or word.casefold() == "no"
@@ -151,7 +170,6 @@ def _value(number: _Number) -> object:
     return Fraction(int(sign + (whole + places or "0")), 10 ** len(places))
 
 
-@functools.lru_cache(maxsize=8192)
 def _number(text: str) -> _Number | None:
     if (found := _FRACTION.fullmatch(text)) is not None:
         return _fraction(found)

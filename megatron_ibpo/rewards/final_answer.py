@@ -2,17 +2,18 @@ r"""Where a response gives its answer: after its thinking, in the last `\boxed{}
 
 import re
 
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_BRACE = re.compile(r"(\\f?boxed\s*+\{)|(?<!\\)[{}]")
+"""A brace that counts, or the beginning of a box."""
 _BETWEEN_BOXES = re.compile(
     r"""(?: \s | [,;$&] | \band\b | \bor\b
-      | \\(?:quad|qquad|text\{\s*(?:,?\s*and|,?\s*or|,)\s*\}|[\\,;:!()\[\] ])
+      | \\(?:quad|qquad|text\{\s*+(?:(?:,\s*+)?(?:and|or)|,)\s*+\}|[\\,;:!()\[\] ])
       | [A-Za-z](?:_\w|_\{\w+\})?\s*=
-    )*""",
+    )*+""",
     re.VERBOSE,
 )
 """Boxes with no more than this between them are one answer."""
 _STATED = re.compile(
-    r"answer\s+is:?\s*([^\n]+)|^\#{4}\s*([^\n]+)|^\W*(?:(?:final\s+)?answer|A):[\s*]*([^\n]+)",
+    r"answer\s+is:?\s*([^\n]+)|^\#{4}\s*([^\n]+)|^[^\w\n]*+(?:(?:final\s+)?answer|A):[\s*]*([^\n]+)",
     re.IGNORECASE | re.MULTILINE,
 )
 _LONGEST_SOUGHT = 200
@@ -54,32 +55,26 @@ def stated_answer(text: str) -> str | None:
 
 
 def answer_place(text: str, answer: str) -> int | None:
-    """Index in the text at which the last occurrence of the answer begins, whatever spaces it has."""
-    letters = [re.escape(letter) for letter in answer if not letter.isspace()][:_LONGEST_SOUGHT]
-    found = [match.start() for match in re.finditer(r"\s*".join(letters), text)] if letters else []
-    return found[-1] if found else None
+    """Return the index in the text at which the last occurrence of the answer begins, whatever spaces either
+    has; None without one."""
+    letters = "".join(answer.split())[:_LONGEST_SOUGHT]
+    places = [i for i, letter in enumerate(text) if not letter.isspace()]
+    found = "".join(text[i] for i in places).rfind(letters) if letters else -1
+    return places[found] if found >= 0 else None
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, content) of every complete box; those inside others are left out."""
+    """Return (start, end, content) of every complete box; those inside others are left out. One pass: a text
+    may have as many boxes that are never closed as it has room for."""
+    closed: list[tuple[int, int, str]] = []
+    open_braces: list[re.Match[str]] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            open_braces.append(brace)
+        elif open_braces and (opened := open_braces.pop())[1]:
+            closed.append((opened.start(), brace.end(), text[opened.end() : brace.start()]))
     boxes: list[tuple[int, int, str]] = []
-    for match in _BOX.finditer(text):
-        if boxes and match.start() < boxes[-1][1]:
-            continue
-        end = _closing(text, match.end())
-        if end is not None:
-            boxes.append((match.start(), end + 1, text[match.end() : end]))
-    return boxes
-
-
-_BRACE = re.compile(r"(?<!\\)[{}]")
-
-
-def _closing(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one before `start`."""
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return brace.start()
-    return None
+    for box in reversed(closed):  # the outer one of two was closed later
+        if not boxes or box[1] <= boxes[-1][0]:
+            boxes.append(box)
+    return boxes[::-1]

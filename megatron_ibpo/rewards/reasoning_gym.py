@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 from typing import Any
 
 import reasoning_gym
@@ -27,7 +26,6 @@ UNGRADABLE = {
 _MARK_IN_ANSWERS = frozenset({"ab"})
 """Tasks whose answers contain `#`, which elsewhere stands before an answer."""
 _NO_ANSWERS = ("I do not know", "")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str | None:
@@ -36,11 +34,18 @@ def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str
     final = final_part(response)
     if (metadata or {}).get("source_dataset") not in _MARK_IN_ANSWERS:
         final = final.rpartition("#")[2]
-    if tagged := _TAGGED.findall(final):
-        final = tagged[-1]
+    if (tagged := _tagged(final)) is not None:
+        final = tagged
     elif boxes := final_boxes(final):
         final = ", ".join(boxes)
     return final.strip() or None
+
+
+def _tagged(text: str) -> str | None:
+    """Return what stands in the last `<answer>…</answer>`; None without one."""
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    return content.partition("</answer>")[0] if closed and opened else None
 
 
 def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 _TARGET = re.compile(r"(\d)((?:\+\d=\d+)+)#(\d+)")
-_PAIR = re.compile(r"(\d+[-+]\d)=(-?\d+)")
+_PAIR = re.compile(r"(?<!\d)(\d++[-+]\d)=(-?\d+)")
 
 
 def extract_answer(response: str, metadata: dict[str, Any]) -> str | None:

@@ -1,9 +1,9 @@
 """A worker process: runs reward functions on what the owner sends, until the owner goes away.
 
-Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION…`. It answers ("ready", the
-batched ones of the functions) or ("failed", why) once, and then to every message, (function, a list of tuples
-of arguments), ("outcomes", an `Answer` for each), or ("error", why) where there are none. A function that was
-not named at the start is loaded when it is first asked for.
+Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION…` by `supervisor`, the OWNER. It
+answers ("ready", (its process id, the batched ones of the functions)) or ("failed", why) once, and then to
+every message, (function, a list of tuples of arguments), ("outcomes", an `Answer` for each), or ("error",
+why) where there are none. A function that was not named at the start is loaded when it is first asked for.
 
 A function is batched if it has an attribute `batched` that is true. It is given the arguments of many calls
 at once, as a list for each argument, and returns a value for each call; others are given those of one call.
@@ -21,6 +21,7 @@ from numbers import Real
 from typing import Any
 
 from megatron_ibpo.config import ConfigError, load_hook
+from megatron_ibpo.records import LARGEST_REWARD
 from megatron_ibpo.rewards.errors import RESPONSE_ERROR, ResponseError
 
 Answer = tuple[float | None, dict[str, float], str | None]
@@ -37,6 +38,8 @@ def main() -> None:
     """Serve until the connection closes."""
     fd, owner, targets = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     _die_with(owner)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = Connection(fd)
     functions: dict[str, _Function] = {}
     for target in targets:
@@ -48,13 +51,17 @@ def main() -> None:
         except BaseException as error:
             connection.send(("failed", f"--rm-type {target}: {_in_words(error)}"))
             return
-    connection.send(("ready", [target for target in targets if _is_batched(functions[target])]))
+    own = os.getpid()
+    connection.send(("ready", (own, [target for target in targets if _is_batched(functions[target])])))
     while True:
         try:
             target, calls = connection.recv()
         except (EOFError, OSError):
             return
-        connection.send(_answer(target, functions, calls))
+        answer = _answer(target, functions, calls)
+        if os.getpid() != own:  # a function forked, and both returned: one answers
+            os._exit(0)
+        connection.send(answer)
 
 
 def _load(target: str) -> _Function:
@@ -111,9 +118,23 @@ def _outcome(value: Any) -> Answer:
             return _no_reward(f"TypeError: names must be text, got {name!r}")
         if not isinstance(number, Real):
             return _no_reward(f"TypeError: expected a {what}, got {type(number).__name__} {number!r}")
-        if not math.isfinite(number):
-            return _no_reward(f"ValueError: expected a finite {what}, got {number}")
+        if not _fits(number):
+            return _no_reward(f"ValueError: expected a {_too_large(what, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}, None
+
+
+def _fits(number: Any) -> bool:
+    return bool(abs(number) <= LARGEST_REWARD)  # nor does what is no number
+
+
+def _too_large(what: str, number: Real) -> str:
+    try:
+        got = float(number)
+    except OverflowError:  # an integer of more than 308 digits
+        return f"{what} of at most {LARGEST_REWARD:g} in size, got a longer one: scale it"
+    if not math.isfinite(got):
+        return f"finite {what}, got {got}"
+    return f"{what} of at most {LARGEST_REWARD:g} in size, got {got:g}: scale it"
 
 
 def _no_reward(why: str) -> Answer:

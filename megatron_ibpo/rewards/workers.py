@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.rewards.sandbox.control_groups import remove_groups
@@ -32,6 +33,9 @@ _STARTS = 3
 """Of a successor: it may be killed while it loads the function as the one before was; not over and over."""
 _LARGEST_BATCH = 64
 """Calls that a batched function gets at once: what waits when a worker is free, up to so many."""
+_PRINTED_BYTES = 64 << 10
+"""Bytes that a process may print. The n-th successor may print an n-th of it, so that functions which print
+and die fill no disk either."""
 _DEATHS_TOLD = 10
 """Deaths that have a line each; later the 16th has one, the 32nd and so on, since all may have one cause."""
 
@@ -81,8 +85,10 @@ class WorkerPool:
         """Processes that died by themselves or by another's hand; those ended here do not count."""
         self._started_in = 0.0
         """Seconds, of the slowest of the first processes."""
+        self._size, self._starts = size, 0
+        """Processes at one time, and those started so far."""
         self._lock = threading.Lock()
-        """Over `_workers`, `deaths`, `_started_in` and `_closed`."""
+        """Over `_workers`, `deaths`, `_started_in`, `_starts` and `_closed`."""
         self._closed = False
         starts: list[Future[None]] = [Future() for _ in range(size)]
         self._threads = [
@@ -223,7 +229,8 @@ class WorkerPool:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
-            worker = _Worker(self._targets)
+            self._starts += 1
+            worker = _Worker(self._targets, _PRINTED_BYTES // max(1, self._starts - self._size))
             self._workers.append(worker)
         try:
             worker.await_ready(timeout)
@@ -260,27 +267,31 @@ class _Fault:
 class _Worker:
     """One process and the connection to it."""
 
-    def __init__(self, targets: Sequence[str]):
+    def __init__(self, targets: Sequence[str], printed: int):
+        """
+        Args:
+            printed: bytes that it may print.
+        """
         ours, theirs = socket.socketpair()
+        self._named = f"reward function {', '.join(targets)}"
+        connection = str(theirs.fileno())
+        worker = [sys.executable, "-m", "megatron_ibpo.rewards.worker", connection, "{owner}", *targets]
+        supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
+        supervisor += [str(os.getpid()), connection, str(printed), self._named]
         with theirs:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "megatron_ibpo.rewards.worker",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                    *targets,
-                ],
+                supervisor + worker,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a group of its own, which what the function starts belongs to
+                start_new_session=True,  # a Ctrl-C is for its owner
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
                 # what the owner can import, the worker can
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
+        """The supervisor of the worker, which ends as the worker does."""
         self._connection = Connection(ours.detach())
-        self._named = f"reward function {', '.join(targets)}"
+        self._worker: int | None = None
+        """Process id of the worker itself; known once the functions are loaded."""
         self.ended = False
         """By its owner."""
         self.batched: list[str] = []
@@ -299,7 +310,7 @@ class _Worker:
             ) from None
         if status != "ready":
             raise WorkerError(f"the reward function cannot be loaded: {content}")
-        self.batched = content
+        self._worker, self.batched = content
 
     def ask(
         self, target: str, calls: list[tuple[Any, ...]], timeout: float
@@ -327,9 +338,9 @@ class _Worker:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """With all that the function has started and left running, also where the worker itself has died."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Have the supervisor kill the worker and all that it has started."""
+        if self.is_alive():
+            self.process.terminate()
 
     def how_it_died(self) -> str:
         status = self.process.returncode
@@ -339,6 +350,13 @@ class _Worker:
     def end(self) -> None:
         self.ended = True
         self.kill()
-        self.process.wait(_CLOSE_TIMEOUT)
-        remove_groups(self.process.pid)
+        try:
+            self.process.wait(_CLOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_CLOSE_TIMEOUT)
+        if self._worker is not None:
+            with suppress(ProcessLookupError):  # there is something left only where the supervisor was killed
+                os.killpg(self._worker, signal.SIGKILL)
+            remove_groups(self._worker)
         self._connection.close()

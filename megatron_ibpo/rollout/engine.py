@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +22,10 @@ from megatron_ibpo.records import Sample, SampleRequest
 from megatron_ibpo.rollout.process_group import end_group, shared_memory
 from megatron_ibpo.rollout.protocol import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.rollout.settings import EngineSettings
+from megatron_ibpo.temporary import private_directory
 
+SOCKET_BYTES = 37
+"""vLLM's sockets are called by 36 characters."""
 LOG_LINES = 30
 CLOSE_TIMEOUT_S = 15.0
 LOOK_EVERY_S = 1.0
@@ -51,7 +53,7 @@ class Engine:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log.stat().st_size if log.exists() else 0
-        self._scratch = Path(tempfile.mkdtemp(prefix="ibpo-engine-"))
+        self._scratch = private_directory("ibpo-engine-", SOCKET_BYTES)
         here, there = socket.socketpair()
         with there, log.open("ab") as log_file:
             self._process = subprocess.Popen(
@@ -410,7 +412,10 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
         gpus = [visible[gpu] if visible != [""] else str(gpu) for gpu in settings.gpus]
         if gpus:  # an engine that spans nodes leaves its GPUs to vLLM's own Ray back end
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # expandable segments cannot sleep
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            environment.pop(name, None)  # expandable segments cannot sleep
+        # PATH stays as it is: with ninja of .venv/bin on it FlashInfer would compile kernels by an nvcc that
+        # nobody has tried here. Without, Triton serves on Blackwell (docs/gpus.md)
         if settings.transport == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles between own processes
     return environment

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
+from megatron_ibpo.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.weights.transfer.order import TransportName
 
 CPU_KV_CACHE_BYTES = 512 * 1024**2
@@ -46,7 +47,7 @@ class EngineSettings:
     """OpenMP threads of each of the engine's workers on CPUs."""
     transport: TransportName
     """How weights come."""
-    dtype: Literal["auto", "bfloat16", "float32"]
+    dtype: Literal["bfloat16", "float32"]
     max_model_len: int | None
     """Tokens of prompt and response together; the model's own limit when None."""
     max_num_seqs: int
@@ -90,6 +91,12 @@ def engine_settings(
     # On GPUs prefix caching of such models is experimental and finds next to nothing. There vLLM keeps what
     # routers chose by the blocks of that cache, and records nothing without it.
     prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
+    assert rollout.vllm_dtype != "auto"  # config.on_device resolved it
+    if on_cpu and shape.is_recurrent and rollout.vllm_dtype == "float32":
+        raise ValueError(
+            f"--vllm-dtype float32: vLLM's CPU kernels for the delta nets of {shape.family} take bfloat16 "
+            "alone; leave it out"
+        )
     arguments = _taking_new_weights(
         vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
     )
@@ -176,4 +183,4 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(read_user_file(path, JSON_BYTES))

@@ -12,6 +12,7 @@ from megatron_ibpo.study.plan import Study, Task, Tuning
 from megatron_ibpo.study.power import PowerAnalysis
 from megatron_ibpo.study.results import RunResult
 from megatron_ibpo.study.tuning import Choice, Tried
+from megatron_ibpo.user_files import JSON_BYTES, read_user_file
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def read_findings(path: Path) -> Findings:
         ValueError: the file cannot be read or holds no results of a study.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_user_file(path, JSON_BYTES))
         return Findings(
             study=_study(content["study"]),
             runs=[_run(run) for run in content["runs"]],

@@ -3,7 +3,8 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rollout import Engine
 from megatron_ibpo.rollout.settings import engine_settings, start_timeout
 
@@ -12,7 +13,9 @@ def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
     """An engine that keeps the weights it starts with."""
     import torch
 
-    rollout, on_gpu = config.rollout, torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
+    has_delta_nets = read_hf_config(hf_dir).is_recurrent
+    rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=has_delta_nets).rollout
     engine = Engine(
         engine_settings(
             rollout,

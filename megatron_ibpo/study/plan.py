@@ -118,6 +118,11 @@ def grid_points(tuning: Tuning, method: str) -> list[Settings]:
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
+def point_name(point: Settings) -> str:
+    """Return the name of the directory of a combination."""
+    return "_".join(f"{key}_{value}" for key, value in point.items()).replace("/", "%2F")
+
+
 def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
     """The runs that tune each method on each task; none if the study tunes nothing.
 
@@ -144,8 +149,7 @@ def plan_point(
         ConfigError: it cannot work.
     """
     assert study.tune is not None
-    name = "_".join(f"{key}_{value}" for key, value in point.items())
-    parent = _of_task(directory / "tuning", task) / method / name
+    parent = _of_task(directory / "tuning", task) / method / point_name(point)
     return _planned(study, "tuning", task, method, seeds, parent, point)
 
 

@@ -1,14 +1,58 @@
 """Studies as files: YAML in, `Study` out."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
-from megatron_ibpo.study.plan import Settings, Study, Task, Tuning
+from megatron_ibpo.study.plan import Settings, Study, Task, Tuning, grid_points, point_name
 from megatron_ibpo.study.results import comparison_skill
+from megatron_ibpo.words import shown
+
+MOST_SEEDS = 1_000
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_seeds(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_SEEDS and all(map(_is_whole, value))
+
+
+_TEXT = "text", lambda value: isinstance(value, str)
+_NUMBER = "a number", lambda value: (_is_whole(value) or isinstance(value, float)) and abs(value) < 1e300
+_MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
+_SEEDS = "a list of whole numbers", _are_seeds
+_SEEDS_OR_COUNT = (
+    f"a list of whole numbers or how many, up to {MOST_SEEDS:,}",
+    lambda value: _are_seeds(value) or (_is_whole(value) and value <= MOST_SEEDS),
+)
+Kind = tuple[str, Callable[[Any], bool]]
+_OF_STUDY: dict[str, Kind] = {
+    "name": _TEXT,
+    "methods": _MAPPING,
+    "baseline": _TEXT,
+    "budget": _NUMBER,
+    "budget_unit": _TEXT,
+    "seeds": _SEEDS_OR_COUNT,
+    "recipe": _TEXT,
+    "common": _MAPPING,
+    "threshold": _NUMBER,
+    "processes": ("a whole number", _is_whole),
+    "run_timeout": _NUMBER,
+    "tune": _MAPPING,
+    "tasks": _MAPPING,
+    "pilot_seeds": _SEEDS,
+    "confirm_seeds": _SEEDS,
+}
+"""What each key of a study must hold."""
+_OF_TUNING: dict[str, Kind] = {"grid": _MAPPING, "seeds": _SEEDS, "budget": _NUMBER, "own": _MAPPING}
+
+LONGEST_NAME = 200
+"""Bytes. File systems allow 255, and some names get a suffix."""
 
 
 def read_study(
@@ -34,7 +78,6 @@ def read_study(
     contents = [_read(path) for path in paths]
     if len(paths) == 1 and "methods" in contents[0]:
         raw = {str(key).replace("-", "_"): value for key, value in contents[0].items()}
-        raw = {"name": paths[0].stem} | raw
     else:
         if len({path.stem for path in paths}) < len(paths):
             raise ConfigError("two recipes have the same file name, by which methods are called")
@@ -46,19 +89,20 @@ def read_study(
             raise ConfigError(
                 f"{paths[0]}: unknown key {key!r}{nearest(key, [name.replace('_', '-') for name in known])}"
             )
+    raw = {"name": paths[0].stem} | _of_kinds(raw, _OF_STUDY, str(paths[0]))
     if missing := {"methods", "baseline", "budget"} - raw.keys():
         raise ConfigError(f"{paths[0]}: a study needs {', '.join(sorted(missing))}")
-    if raw.get("tune") is not None:
-        raw["tune"] = _tuning(raw["tune"], paths[0])
-    if raw.get("recipe") is not None:
-        raw["recipe"] = path_in_recipe(raw["recipe"])
-    if isinstance(raw.get("seeds"), int):
+    if _is_whole(raw.get("seeds")):
         raw["seeds"] = range(raw["seeds"])
+    if "tune" in raw:
+        raw["tune"] = _tuning(raw["tune"], paths[0])
+    if "recipe" in raw:
+        raw["recipe"] = path_in_recipe(raw["recipe"])
     for key in ("seeds", "pilot_seeds", "confirm_seeds"):
         if key in raw:
             raw[key] = tuple(raw[key])
     if "tasks" in raw:
-        raw["tasks"] = tuple(_task(str(name), task, paths[0]) for name, task in (raw["tasks"] or {}).items())
+        raw["tasks"] = tuple(_task(str(name), task, paths[0]) for name, task in raw["tasks"].items())
     methods = {**raw["methods"], **(add or {})}
     raw["methods"] = {str(name): method_settings(given) for name, given in methods.items()}
     study = Study(**raw)
@@ -108,7 +152,7 @@ def method_settings(given: Settings | str | None) -> Settings:
 
 
 def _check(study: Study, path: Path) -> None:
-    problems = []
+    problems = _bad_names(study)
     if study.baseline not in study.methods:
         problems.append(f"baseline {study.baseline!r} is none of the methods")
     if len(set(study.seeds)) < max(1, len(study.seeds)) or not study.seeds:
@@ -118,6 +162,9 @@ def _check(study: Study, path: Path) -> None:
         "the pilot": study.pilot_seeds,
         "confirmation": study.confirm_seeds,
     }
+    seeds_given = [*study.seeds, *(seed for seeds in of_phases.values() for seed in seeds)]
+    if strange := [seed for seed in seeds_given if type(seed) is not int or seed < 0]:
+        problems.append(f"seeds must be whole numbers from 0 on, not {strange[0]!r}")
     used = set(study.seeds)
     for phase, seeds in of_phases.items():
         if used & set(seeds) or len(set(seeds)) < len(seeds):
@@ -135,20 +182,52 @@ def _check(study: Study, path: Path) -> None:
         raise ConfigError(f"{path}: " + "; ".join(problems))
 
 
-def _tuning(raw: Any, path: Path) -> Tuning:
+def _bad_names(study: Study) -> list[str]:
+    """Say which names cannot be those of directories within the study's own."""
+    points = [] if study.tune is None else [p for m in study.methods for p in grid_points(study.tune, m)]
+    named = [("method", name) for name in study.methods]
+    named += [("task", task.name) for task in study.tasks if task.name]
+    named += [("tuning run", point_name(point)) for point in points]
+    return [
+        f"{what} {name[:40]!r}: a directory is called by this name, so it must have 1 to "
+        f"{LONGEST_NAME} bytes, no slash, no control character and no dot at its start"
+        for what, name in named
+        if not _names_a_directory(name)
+    ]
+
+
+def _names_a_directory(name: str) -> bool:
+    plain = "/" not in name and not name.startswith(".") and name.isprintable()
+    return plain and 0 < len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
+
+
+def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+    """What is given, without keys that hold nothing.
+
+    Raises:
+        ConfigError: something is not of its kind.
+    """
+    given = {key: value for key, value in raw.items() if value is not None}
+    for key, (words, fits) in kinds.items():
+        if kinds[key] is _NUMBER and key in given:
+            given[key] = _number(given[key])
+        if key in given and not fits(given[key]):
+            raise ConfigError(f"{where}: {key.replace('_', '-')} must be {words}, is {shown(given[key])}")
+    return given
+
+
+def _tuning(raw: Mapping[str, Any], path: Path) -> Tuning:
     needed = {"grid", "seeds", "budget"}
-    if not isinstance(raw, dict) or not needed <= set(raw) <= needed | {"own"}:
+    raw = _of_kinds(raw, _OF_TUNING, f"{path}: tune")
+    if not needed <= set(raw) <= needed | {"own"}:
         raise ConfigError(
             f"{path}: tune must have {', '.join(sorted(needed))}, may have own, and no other key"
         )
-    own = raw.get("own") or {}
-    if not isinstance(own, dict):
-        raise ConfigError(f"{path}: tune: own must give each method a grid of its own settings")
     return Tuning(
         grid=_grid(raw["grid"], path),
         seeds=tuple(raw["seeds"]),
         budget=float(raw["budget"]),
-        own={str(method): _grid(grid, path) for method, grid in own.items()},
+        own={str(method): _grid(grid, path) for method, grid in raw.get("own", {}).items()},
     )
 
 
@@ -173,14 +252,16 @@ def _task(name: str, raw: Any, path: Path) -> Task:
     if "settings" not in given or not given.keys() <= known:
         names = ", ".join(sorted(item.replace("_", "-") for item in known))
         raise ConfigError(f"{path}: task {name}: must have settings, and of {names} no other")
-    if not name or "/" in name:
-        raise ConfigError(f"{path}: task {name!r}: a name is a directory's, without a slash")
-    settings = given["settings"]
+    if not name:
+        raise ConfigError(f"{path}: a task has no name")
+    if isinstance(given["settings"], str):
+        given["settings"] = _read(path_in_recipe(given["settings"]))
+    given = _of_kinds(given, {"settings": _MAPPING, "warm_start": _MAPPING}, f"{path}: task {name}")
     return Task(
         name,
-        settings=_read(path_in_recipe(settings)) if isinstance(settings, str) else dict(settings or {}),
+        settings=given.get("settings", {}),
         kind=str(given.get("kind", "")),
-        warm_start=dict(given.get("warm_start") or {}),
+        warm_start=given.get("warm_start", {}),
         skill=_skill(given.get("skill"), f"{path}: task {name}"),
     )
 

@@ -24,6 +24,7 @@ from megatron_ibpo.study.statistics import (
     paired_difference,
     sign_flip_p,
 )
+from megatron_ibpo.user_files import JSON_BYTES, read_user_file
 
 _AT = re.compile(r"eval/[^/]+@([\d.]+)/accuracy")
 _STEPS = 5
@@ -118,7 +119,7 @@ def comparison_skill(path: Path) -> float | None:
     Raises:
         OSError, ValueError, TypeError, KeyError: it is no such file.
     """
-    ways = json.loads(path.read_text(encoding="utf-8"))["ways"]["groups with a correct response"]
+    ways = json.loads(read_user_file(path, JSON_BYTES))["ways"]["groups with a correct response"]
     above = ways.get("correct reference", {}).get("above_resample")
     return None if above is None else float(above["estimate"])
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 
-VERIFIER = "megatron_ibpo.rewards.worker"
+VERIFIER = "-m megatron_ibpo.rewards.worker"
+SUPERVISOR = "rewards/supervisor.py"
+"""Its command holds that of its verifier."""
 ENGINE = "engine_process"
 ACTOR = "ray::_Process"
 RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}
@@ -40,7 +42,7 @@ def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Proces
     for process in processes:
         with suppress(psutil.Error):
             command = title(process)
-            if VERIFIER in command:
+            if VERIFIER in command and SUPERVISOR not in command:
                 kinds["verifier"].append(process)
             elif ENGINE in command:
                 kinds["engine"].append(process)

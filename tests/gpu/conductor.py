@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import wheels
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
@@ -38,25 +40,27 @@ class Part:
 
 PARTS = (
     Part("machine", 120),
-    Part("kernels", 240),
-    Part("loss-speed", 240),
-    Part("parity", 300),
-    Part("delta-net", 150),
+    Part("pinned-memory", 60),
     Part("trainer-qwen3", 180, "trainer", "qwen3"),
-    Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
+    Part("sleep", 120),
+    Part("weight-update", 120),
+    Part("kernels", 240),
+    Part("delta-net", 150),
+    Part("delta-net-backend", 150),
     Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
+    Part("resume", 180),
+    Part("parity", 300),
+    Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
     Part("host-syncs-qwen3-next", 180, "host_syncs", "qwen3_next"),
-    Part("resume", 180),
-    Part("weight-update", 120),
-    Part("sleep", 120),
+    Part("loss-speed", 240),
     Part("memcheck", 180, "sanitizer", "memcheck"),
     Part("racecheck", 180, "sanitizer", "racecheck"),
     Part("synccheck", 180, "sanitizer", "synccheck"),
     Part("initcheck", 180, "sanitizer", "initcheck"),
 )
-"""In the order in which somebody with little time would want them."""
+"""First what only a GPU can refute: memory that is pinned, freed and lent, real streams, groups of NCCL."""
 
 MINUTES, QUICK_MINUTES = 20.0, 9.5
 LEAST_S = 20.0
@@ -70,6 +74,8 @@ LINE = 160
 def main(argv: list[str]) -> int:
     """0 when every part passed or was skipped."""
     arguments = parse(argv)
+    if arguments.wheels is not None:
+        return wheels.download(arguments.wheels)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
     report: dict[str, Any] = {
@@ -79,12 +85,21 @@ def main(argv: list[str]) -> int:
         "quick": arguments.quick,
         "parts": {},
     }
-    for part in PARTS:
-        if arguments.only and part.name not in arguments.only:
-            continue
-        report["parts"][part.name] = found = run_part(part, arguments, deadline)
-        save(report, arguments.save)
-        print(f"{part.name:25} {found['status']:8} {found['seconds']:7.1f} s  {summary(found)}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as place:
+        if folder := os.environ.get("WHEELS"):
+            report["wheels"] = wheels.unpack(Path(folder), Path(place))
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
+        for part in PARTS:
+            if arguments.only and part.name not in arguments.only:
+                continue
+            report["parts"][part.name] = found = run_part(part, arguments, deadline)
+            report["computed_by"] = computed_by(report["parts"])
+            save(report, arguments.save)
+            print(
+                f"{part.name:25} {found['status']:8} {found['seconds']:7.1f} s  {summary(found)}", flush=True
+            )
+    for name, libraries in report.get("computed_by", {}).items():
+        print(f"{name} was computed by {libraries}")
     statuses = [found["status"] for found in report["parts"].values()]
     counts = ", ".join(f"{statuses.count(s)} {s}" for s in ("passed", "failed", "skipped"))
     print(f"{counts}; written to {arguments.save}")
@@ -97,11 +112,39 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes")
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
+    parser.add_argument(
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="only download the small packages that WHEELS=DIR then gives",
+    )
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
     arguments = parser.parse_args(argv)
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
+    if arguments.wheels is None and (folder := os.environ.get("WHEELS")):
+        if not any(Path(folder).glob("*.whl")):
+            parser.error(
+                f"WHEELS={folder}: there are no wheels; `bash tests/gpu.sh --wheels DIR` downloads them"
+            )
+        if others := wheels.for_other_pythons(Path(folder)):
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            parser.error(
+                f"WHEELS={folder}: {others[0]} is for another Python than this {version}; download with "
+                f"`PIP_PYTHON_VERSION={version} bash tests/gpu.sh --wheels DIR`"
+            )
     return arguments
+
+
+def computed_by(parts: dict[str, Any]) -> dict[str, str]:
+    """Which libraries computed the layers of each trainer, by part."""
+    found = {}
+    for name, part in parts.items():
+        if layers := part.get("layers"):
+            libraries = sorted({library for library, _ in layers.values()})
+            local = " (local modules: no evidence of MFU)" if "torch" in libraries else ""
+            found[name] = ", ".join(libraries) + local
+    return found
 
 
 def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:

@@ -28,9 +28,23 @@ def main() -> None:
     except Skipped as reason:
         job.note(status="skipped", reason=str(reason))
     except BaseException as error:
+        if (package := missing_package(error)) is not None:
+            job.note(
+                status="skipped",
+                reason=f"{package} is not installed; WHEELS=DIR gives it (docs/gpu_report.md)",
+            )
+            return
         traceback.print_exc()
         job.note(status="failed", reason=f"{type(error).__name__}: {error}"[:1000])
         sys.exit(1)
+
+
+def missing_package(error: BaseException) -> str | None:
+    """What the part needs and the machine has not, if that is why it ended."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return {"megatron": "megatron-core", "hypothesis": "hypothesis", "pytest": "pytest"}.get(
+        (name or "").partition(".")[0]
+    )
 
 
 def check_device(job: Job) -> None:

@@ -39,7 +39,7 @@ def read(fields: Fields) -> Glm4MoeShape:
     return Glm4MoeShape(
         **{
             **common,
-            "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
+            "rms_norm_eps": fields.epsilon(1e-5),
             "max_position_embeddings": fields.count("max_position_embeddings", 131072),
         },
         ffn_hidden_size=fields.count("intermediate_size"),

@@ -30,7 +30,7 @@ def read(fields: Fields) -> ModelShape:
     return ModelShape(
         **{
             **common,
-            "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
+            "rms_norm_eps": fields.epsilon(1e-5),
             "max_position_embeddings": fields.count("max_position_embeddings", 131072),
         },
         windows=tuple(window if kind == KINDS[0] else None for kind in kinds),

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_ibpo.evaluate.kept import RESULTS_FILE, read_results, samples_path
 from megatron_ibpo.report.metrics import is_number
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import check_user_file, user_lines
 from megatron_ibpo.words import shown
 
 _SAMPLES = samples_path(Path(), "").name
@@ -40,9 +41,10 @@ def read_problems(path: Path) -> list[Problem]:
         ValueError: a line is no sample; the text names it.
     """
     problems: dict[int, Problem] = {}
+    check_user_file(path)
     with path.open("rb") as file:
         place = 0
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(user_lines(file, path), start=1):
             if not line.endswith(b"\n"):
                 break
             sample = _sample(line, f"{path}, line {number}")

@@ -34,6 +34,7 @@ from megatron_ibpo.report.run_dir import (
     run_tokenizer,
 )
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, read_user_file, user_lines
 from megatron_ibpo.words import shown
 
 DRAWN = 400
@@ -224,7 +225,7 @@ class RunSource:
             return []
         path = _inside(self._directory, path)
         try:
-            skill = read_json(path.read_bytes())
+            skill = read_json(read_user_file(path, JSON_BYTES))
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if not isinstance(skill, dict) or not isinstance(skill.get("premise"), str):
@@ -237,7 +238,7 @@ class RunSource:
             return ["not finished"]
         path = _inside(self._directory, path)
         try:
-            summary = read_json(path.read_bytes())
+            summary = read_json(read_user_file(path, JSON_BYTES))
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
@@ -338,7 +339,7 @@ class _Log:
                 self._file = identity
                 self._begin()
             file.seek(self._offset)
-            for line in file:
+            for line in user_lines(file, self._path):
                 if not line.endswith(b"\n"):
                     break
                 row = read_row(line, f"{self._path}, line {self._lines + 1}")

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 PASSED = "passed"
+CHANGED = "__changed__"
+"""Name under which tests find what a call has changed in its arguments; see `rewards.rebinding`."""
 STUB = "import marshal,sys;exec(marshal.load(open(int(sys.argv[1]),'rb',closefd=False)))"
 _HIGHEST_DESCRIPTOR = 256
+_ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 
 
 def main() -> None:
@@ -198,13 +201,13 @@ class Remote:
     """Something of the program's that is no plain data: can be called, read and iterated, and equals nothing
     else."""
 
-    def __init__(self, ask: "Callable[..., list[Any]]", number: int):
-        self.__dict__.update(_ask=ask, _number=number)
+    def __init__(self, ask: "Callable[..., list[Any]]", number: int, changes: "Changes"):
+        self.__dict__.update(_ask=ask, _number=number, _changes=changes)
 
     def __call__(self, *positional: "Any", **named: "Any") -> "Any":
         result, after = self._ask("call", self, list(positional), named)
         for before, now in zip(positional, after, strict=True):
-            _update(before, now)
+            self._changes.note(before, now)
         return result
 
     def __getattr__(self, name: str) -> "Any":
@@ -216,15 +219,30 @@ class Remote:
         return iter(self._ask("list", self)[0])
 
 
-def _update(before: "Any", now: "Any") -> None:
-    """A call may change its arguments in place."""
-    if type(before) is not type(now):
-        return
-    if isinstance(before, list):
-        before[:] = now
-    elif isinstance(before, (dict, set)):
-        before.clear()
-        before.update(now)
+class Changes:
+    """Arguments that calls have changed in place. The tests' own objects stay as they are, since tests may
+    loop over them or compare with them."""
+
+    def __init__(self) -> None:
+        self._changed: dict[int, tuple[Any, Any]] = {}
+        """By the identity of the argument, which is kept so that no other object gets it."""
+
+    def note(self, before: "Any", now: "Any") -> None:
+        if type(before) is type(now) and isinstance(before, (list, dict, set)):
+            if before != now:
+                self._changed[id(before)] = before, now
+            else:
+                self._changed.pop(id(before), None)
+
+    def changed(self, value: "Any") -> "Any":
+        """Return the value as the last call has left it, itself or what it contains."""
+        if id(value) in self._changed:
+            return self._changed[id(value)][1]
+        if type(value) in (list, tuple) and any(id(item) in self._changed for item in value):
+            return type(value)(map(self.changed, value))
+        if type(value) is dict and any(id(item) in self._changed for item in value.values()):
+            return {key: self.changed(item) for key, item in value.items()}
+        return value
 
 
 def _check(tests: str, entry_point: str = "") -> None:
@@ -234,7 +252,8 @@ def _check(tests: str, entry_point: str = "") -> None:
 
     channel = open(0, "wb", buffering=0, closefd=False)  # noqa: SIM115
     answers = open(os.dup(0), encoding="utf-8")  # noqa: SIM115
-    plain = Plain(lambda value: value._number, lambda number: Remote(ask, number))
+    changes = Changes()
+    plain = Plain(lambda value: value._number, lambda number: Remote(ask, number, changes))
 
     def ask(action: str, *arguments: "Any") -> "list[Any]":
         channel.write(json.dumps([action, *map(plain.pack, arguments)]).encode() + b"\n")
@@ -246,7 +265,7 @@ def _check(tests: str, entry_point: str = "") -> None:
             raise _exception(*content)
         return [plain.unpack(item) for item in content]
 
-    namespace: dict[str, Any] = {"__name__": "tests"}
+    namespace: dict[str, Any] = {"__name__": "tests", CHANGED: changes.changed}
     for name in sorted(needed_names(tests) | ({entry_point} if entry_point else set())):
         if name in sys.stdlib_module_names:
             namespace[name] = __import__(name)
@@ -277,9 +296,10 @@ def _check_here(tests: str, entry_point: str, serve: str) -> None:
 
 
 def _exception(kind: str, message: str) -> Exception:
-    """An exception of the program's, so that tests may expect it. Never one that would end the tests."""
+    """An exception of the program's, so that tests may expect it. Never one that would end the tests, or one
+    of their loops: what `all` and `map` take for the end of a list is an error like any other."""
     found = getattr(builtins, kind, None)
-    if isinstance(found, type) and issubclass(found, Exception):
+    if isinstance(found, type) and issubclass(found, Exception) and found not in _ENDS_OF_LOOPS:
         return found(message)
     return RuntimeError(f"{kind}: {message}")
 
@@ -307,7 +327,7 @@ def needed_names(tests: str) -> set[str]:
         symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()
     }
     defined |= {table.get_name() for table in top.get_children()}
-    return used - defined - set(vars(builtins)) - {"__name__"}
+    return used - defined - set(vars(builtins)) - {"__name__", CHANGED}
 
 
 if __name__ == "__main__":

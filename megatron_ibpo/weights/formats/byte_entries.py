@@ -23,6 +23,7 @@ import torch
 from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron_ibpo.user_files import RECORD_BYTES, check_user_file, read_user_file
 from megatron_ibpo.weights.errors import CheckpointError, listed
 
 _COMMON_FILE = "common.pt"
@@ -103,12 +104,13 @@ def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, b
                 f"{path}: {index.fqn} is stored by way of {listed(place.transform_descriptors)}; "
                 "save the checkpoint without transforms"
             )
+        check_user_file(path)
         with path.open("rb") as file:
             file.seek(place.offset)
             yield path, index.fqn, file.read(place.length)
     common = directory / _COMMON_FILE
     if common.is_file():
-        yield common, "the common state", common.read_bytes()
+        yield common, "the common state", read_user_file(common, RECORD_BYTES)
 
 
 def _reason(error: Exception) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, Piece, is_carried, is_ignored
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, check_user_file, read_user_file
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
@@ -81,7 +82,7 @@ class Checkpoint:
     def _read_index(self, index: str) -> dict[str, str]:
         path = self.directory / index
         try:
-            file_of = dict(read_json(path.read_bytes())["weight_map"])
+            file_of = dict(read_json(read_user_file(path, JSON_BYTES))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from None
         ending = ".bin" if index == PICKLED_INDEX else ".safetensors"
@@ -348,7 +349,8 @@ def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None
     """Configuration, tokenizer and whatever else lies beside the weights; config.json names `dtype`, and no
     quantization, which is never written."""
     for path in sorted(origin.iterdir()):
-        if path.is_file() and not path.name.endswith(WEIGHTS):
+        if not path.is_dir() and not path.name.endswith(WEIGHTS):
+            check_user_file(path, JSON_BYTES)
             shutil.copyfile(path, target / path.name)
     config = read_json((target / "config.json").read_bytes())
     inner = config.get("text_config")

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.words import shown
 
@@ -85,7 +86,7 @@ def file_digest(path: Path) -> str:
 def _read(path: Path) -> tuple[list[str], dict[str, str]]:
     """(names in order, digests by name)."""
     try:
-        manifest = read_json(path.read_bytes())
+        manifest = read_json(read_user_file(path, JSON_BYTES))
         files, algorithm = dict(manifest["files"]), manifest["algorithm"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is malformed: {type(error).__name__}: {error}") from None

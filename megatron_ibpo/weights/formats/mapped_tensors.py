@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_ibpo.user_files import check_user_file
+
 MAPPED_BYTES = 64 * 1024**2
 """Read from files before they are unmapped: pages that were read count as this process's memory."""
 LOCAL_HEADER_BYTES = 30
@@ -87,6 +89,7 @@ class MappedFiles:
         return flat.as_strided(described.size, described.stride, described.first)
 
     def _map(self, file: str) -> mmap.mmap:
+        check_user_file(self.directory / file)
         with (self.directory / file).open("rb") as opened:
             # private: torch wants memory that may be written to, the file never is
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)

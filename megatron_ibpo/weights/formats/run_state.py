@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, KIB, read_user_file
 from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.words import shown
 
@@ -44,7 +45,7 @@ def find_stored(path: Path) -> Path:
     tracker = path / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return newest_step(path) or path
-    latest = tracker.read_text(errors="replace").strip()
+    latest = read_user_file(tracker, KIB).decode(errors="replace").strip()
     if not (latest.isdecimal() or latest == "release"):
         raise CheckpointError(f"{tracker} must hold the number of an iteration, it holds {latest[:40]!r}")
     return path / (latest if latest == "release" else f"iter_{int(latest):07}")
@@ -102,7 +103,7 @@ def _check_layout(layout: dict[str, Any]) -> None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    content = read_json(path.read_bytes())
+    content = read_json(read_user_file(path, JSON_BYTES))
     if not isinstance(content, dict):
         raise ValueError(f"must hold an object, holds a {type(content).__name__}")
     return content

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_ibpo.models.weight_map import Block, Entry
 from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.user_files import JSON_BYTES, RECORD_BYTES, check_user_file, read_user_file
 from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
 from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
@@ -76,12 +77,13 @@ def read_metadata(directory: Path) -> Metadata:
             )
         raise CheckpointError(f"{directory} holds no Megatron checkpoint: no {METADATA} and {CONFIG}")
     try:
-        backend = read_json(config.read_bytes())["sharded_backend"]
+        backend = read_json(read_user_file(config, JSON_BYTES))["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{config} is malformed: {type(error).__name__}: {error}") from None
     if backend != "torch_dist":
         raise CheckpointError(f"{directory}: format {shown(backend)} is not supported, only torch_dist")
     try:
+        check_user_file(directory / METADATA, RECORD_BYTES)
         with (directory / METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
     except Exception as error:

@@ -1,9 +1,10 @@
 """flash-linear-attention's gated delta rule beside ours, in bf16: milliseconds, and errors against the rule
-token by token in fp64."""
+token by token in fp64. With flash-linear-attention's Triton kernels, as trainers have them."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -27,15 +28,18 @@ FLA_BOUND = 3e-2
 
 
 def run(job: Job) -> None:
+    os.environ.setdefault("FLA_TILELANG", "0")
     dtype = torch.bfloat16
-    inputs = draw(SHORT if job.on_gpu else SHORT[:3], job.device, heads=(4, 8) if job.on_gpu else (2, 4))
+    inputs = short_inputs(job)
     exact = with_gradients(token_by_token, doubled(inputs))
     ours = errors(with_gradients(ours_rule, cast(inputs, dtype)), exact)
     job.note(ours_errors=ours)
     check(max(ours.values()) <= OURS_BOUND, f"ours in bf16: {ours}")
     if job.on_gpu:
-        large = cast(draw(LONG, job.device, heads=(16, 32)), dtype)
-        job.note(tokens=sum(LONG), ours_ms=milliseconds(ours_rule, large, repeats=2))
+        large = long_inputs(job)
+        job.note(
+            tokens=len(large["value"]), ours_ms=milliseconds(ours_rule, large, repeats=1 if job.quick else 2)
+        )
     job.note(summary=f"ours {max(ours.values()):.1e}")
     if importlib.util.find_spec("fla") is None:
         if job.on_gpu:
@@ -55,7 +59,7 @@ def compare_fla(job: Job, inputs: Inputs, large: Inputs, exact: dict[str, Tensor
         theirs = errors(with_gradients(fla_rule, inputs), exact)
     except RuntimeError as error:
         raise Skipped(f"flash-linear-attention gives no gradient here: {error}") from error
-    job.note(fla_errors=theirs, fla_ms=milliseconds(fla_rule, large, repeats=5))
+    job.note(fla_errors=theirs, fla_ms=milliseconds(fla_rule, large, repeats=2 if job.quick else 5))
     job.note(
         summary=f"errors: ours {max(job.found['ours_errors'].values()):.1e}, FLA {max(theirs.values()):.1e}"
     )
@@ -63,6 +67,18 @@ def compare_fla(job: Job, inputs: Inputs, large: Inputs, exact: dict[str, Tensor
 
 
 Inputs = dict[str, Any]
+
+
+def short_inputs(job: Job) -> Inputs:
+    """For errors; a few heads."""
+    lengths, heads = (SHORT, (4, 8)) if job.on_gpu else (SHORT[:3], (2, 4))
+    return draw(lengths, job.device, heads=heads)
+
+
+def long_inputs(job: Job) -> Inputs:
+    """For times: as many heads as Qwen3-Next has, a quarter of the tokens with --quick."""
+    lengths = LONG[:1] if job.quick else LONG
+    return cast(draw(lengths, job.device, heads=(16, 32)), torch.bfloat16)
 
 
 def draw(lengths: tuple[int, ...], device: str, heads: tuple[int, int], dim: int = 128) -> Inputs:

@@ -8,6 +8,10 @@ import os
 from job import Job, Skipped, check
 from pytest_run import run_pytest
 
+QUICK = (
+    "auto_chooses or every_variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
+)
+
 
 def run(job: Job) -> None:
     if importlib.util.find_spec("triton") is None:
@@ -20,7 +24,9 @@ def run(job: Job) -> None:
             "-k",
             "variant_equals and gspo or inplace or padded",
         ]
-    elif importlib.util.find_spec("xdist") is not None and job.is_large:
+    elif job.quick:
+        arguments += ["-k", QUICK]
+    if job.on_gpu and importlib.util.find_spec("xdist") is not None and job.is_large:
         arguments += ["-n", "4", "--dist", "worksteal"]  # most of the time goes into compiling
     counts = run_pytest(arguments, job.scratch, environment)
     job.note(**counts, summary=f"{counts['passed']} tests passed, {counts['failed']} failed")

@@ -87,14 +87,16 @@ def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> Non
     rate = flops / median
     name = torch.cuda.get_device_name(0) if job.on_gpu else ""
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
-    share = "" if peak is None else f", MFU {rate / peak:.1%}"
+    libraries = {library for library, _ in job.found["layers"].values()}
+    local = "torch" in libraries
+    share = ", local modules: no MFU" if local else "" if peak is None else f", MFU {rate / peak:.1%}"
     used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
     job.note(
         seconds_per_step=median,
         tokens_per_step=tokens,
         tokens_per_second=tokens / median,
         flops_per_second=rate,
-        mfu=None if peak is None else rate / peak,
+        mfu=None if peak is None or local else rate / peak,
         summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
     )
 

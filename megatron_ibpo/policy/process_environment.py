@@ -1,0 +1,61 @@
+"""The environment variables of a trainer's process, set before a library reads them.
+
+What the user has set stays, except for the one setting with which weights cannot be lent to engines. None of
+this has been run on a GPU; it follows from the sources of the pinned versions.
+"""
+
+import re
+import sysconfig
+from collections.abc import MutableMapping
+from pathlib import Path
+
+DEFAULTS = {
+    # Megatron's overlap of communication under TP asks for it
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # on Hopper flash-linear-attention 0.6.0 lets TileLang compile the delta net's backward pass with nvcc, in
+    # the first step, after a rollout was paid for; its Triton kernels are right from Triton 3.7.1 on
+    "FLA_TILELANG": "0",
+}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The present and the former name of the same settings."""
+EXPANDABLE = r"\s*expandable_segments\s*:\s*true\s*(,|$)"
+CUDA_WHEELS = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
+
+
+def set_environment(
+    environ: MutableMapping[str, str], *, colocate: bool, wheels: Path = CUDA_WHEELS
+) -> tuple[str, ...]:
+    """Set what a trainer's libraries are to find, and return what to tell the user.
+
+    Args:
+        colocate: engines share the trainer's GPU and open its memory.
+        wheels: where the pinned packages of CUDA lie, if they are installed.
+    """
+    for name, value in DEFAULTS.items():
+        environ.setdefault(name, value)
+    # Transformer Engine would look under CUDA_HOME and /usr/local/cuda first, where CUDA 12 may be
+    for library in ("nvrtc", "curand"):
+        if any(wheels.glob(f"lib/lib{library}.so.*")):
+            environ.setdefault(f"{library.upper()}_HOME", str(wheels))
+    return _without_expandable_segments(environ) if colocate else ()
+
+
+def _without_expandable_segments(environ: MutableMapping[str, str]) -> tuple[str, ...]:
+    """Drop the setting: such memory is lent as file descriptors, which containers often forbid."""
+    notes = []
+    for name in ALLOCATOR:
+        found = environ.get(name, "")
+        kept = re.sub(r"\s*expandable_segments\s*:\s*true\s*(,|$)", "", found, flags=re.IGNORECASE).strip(
+            ", "
+        )
+        if kept == found.strip(", "):
+            continue
+        if kept:
+            environ[name] = kept
+        else:
+            del environ[name]
+        notes.append(
+            f"{name}: trainers go without expandable_segments, since engines that share their GPUs "
+            "could often not open such memory (--colocate)"
+        )
+    return tuple(notes)

@@ -1,0 +1,129 @@
+"""Tests that see what a program changes in their arguments, and nothing else that it changes.
+
+The program runs in another process, so a list that it sorts in place is a copy. To write the changes into the
+tests' own list would hand the program that list: it could clear what the tests are looping over, or what they
+compare with. So each statement of the tests is followed by an assignment, `a = __changed__(a)` for every name
+among the arguments of its calls. The name then stands for the changed copy; loops that have begun, and other
+names, keep the list that they had.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from megatron_ibpo.rewards.sandbox.inside import CHANGED
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Have names of their own, which no assignment outside them reaches."""
+
+
+def with_rebinding(tests: str) -> str:
+    """Return the tests with an assignment behind each statement that calls something with a name.
+
+    Raises:
+        SyntaxError: the tests are no Python.
+    """
+    tree = ast.parse(tests)
+    _rebind(tree.body, [_names_bound_in(tree)], set())
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _rebind(body: list[ast.stmt], scopes: list[set[str]], outer: set[str]) -> None:
+    """Add the assignments to a list of statements, in place.
+
+    Args:
+        scopes: the names bound at the top and in each function around these statements.
+        outer: collects the names assigned here that the innermost of these functions does not bind itself.
+    """
+    written: list[ast.stmt] = []
+    for statement in body:
+        written.append(statement)
+        if isinstance(statement, _Function):
+            _rebind_function(statement, scopes)
+            continue
+        if isinstance(statement, ast.ClassDef):
+            for member in statement.body:
+                if isinstance(member, _Function):
+                    _rebind_function(member, scopes)
+            continue
+        names = [name for name in _arguments(statement) if any(name in scope for scope in scopes)]
+        outer |= {name for name in names if name not in scopes[-1]}
+        after = [_assignment(name) for name in names]
+        blocks = list(_blocks(statement))
+        for block in blocks:
+            _rebind(block, scopes, outer)
+            if after and block:
+                block[:0] = after
+        if not blocks:
+            written += after
+        elif isinstance(statement, ast.If | ast.For | ast.AsyncFor | ast.While) and not statement.orelse:
+            statement.orelse = after
+    body[:] = written
+
+
+def _rebind_function(function: _Function, scopes: list[set[str]]) -> None:
+    own = _names_bound_in(function)
+    outer: set[str] = set()
+    _rebind(function.body, [*scopes, own], outer)
+    for name in sorted(outer):
+        is_global = not any(name in scope for scope in scopes[1:])
+        function.body.insert(0, ast.Global([name]) if is_global else ast.Nonlocal([name]))
+
+
+def _assignment(name: str) -> ast.stmt:
+    return ast.parse(f"{name} = {CHANGED}({name})").body[0]
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """Yield the statements within a compound statement."""
+    for field in ("body", "orelse", "finalbody"):
+        if isinstance(block := getattr(statement, field, None), list) and block:
+            yield block
+    for handler in getattr(statement, "handlers", []):
+        yield handler.body
+    for case in getattr(statement, "cases", []):
+        yield case.body
+
+
+def _arguments(statement: ast.stmt) -> list[str]:
+    """Return the names at the root of the arguments of the calls in a statement, without its blocks."""
+    names: dict[str, None] = {}
+    for node in _expressions(statement):
+        if isinstance(node, ast.Call):
+            for argument in node.args:
+                while isinstance(argument, ast.Starred | ast.Subscript | ast.Attribute):
+                    argument = argument.value
+                if isinstance(argument, ast.Name):
+                    names[argument.id] = None
+    return list(names)
+
+
+def _expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a statement evaluates itself: no blocks, no inner scopes."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case, *_SCOPES, *_COMPREHENSIONS)):
+            yield child
+            yield from _expressions(child)
+
+
+def _names_bound_in(scope: ast.AST) -> set[str]:
+    """Return the names that a function or a module binds, without those of inner scopes."""
+    arguments = getattr(scope, "args", None)
+    bound = {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)} if arguments else set()
+    nodes: list[ast.AST] = list(_bodies(scope))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            bound |= set(node.names)
+        if not isinstance(node, (*_SCOPES, *_COMPREHENSIONS)):
+            nodes += ast.iter_child_nodes(node)
+    return bound
+
+
+def _bodies(scope: ast.AST) -> Iterable[ast.AST]:
+    return getattr(scope, "body", [])

@@ -1,0 +1,161 @@
+"""The parent of one verifier's worker: nothing that a reward function starts outlives it, and its prints are
+bounded.
+
+Started by its path as `python -I -S supervisor.py OWNER CONNECTION PRINTED NAME COMMAND…`, so that it imports
+nothing of the package and takes little memory. It runs COMMAND, in which {owner} stands for its own process
+id, in a session of its own, and ends as that does. CONNECTION is a descriptor for the command. Processes
+that lose their parent, such as those of a double fork, become the supervisor's children. All of them are
+killed when the worker ends, when the owner dies, and at a SIGTERM.
+
+The first PRINTED bytes that they write to stdout and stderr go to the supervisor's stderr; the rest is
+counted.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CHUNK = 1 << 16
+_END_SECONDS = 5
+"""After these the supervisor ends in any case: the kernel may be unable to end a process, or stderr may be
+full."""
+
+
+def main() -> None:
+    """Run the command until it ends or is to end."""
+    owner, connection, printed, name, *command = sys.argv[1:]
+    supervisor = _Supervisor(int(printed), name)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(owner):
+        sys.exit("the owner of this verifier is gone")
+    supervisor.start([word.replace("{owner}", str(os.getpid())) for word in command])
+    os.close(int(connection))  # which is to end with the worker
+    supervisor.watch()
+    supervisor.end()
+
+
+class _Supervisor:
+    """One worker, and what it prints."""
+
+    def __init__(self, printed: int, name: str):
+        self._worker, self._status = -1, 0
+        """Process id and wait status."""
+        self._wake, woken = os.pipe()
+        os.set_blocking(woken, False)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # which wakes
+        signal.signal(signal.SIGTERM, lambda *_: self.end())  # also while a write to stderr waits
+        output, self._theirs = os.pipe()
+        os.set_blocking(output, False)
+        self._prints = _Prints(output, printed, name)
+
+    def start(self, command: list[str]) -> None:
+        self._worker = os.fork()
+        if self._worker == 0:
+            os.setsid()  # what signals its whole group does not reach the supervisor
+            for stream in (1, 2):
+                os.dup2(self._theirs, stream)
+            os.execv(command[0], command)
+        os.close(self._theirs)
+
+    def watch(self) -> None:
+        """Pass on what is printed until the worker ends."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(self._prints.descriptor, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._prints.descriptor:
+                    if not self._prints.take():
+                        poll.unregister(descriptor)
+                elif os.read(descriptor, _CHUNK) and self._reap(os.WNOHANG):
+                    return
+
+    def end(self) -> None:
+        """Kill all descendants, and end as the worker did, so that the owner can tell how."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_END_SECONDS)
+        while children := _children():
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            self._reap(0)  # whose own children are ours now
+        self._prints.finish()
+        if os.WIFSIGNALED(self._status):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            number = os.WTERMSIG(self._status)
+            if number != signal.SIGKILL:
+                signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        os._exit(os.waitstatus_to_exitcode(self._status))
+
+    def _reap(self, options: int) -> bool:
+        """Collect children that have ended, the first of them as `options` say; return whether the worker is
+        among them."""
+        found = False
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, options))[0]:
+                options = os.WNOHANG
+                if ended[0] == self._worker:
+                    self._status, found = ended[1], True
+        return found
+
+
+class _Prints:
+    """What the worker and its descendants print."""
+
+    def __init__(self, descriptor: int, most: int, name: str):
+        self.descriptor = descriptor
+        self._left, self._most, self._name = most, most, name
+        self._omitted = 0
+
+    def take(self) -> bool:
+        """Pass on what is next in the pipe; False when it is empty or at its end."""
+        try:
+            read = os.read(self.descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        kept = read[: self._left]
+        self._left -= len(kept)
+        _say(kept)
+        if len(kept) < len(read) and not self._omitted:
+            _say(f"\n[{self._name} printed more than {self._most:,} bytes; the rest is left out]\n".encode())
+        self._omitted += len(read) - len(kept)
+        return bool(read)
+
+    def finish(self) -> None:
+        """Pass on the rest, and tell how much was left out."""
+        while self.take():
+            pass
+        if self._omitted:
+            _say(f"[{self._omitted:,} bytes that {self._name} printed were left out]\n".encode())
+
+
+def _say(text: bytes) -> None:
+    with suppress(OSError):  # nobody reads it any more
+        while text:
+            text = text[os.write(2, text) :]
+
+
+def _children() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            if parent == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    main()

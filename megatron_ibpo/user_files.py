@@ -1,0 +1,71 @@
+"""Reading files that the user gives: what is no regular file, or too large for its kind, is refused."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+RECIPE_BYTES = 256 * KIB
+"""Of YAML, of which Python reads about 50 KB per second."""
+JSON_BYTES = 64 * MIB
+"""Of a JSON file of a model, a checkpoint or a study. The largest known tokenizers have half of it."""
+RECORD_BYTES = GIB
+"""Of a file of records that is read whole: a recorded step, the metrics of a run, rows, pickled metadata."""
+LINE_BYTES = 512 * MIB
+"""Of one row of a file that is read line by line. LiveCodeBench's tests take tens of MB."""
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+class _Lines(Protocol):
+    def readline(self, size: int, /) -> bytes: ...
+
+
+class UserFileError(ValueError):
+    """A file of the user's that is not read; the text says which and why."""
+
+
+def check_user_file(path: Path, most_bytes: float = float("inf")) -> None:
+    """Refuse what is no regular file, which may never end, and what is too large.
+
+    Raises:
+        OSError: it is not there.
+        UserFileError: it is of another kind, or larger than `most_bytes`.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "no file")
+        raise UserFileError(f"{path} is {kind}; a regular file must be there")
+    if status.st_size > most_bytes:
+        raise UserFileError(
+            f"{path} has {status.st_size:,} bytes, and a file of its kind at most {most_bytes:,}"
+        )
+
+
+def read_user_file(path: Path, most_bytes: int) -> bytes:
+    """The content of a file that the user gives.
+
+    Raises:
+        OSError, UserFileError: as `check_user_file` does.
+    """
+    check_user_file(path, most_bytes)
+    return path.read_bytes()
+
+
+def user_lines(file: _Lines, name: Path) -> Iterator[bytes]:
+    """The lines of an open file.
+
+    Raises:
+        UserFileError: one is longer than LINE_BYTES, as in a file that is no text.
+    """
+    while line := file.readline(LINE_BYTES + 1):
+        if len(line) > LINE_BYTES:
+            raise UserFileError(f"{name}: a line is longer than {LINE_BYTES // MIB} MiB")
+        yield line

@@ -1,0 +1,96 @@
+"""Which back end of flash-linear-attention serves the delta net's backward pass: in trainers, which turn
+TileLang off, and where nothing is said. Errors and milliseconds of both. Not run yet: no GPU was at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from job import Job, Skipped, check
+from parts.delta_net import (
+    FLA_BOUND,
+    cast,
+    doubled,
+    errors,
+    fla_rule,
+    long_inputs,
+    milliseconds,
+    short_inputs,
+    token_by_token,
+    with_gradients,
+)
+
+SETTINGS = {"in trainers": "0", "where nothing is said": None}
+"""FLA_TILELANG."""
+
+
+def run(job: Job) -> None:
+    if importlib.util.find_spec("fla") is None:
+        raise Skipped("flash-linear-attention is not installed")
+    if not job.on_gpu:
+        raise Skipped("flash-linear-attention's kernels need a GPU")
+    inputs, large = short_inputs(job), long_inputs(job)
+    exact = with_gradients(token_by_token, doubled(inputs))
+    found: dict[str, Any] = {}
+    for name, value in SETTINGS.items():
+        found[name] = {}
+        job.note(back_ends=found)
+        with tilelang_set_to(value), served() as by:
+            try:
+                own = errors(with_gradients(fla_rule, cast(inputs, torch.bfloat16)), exact)
+                found[name] = {"errors": own, "ms": milliseconds(fla_rule, large, repeats=2)}
+            except Exception as error:  # of the one, which is to say nothing of the other
+                found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+        found[name]["served_by"] = sorted(by) or ["triton"]
+        job.note(back_ends=found, tokens=len(large["value"]))
+    job.note(summary="; ".join(f"{name}: {spoken(own)}" for name, own in found.items()))
+    in_trainers = found["in trainers"]
+    check("error" not in in_trainers, f"as trainers have it: {in_trainers}")
+    check(in_trainers["served_by"] == ["triton"], f"not Triton in trainers: {in_trainers}")
+    check(max(in_trainers["errors"].values()) <= FLA_BOUND, f"as trainers have it: {in_trainers}")
+
+
+def spoken(found: dict[str, Any]) -> str:
+    by = " and ".join(found["served_by"])
+    return f"{by}, failed" if "error" in found else f"{by}, {found['ms']['median']:.1f} ms"
+
+
+@contextmanager
+def tilelang_set_to(value: str | None) -> Iterator[None]:
+    """flash-linear-attention 0.6 looks at the variable in every call."""
+    before = os.environ.pop("FLA_TILELANG", None)
+    if value is not None:
+        os.environ["FLA_TILELANG"] = value
+    try:
+        yield
+    finally:
+        os.environ.pop("FLA_TILELANG", None)
+        if before is not None:
+            os.environ["FLA_TILELANG"] = before
+
+
+@contextmanager
+def served() -> Iterator[set[str]]:
+    """Back ends other than its own Triton kernels that took a call, as its log says once for each."""
+    found: set[str] = set()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said = record.getMessage()
+            if said.startswith("[FLA Backend]") and " -> " in said and "rejected" not in said:
+                found.add(said.rpartition(" -> ")[2].strip())
+
+    logger, handler = logging.getLogger("fla.backends"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,70 @@
+"""The few small packages that `tests/gpu.sh` needs beside torch, Triton and transformers, for a machine
+without a network: downloaded elsewhere, and unpacked for one run. Nothing is installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["download", "for_other_pythons", "unpack"]
+
+REQUIREMENTS = Path(__file__).resolve().parent.parent.parent / "requirements"
+PACKAGES = (
+    *("megatron-core", "flash-linear-attention", "fla-core", "einops", "psutil"),
+    *("pytest", "iniconfig", "packaging", "pluggy", "pygments", "hypothesis", "sortedcontainers"),
+)
+
+
+def pins() -> list[str]:
+    """name==version of each, as everywhere."""
+    files = ("megatron-core.txt", "cuda.txt", "dev.txt")
+    lines = [line for file in files for line in (REQUIREMENTS / file).read_text().splitlines()]
+    pinned = {line.partition("==")[0].lower(): line for line in lines}
+    return [pinned[name] for name in PACKAGES]
+
+
+def download(folder: Path) -> int:
+    """Let pip put the wheels into the folder; returns its exit status."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    # megatron-core declares Python 3.12 and serves 3.11
+    status = subprocess.call([*pip, "--ignore-requires-python", "--dest", str(folder), *pins()])
+    if status == 0:
+        files = list(folder.glob("*.whl"))
+        size = sum(file.stat().st_size for file in files) / 2**20
+        print(
+            f"{len(files)} wheels, {size:.1f} MiB, in {folder}; take it along: WHEELS=DIR bash tests/gpu.sh"
+        )
+    return status
+
+
+def unpack(folder: Path, into: Path) -> list[str]:
+    """Unpack what this Python has not installed; the names of the files."""
+    chosen = [file for file in sorted(folder.glob("*.whl")) if not is_installed(file.name)]
+    for file in chosen:
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(into)
+    return [file.name for file in chosen]
+
+
+def for_other_pythons(folder: Path) -> list[str]:
+    """Wheels of the folder with code that was compiled for another version than this one."""
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    tags = {file.name: file.stem.split("-")[-3:-1] for file in folder.glob("*.whl")}
+    return [
+        name
+        for name, (python, abi) in sorted(tags.items())
+        if python.startswith("cp") and abi != "abi3" and python != own
+    ]
+
+
+def is_installed(wheel: str) -> bool:
+    name = re.sub("[-_.]+", "-", wheel.partition("-")[0])
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,215 @@
+"""Whatever a model writes is read in time that grows with its length: no text hangs a verifier."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from re import _constants as op  # type: ignore[attr-defined]
+from re import _parser as sre_parse  # type: ignore[attr-defined]
+from typing import Any
+
+import pytest
+
+from megatron_ibpo.credit.divergence import normalised
+from megatron_ibpo.credit.spans import split_spans
+from megatron_ibpo.rewards import code, exact, final_answer, math, reasoning_gym, study_tasks
+from megatron_ibpo.rewards.errors import ResponseError
+
+DOORS: dict[str, Callable[[str], Any]] = {
+    "math": lambda text: math.score([""], [text], ["1,2"], [{}]),
+    "math, in a box": lambda text: math.score([""], [f"\\boxed{{{text}}}"], ["1,2"], [{}]),
+    "math, quoted": lambda text: math.score([text[:1000]], [text], ["\\frac{1}{2}"], [{}]),
+    "math's vote": math.extract_answer,
+    "numbers and text": lambda text: exact.compare(text, "5"),
+    "decimal comma": exact.decimal_comma,
+    "place of an answer": lambda text: final_answer.answer_place(text, text[:199] + "?"),
+    "code": code.extract_answer,
+    "code's imports": lambda text: code.offered_imports(text[: code.LONGEST_PROGRAM]),
+    "generated tasks": lambda text: reasoning_gym.extract_answer(text, {}),
+    "sums": lambda text: study_tasks.score("", text, "1", SUM),
+    "pairs": lambda text: study_tasks.score("", text, "1", {"kind": "pairs", "pairs": [(1, "+", 2)]}),
+    "steps": lambda text: split_spans(list(text)),
+    "steps compared": normalised,
+}
+"""What reads responses and corrections. A new verifier, or a new pattern in credit, belongs here."""
+SUM = {"kind": "targets", "terms": 2, "first": 1, "banned": [], "target": 3}
+MODULES = (
+    *("rewards.code", "rewards.exact", "rewards.final_answer", "rewards.math", "rewards.reasoning_gym"),
+    *("rewards.study_tasks", "credit.divergence", "credit.spans"),
+)
+
+CHARACTERS = " \n1a,.-=`(}{\\é\x00"
+MORE_CHARACTERS = "\t9Z_;:+*/^%$#~|<>)[]'\"!数🙂\u2028"
+BEFORE = (
+    "",
+    "answer is ",
+    "The answer is 1,",
+    "\\boxed{",
+    "```",
+    "(",
+    "1^",
+    "=",
+    "\\text{",
+    "<answer>",
+    "1e",
+)
+MEGABYTE = 1_000_000
+LONGEST_S = 20.0
+"""Seconds of processor time for one text. What is linear takes less than one; what is quadratic, hours."""
+
+
+@contextmanager
+def bounded(seconds: float, what: str) -> Iterator[None]:
+    """Fail what takes longer than so many seconds of processor time."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError(f"took more than {seconds:g} s of processor time: {what}")
+
+    before = signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def read(door: str, text: str, what: str) -> None:
+    with bounded(LONGEST_S, f"{door}, {what}"):
+        DOORS[door](text)
+
+
+def patterns() -> list[re.Pattern[str]]:
+    """Every pattern of the modules that read what models write."""
+    found = []
+    for name in MODULES:
+        module = importlib.import_module(f"megatron_ibpo.{name}")
+        found += [value for value in vars(module).values() if isinstance(value, re.Pattern)]
+    return found
+
+
+def sample(parsed: Any) -> str:
+    """A text that a pattern matches in the main, by the first of its alternatives and two of what repeats."""
+    text = ""
+    for code_, argument in parsed:
+        if code_ is op.LITERAL:
+            text += chr(argument)
+        elif code_ is op.NOT_LITERAL or code_ is op.ANY:
+            text += "x"
+        elif code_ is op.IN:
+            text += one_of(argument)
+        elif code_ is op.BRANCH:
+            text += sample(argument[1][0])
+        elif code_ is op.SUBPATTERN:
+            text += sample(argument[3])
+        elif code_ is op.ATOMIC_GROUP:
+            text += sample(argument)
+        elif code_ in (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT):
+            text += sample(argument[2]) * max(argument[0], min(2, argument[1]))
+    return text
+
+
+def one_of(choices: Any) -> str:
+    kind, argument = choices[0]
+    if kind is op.LITERAL:
+        return chr(argument)
+    if kind is op.RANGE:
+        return chr(argument[0])
+    if kind is op.CATEGORY:
+        words = {op.CATEGORY_DIGIT: "1", op.CATEGORY_SPACE: " ", op.CATEGORY_WORD: "w"}
+        return words.get(argument, "!")
+    return "!" if (kind, argument) == (op.NEGATE, None) else "x"
+
+
+def fragments() -> list[str]:
+    """Beginnings of what each pattern matches, on which it starts again and again and comes to nothing."""
+    made: set[str] = set()
+    for pattern in patterns():
+        whole = sample(sre_parse.parse(pattern.pattern, pattern.flags & ~re.DEBUG))
+        made |= {whole, whole[:-1], whole[1:], whole[: len(whole) // 2 + 1]}
+    return sorted(made - {""})
+
+
+def test_every_pattern_that_reads_text_is_tried():
+    assert len(patterns()) > 20
+    assert len(fragments()) > 40
+    used = {name for name in sys.modules if name.startswith("megatron_ibpo.rewards.")}
+    unread = {"verifier", "worker", "workers", "composite", "labels", "limits", "errors", "in_batches"}
+    for name in used - {f"megatron_ibpo.{read}" for read in MODULES}:
+        module = sys.modules[name]
+        own = [key for key, value in vars(module).items() if isinstance(value, re.Pattern)]
+        assert not own or name.rpartition(".")[2] in unread, f"{name} has patterns; name it in MODULES"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_megabyte_of_one_character_is_read(door):
+    for character in CHARACTERS:
+        read(door, character * MEGABYTE + "?", f"{character!r} and an end that fits nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_a_megabyte_of_any_other_character_is_read(door):
+    for character in MORE_CHARACTERS:
+        read(door, character * MEGABYTE + "?", f"{character!r} and an end that fits nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_a_megabyte_of_one_character_behind_the_beginning_of_an_answer_is_read(door):
+    for before in BEFORE[1:]:
+        for character in " \n1a,`{}\\.":
+            read(door, before + character * MEGABYTE + "?", f"{before!r}, then {character!r}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_megabyte_of_what_patterns_look_for_is_read(door):
+    for fragment in (*fragments(), *BEFORE[1:]):
+        for after in ("", " ", "\n"):
+            unit = fragment + after
+            read(door, unit * (MEGABYTE // len(unit)) + "?", f"{unit!r} over and over")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_much_of_what_patterns_look_for_is_read(door):
+    for fragment in (*fragments(), *BEFORE[1:]):
+        read(door, fragment * (50_000 // len(fragment)) + "?", f"{fragment!r} over and over")
+
+
+NUMBERS = ",".join(map(str, range(1, 26)))
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (f"The answer is {NUMBERS}", NUMBERS, 1.0),
+        (f"The answer is {NUMBERS}", "25", 0.0),
+        ("The answer is " + "7" * 800, "7", 0.0),
+        ("The answer is " + "7" * 800, "7" * 800, 1.0),
+        ("So it is 1, 2, 3 or 4", "1,2,3,4", 1.0),
+        ("So it is 1, 2 , 3, or 4", "1,2,3,4", 1.0),
+        ("So it is 1,2 or 3 or 4", "1,2,3,4", 1.0),
+        ("So it is 3 or 4", "4", 0.0),
+        (r"\boxed{\varnothing}", r"\emptyset", 1.0),
+        (r"\boxed{∅}", r"\varnothing", 1.0),
+        (r"\boxed{\text{No solutions}}", "no solution", 1.0),
+        (r"\boxed{\text{no real solutions}}", r"\text{No real solution}", 1.0),
+        (r"\boxed{\text{solutions}}", "no solution", 0.0),
+    ],
+)
+def test_lists_long_numbers_and_empty_sets_are_graded(response, label, reward):
+    assert math.score([""], [response], [label], [{}]) == [reward]
+
+
+def test_a_program_longer_than_any_is_wrong_and_counted_and_never_parsed_here():
+    program = "x = [" + "1, " * code.LONGEST_PROGRAM + "]"
+    label = '{"inputs": [""], "outputs": ["1"]}'
+    with pytest.raises(ResponseError, match=r"a program of 300,007 characters; more than 100,000"):
+        code.score("", f"```python\n{program}\n```", label, {})
+    assert code.extract_answer(program) is None, "unfenced text of any length is no program"
