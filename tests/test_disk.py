@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,16 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
             append_whole(file, b"b" * 3000 + b"\n")
         append_whole(file, b"c\n")
     assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
+
+
+def test_a_line_for_a_file_that_was_deleted_meanwhile_is_an_error(tmp_path):
+    path = tmp_path / "run" / "lines"
+    path.parent.mkdir()
+    with path.open("ab", buffering=0) as file:
+        append_whole(file, b"a\n")
+        shutil.rmtree(path.parent)
+        with pytest.raises(FileNotFoundError, match="run/lines"):
+            append_whole(file, b"b\n")
 
 
 def test_a_file_that_finds_no_room_leaves_the_one_before(tmp_path):

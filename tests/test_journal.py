@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -538,6 +539,15 @@ def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
         with pytest.raises(JournalError, match=r"000001.journal: it has format 1.* reads format 2"):
             use()
     assert segments(directory)[0].read_bytes() == before
+
+
+def test_a_journal_that_is_deleted_under_its_run_says_so_when_a_batch_is_closed(tmp_path):
+    directory = tmp_path / "run" / "journal"
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        append(journal, response(1))
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(FileNotFoundError, match="run/journal"):
+            journal.closed(ClosedBatch(1, (group(1),)))
 
 
 def test_a_full_disk_leaves_no_part_of_a_record(three_steps, monkeypatch):

@@ -108,7 +108,12 @@ def require_room(directory: Path, num_bytes: int) -> None:
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Append to an unbuffered file all of `data`, or nothing where that raises."""
+    """Append to an unbuffered file all of `data`, or nothing where that raises.
+
+    Raises:
+        FileNotFoundError: the file was deleted while it was open, perhaps with the directory of its run.
+        OSError: it cannot be written.
+    """
     end = file.seek(0, io.SEEK_END)
     left = memoryview(data)
     try:
@@ -117,3 +122,5 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
     except OSError:
         file.truncate(end)  # needs no room
         raise
+    if os.fstat(file.fileno()).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.name))

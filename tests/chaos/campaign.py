@@ -29,6 +29,8 @@ Record = dict[str, Any]
 DISK_MB = 200
 CACHE = "torchinductor_"
 """torch's own, for all processes of a user: it stays."""
+TRACEBACK = "ibpo-*.log"
+"""Of a driver whose run's directory could not take it; the driver has said where it is."""
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
 NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6
@@ -213,7 +215,11 @@ def _checked(trial: Trial, place: Path) -> list[str]:
 
 def _lying_about(trial: Trial, place: Path) -> list[str]:
     """Files of the run outside its directory, shared memory, and what was not finished inside."""
-    temporary = [path.name for path in (place / "tmp").iterdir() if not path.name.startswith(CACHE)]
+    temporary = [
+        path.name
+        for path in (place / "tmp").iterdir()
+        if not path.name.startswith(CACHE) and not path.match(TRACEBACK)
+    ]
     shared = sorted(trial.shared_memory & set(os.listdir("/dev/shm")))
     partial = [str(path) for path in trial.run_dir.rglob("*") if path.name.endswith(UNFINISHED)]
     return [f"left lying about: {names}" for names in (temporary, shared, partial) if names]
