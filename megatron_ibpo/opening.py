@@ -316,8 +316,7 @@ def _open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal,
     if recovered.settings is not None and recovered.settings != settings:
         note = f"{directory}: what was sampled after step {step} is not used, since the settings have changed"
         recovered = Recovered(settings, (), {}, step, is_whole=False, notes=(note,))
-    if not recovered.is_whole:
-        journal.rewound(recovered.last_step)
+    journal.follow(recovered)
     return journal, recovered
 
 

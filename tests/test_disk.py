@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,20 +55,62 @@ def test_there_is_an_end_to_waiting_for_room():
     assert len(disk.said) == 1
 
 
-def test_all_that_write_wait_once_and_after_there_was_room_anew():
-    """256 responses that come in one by one waited for --disk-wait each."""
+class Clock:
+    """A clock that only sleeping moves on."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def sleep(self, seconds):
+        self.seconds += seconds
+
+
+def clocked(disk, wait=600):
+    clock = Clock()
+    return clock, DiskWait(wait, disk.said.append, now=lambda: clock.seconds, sleep=clock.sleep)
+
+
+def test_many_writers_in_turn_share_one_deadline():
     disk = Disk(10**9)
-    waits = DiskWait(0.2, disk.said.append, look_every=0.01)
-    began = time.monotonic()
+    clock, room = clocked(disk)
     for _ in range(256):
-        with pytest.raises(DiskFullError):
-            waits.write(disk.write)
-    assert time.monotonic() - began < 10, "not 256 times 0.2 s"
+        with pytest.raises(DiskFullError, match="no room on the disk for 600 s"):
+            room.write(disk.write)
+    assert clock.seconds == 600, "and not 43 hours"
     assert len(disk.said) == 1
+
+
+def test_a_write_that_found_room_again_begins_a_new_deadline():
+    disk = Disk(200)
+    clock, room = clocked(disk)
+    room.write(disk.write)
+    assert clock.seconds == 400
+    disk.left = 200
+    room.write(disk.write)
+    assert clock.seconds == 800
+    assert len(disk.said) == 4
+    disk.left = 10**9
+    with pytest.raises(DiskFullError):
+        room.write(disk.write)
     disk.left = 0
-    assert waits.write(disk.write) == "written"
+    room.write(disk.write)
     disk.left = 3
-    assert waits.write(disk.write) == "written", "the next deadline is a new one"
+    assert room.write(disk.write) == "written", "the next deadline is a new one"
+
+
+def test_small_writes_that_succeed_do_not_keep_a_large_one_waiting_for_ever():
+    large, small = Disk(10**9), Disk(0)
+    clock, room = clocked(large)
+
+    def write():
+        room.write(small.write)
+        if clock.seconds % 10 == 0:  # now and then a small one is refused, too
+            small.left = 1
+        large.write()
+
+    with pytest.raises(DiskFullError):
+        room.write(write)
+    assert clock.seconds <= 610
 
 
 def test_what_else_fails_is_not_waited_for():
@@ -101,6 +144,16 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
             append_whole(file, b"b" * 3000 + b"\n")
         append_whole(file, b"c\n")
     assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
+
+
+def test_a_line_for_a_file_that_was_deleted_meanwhile_is_an_error(tmp_path):
+    path = tmp_path / "run" / "lines"
+    path.parent.mkdir()
+    with path.open("ab", buffering=0) as file:
+        append_whole(file, b"a\n")
+        shutil.rmtree(path.parent)
+        with pytest.raises(FileNotFoundError, match="run/lines"):
+            append_whole(file, b"b\n")
 
 
 def test_a_file_that_finds_no_room_leaves_the_one_before(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,14 @@ from megatron_ibpo.journal import (
     DroppedGroup,
     Journal,
     JournalError,
+    Recovered,
     SampleKey,
     read_journal,
     writer,
 )
 from megatron_ibpo.journal.entries import Sampled, decode, encode
+from megatron_ibpo.journal.framing import Damage
+from megatron_ibpo.journal.reading import entries
 from megatron_ibpo.records import Sample
 
 KEEP = 1024**3
@@ -43,13 +47,13 @@ def make_sample(mark: int, tokens: int = 3) -> Sample:
         logprobs=np.full(tokens, -0.25, np.float32),
         finish_reason="stop",
         temperature=1.0,
-        versions=((0, mark),),
+        versions=((0, 0),),
         loss_mask=np.ones(tokens, bool),
         reward=float(mark),
     )
 
 
-def bits(sample: Sample) -> list[object]:
+def bits_of(sample: Sample) -> list[object]:
     """What two samples must share to be the same to the last bit."""
     values = [getattr(sample, one.name) for one in fields(Sample)]
     return [exactly(value) for value in values]
@@ -65,7 +69,7 @@ def exactly(value: object) -> object:
 
 
 def same(found: dict[SampleKey, Sample], wanted: dict[SampleKey, Sample]) -> bool:
-    return {k: bits(v) for k, v in found.items()} == {k: bits(v) for k, v in wanted.items()}
+    return {k: bits_of(v) for k, v in found.items()} == {k: bits_of(v) for k, v in wanted.items()}
 
 
 def response(prompt: int, index: int = 0, attempt: int = 0) -> SampleKey:
@@ -138,7 +142,7 @@ def test_a_sample_comes_back_bit_for_bit(sample):
     key = SampleKey(2**40, 3, "correction", 7)
     back = decode(encode(Sampled(key, sample)))
     assert back.key == key
-    assert bits(back.sample) == bits(sample)
+    assert bits_of(back.sample) == bits_of(sample)
 
 
 def test_what_comes_back_may_be_written_to(three_steps):
@@ -324,100 +328,178 @@ def test_a_record_cut_at_any_byte_is_lost_and_nothing_else(three_steps, tmp_path
         assert recovered.notes == ()
 
 
-@pytest.mark.parametrize("opens", [False, True])
-def test_a_flipped_byte_costs_its_record_and_no_file(three_steps, tmp_path_factory, caplog, opens):
-    directory, samples = three_steps
-    with Journal(directory, KEEP, "settings", 0) as journal:
-        samples |= append(journal, response(5))
-    [segment, later] = segments(directory)
-    whole = segment.read_bytes()
-    starts = [at for at in range(len(whole)) if whole.startswith(b"IBPJ", at)]
-    written = [None, *list(samples)[:2], 1, *list(samples)[2:4], 2, *list(samples)[4:6], 3, list(samples)[6]]
-    """What each record is: the beginning, a sample, or the batch of a step."""
-    assert len(written) == len(starts)
-    for place in range(0, len(whole), 7):
-        damaged = tmp_path_factory.mktemp("damaged")
-        changed = bytearray(whole)
-        changed[place] ^= 0x10
-        (damaged / segment.name).write_bytes(changed)
-        (damaged / later.name).write_bytes(later.read_bytes())
-        record = sum(start <= place for start in starts) - 1
-        what = written[record]
-        recovered = read_journal(damaged, 0)
-        assert f"{damaged / segment.name}: " in recovered.notes[0]
-        assert f"byte {starts[record]}" in recovered.notes[0]
-        expected, steps = expected_without(what, samples)
-        assert [batch.step for batch in recovered.batches] == steps
-        assert same(recovered.samples, expected)
-        if opens:
-            caplog.clear()
-            with Journal(damaged, KEEP, "settings", 0) as journal:
-                assert f"byte {starts[record]}" in caplog.text
-                if not recovered.is_whole:
-                    journal.rewound(recovered.last_step)
-                again = append(journal, response(9))
-            assert [path.name for path in segments(damaged)][:2] == [segment.name, later.name]
-            assert (damaged / segment.name).read_bytes() == changed, "as it was"
-            after = read_journal(damaged, 0)
-            assert [batch.step for batch in after.batches] == steps
-            assert same(after.samples, expected | again), "what is written after damage counts"
+def flipped(directory: Path, segment: Path, place: int, bits: int) -> list[bytes]:
+    """Change one byte of a segment; what all segments hold then."""
+    data = bytearray(segment.read_bytes())
+    data[place] ^= bits
+    segment.write_bytes(data)
+    return [path.read_bytes() for path in segments(directory)]
 
 
-def expected_without(what, samples):
-    """(samples, steps of batches) that three steps and two open groups give without a record."""
-    if what is None:  # whether it took something back nobody can tell
-        return {}, []
-    last = what if isinstance(what, int) else what.prompt_index
-    if last > 3:
-        return {key: sample for key, sample in samples.items() if key != what}, [1, 2, 3]
-    # a step that is not whole is sampled again, and so is what came after it
-    return {key: sample for key, sample in samples.items() if key.prompt_index < last}, list(range(1, last))
+def whole_records(directory: Path) -> list[tuple[int, object]]:
+    """(segment, entry) of all that can be read, from the first segment on."""
+    found = [(number, entry) for number, entry in entries(directory, 0) if not isinstance(entry, Damage)]
+    return [(number, encode(entry)) for number, entry in found]
 
 
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_whatever_bytes_are_damaged_no_file_is_deleted_and_the_journal_can_be_used(
-    tmp_path_factory, three_steps_bytes, data
-):
-    """Some bytes are flipped, in any of the files; what comes back of samples is what was written."""
-    files, samples = three_steps_bytes
-    directory = tmp_path_factory.mktemp("damaged")
-    for name, content in files.items():
-        changed = bytearray(content)
-        for _ in range(data.draw(st.integers(0, 3))):
-            changed[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-        (directory / name).write_bytes(changed)
-    recovered = read_journal(directory, 0)
-    assert all(bits(samples[key]) == bits(sample) for key, sample in recovered.samples.items())
-    with Journal(directory, KEEP, "settings", 0) as journal:
-        assert len(segments(directory)) >= len(files) - 1, "but a last one that is nothing but torn"
-        if not recovered.is_whole:
-            journal.rewound(recovered.last_step)
-        again = append(journal, response(9))
-    assert same(read_journal(directory, 0).samples, recovered.samples | again)
-
-
-@pytest.fixture(scope="module")
-def three_steps_bytes(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("whole")
-    samples = {}
-    for step in (1, 2, 3):
+def journal_with_every_kind_of_record(directory: Path, per_segment: int) -> dict[SampleKey, Sample]:
+    """Batches of steps 1 to 3 with responses and corrections, groups left open, a restart and a rewind."""
+    samples: dict[SampleKey, Sample] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SEGMENT_BYTES", per_segment)
         with Journal(directory, KEEP, "settings", 0) as journal:
-            samples |= append(journal, response(step, 0), response(step, 1))
+            for step in (1, 2):
+                samples |= append(journal, response(step, 0), response(step, 1))
+                samples |= append(journal, SampleKey(step, 0, "correction", 0))
+                journal.closed(ClosedBatch(step, (group(step, 2, 1),)))
+            samples |= append(journal, response(3))
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            samples |= append(journal, response(9))
+            journal.rewound(2)
+            samples |= append(journal, response(3))
+            journal.closed(ClosedBatch(3, (group(3),)))
+            samples |= append(journal, response(4), response(5), SampleKey(5, 0, "correction", 0))
+    return samples
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from([1, 400, 10**6]), st.integers(1, 255))
+def test_a_flipped_byte_costs_the_record_that_it_is_in_and_nothing_else(data, per_segment, bits):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
+        directory = Path(name)
+        samples = journal_with_every_kind_of_record(directory, per_segment)
+        written = whole_records(directory)
+        segment = data.draw(st.sampled_from(segments(directory)))
+        damaged = flipped(directory, segment, data.draw(st.integers(0, segment.stat().st_size - 1)), bits)
+        left = whole_records(directory)
+        assert len(left) == len(written) - 1
+        assert left == [one for one in written if one in left], "in order, each as it was written"
+        recovered = read_journal(directory, 0)
+        assert f"{segment}: 1 damaged record is left out" in recovered.notes[0]
+        assert [batch.step for batch in recovered.batches] == list(range(1, recovered.last_step + 1))
+        assert all(bits_of(found) == bits_of(samples[key]) for key, found in recovered.samples.items())
+        goes_on(directory, recovered, samples)
+        assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from([1, 400, 10**6]))
+def test_whatever_bytes_are_damaged_no_file_is_deleted_and_the_journal_can_be_used(data, per_segment):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
+        directory = Path(name)
+        samples = journal_with_every_kind_of_record(directory, per_segment)
+        files = segments(directory)
+        for _ in range(data.draw(st.integers(1, 6))):
+            segment = data.draw(st.sampled_from(files))
+            place = data.draw(st.integers(0, segment.stat().st_size - 1))
+            damaged = flipped(directory, segment, place, data.draw(st.integers(1, 255)))
+        recovered = read_journal(directory, 0)
+        assert all(bits_of(samples[key]) == bits_of(found) for key, found in recovered.samples.items())
+        goes_on(directory, recovered, samples)
+        assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
+
+
+def goes_on(directory: Path, recovered: Recovered, samples: dict[SampleKey, Sample]) -> None:
+    """A run takes what it finds, samples what is missing, and closes all batches up to step 4: then the
+    journal has each of them once and whole."""
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        journal.follow(recovered)
+        for step in range(recovered.last_step + 1, 5):
+            wanted = [key for key in samples if key.prompt_index == step]
+            append(journal, *(key for key in wanted if key not in recovered.samples))
+            corrections = sum(key.kind == "correction" for key in wanted)
+            closed = ClosedGroup(step, 0, len(wanted) - corrections, corrections, 0)
+            journal.closed(ClosedBatch(step, (closed,)))
+        again = read_journal(directory, 0)
+        assert [batch.step for batch in again.batches] == [1, 2, 3, 4]
+        assert again.is_whole
+        trained = {key: sample for key, sample in samples.items() if key.prompt_index <= 4}
+        assert {key: bits_of(again.samples[key]) for key in trained} == {
+            key: bits_of(sample) for key, sample in trained.items()
+        }
+
+
+def test_what_is_missing_is_asked_again_and_no_more(three_steps):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    second = segment.read_bytes().index(encode(Sampled(response(2, 1), samples[response(2, 1)])))
+    flipped(directory, segment, second + 10, 1)
+    recovered = read_journal(directory, 0)
+    assert [batch.step for batch in recovered.batches] == [1]
+    assert same(recovered.samples, {key: own for key, own in samples.items() if key != response(2, 1)})
+    assert not recovered.is_whole
+
+
+def test_what_came_from_weights_that_were_trained_on_lost_records_is_not_used(tmp_path):
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        for step in (1, 2, 3):
+            sample = replace(make_sample(step), versions=((0, step - 1),))
+            journal.sampled(response(step), sample)
+            journal.sampled(response(step, 1), sample)
             journal.closed(ClosedBatch(step, (group(step, 2),)))
-    return {path.name: path.read_bytes() for path in segments(directory)}, samples
+    [segment] = segments(tmp_path)
+    flipped(
+        tmp_path,
+        segment,
+        segment.read_bytes().index(encode(Sampled(response(2), replace(make_sample(2), versions=((0, 1),))))),
+        1,
+    )
+    recovered = read_journal(tmp_path, 0)
+    assert [batch.step for batch in recovered.batches] == [1]
+    assert recovered.samples.keys() == {response(1), response(1, 1), response(2, 1)}, "none of step 3"
+
+
+def test_a_group_that_a_lost_batch_may_have_trained_on_is_not_trained_on_again(three_steps):
+    directory, _ = three_steps
+    [segment] = segments(directory)
+    lost = segment.read_bytes().index(encode(ClosedBatch(2, (group(2, 2),))))
+    flipped(directory, segment, lost, 1)
+    recovered = read_journal(directory, 2)
+    assert [batch.step for batch in recovered.batches] == [3]
+    assert recovered.samples.keys() == {response(3), response(3, 1), response(4)}
+
+
+@pytest.mark.parametrize("settings_after", ["settings", "other settings"])
+def test_where_the_record_of_a_rewind_is_lost_nothing_before_it_is_taken_for_new(tmp_path, settings_after):
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        for step in (1, 2):
+            append(journal, response(step))
+            journal.closed(ClosedBatch(step, (group(step),)))
+        append(journal, response(3), response(4))
+    with Journal(tmp_path, KEEP, settings_after, 0) as journal:
+        journal.rewound(1)
+        new = replace(make_sample(7), versions=((0, 1),))
+        journal.sampled(response(2), new)
+        journal.closed(ClosedBatch(2, (group(2),)))
+    with Journal(tmp_path, KEEP, settings_after, 0) as journal:
+        journal.sampled(response(3), new)
+        journal.closed(ClosedBatch(3, (group(3),)))
+    flipped(tmp_path, segments(tmp_path)[1], 20, 1)
+    recovered = read_journal(tmp_path, 0)
+    assert recovered.settings == settings_after
+    if settings_after == "settings":
+        assert [batch.step for batch in recovered.batches] == [1, 2, 3]
+        assert (
+            bits_of(recovered.samples[response(2)]) == bits_of(recovered.samples[response(3)]) == bits_of(new)
+        )
+        assert response(4) not in recovered.samples
+    else:
+        assert recovered.batches == ()
+        assert not recovered.is_whole
 
 
 def test_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
     directory, samples = three_steps
     [segment] = segments(directory)
-    for notes, length in enumerate((2**32 - 1, 2**30), start=1):
+    for length in (2**32 - 1, 2**30):
         head = struct.pack("<4sII", b"IBPJ", length, 0)
         with segment.open("ab") as file:
             file.write(head + struct.pack("<I", zlib.crc32(head)))
         recovered = read_journal(directory, 0)
         assert same(recovered.samples, samples)
-        assert len(recovered.notes) == notes
+        assert len(recovered.notes) == 1
 
 
 def test_damage_before_what_is_needed_does_no_harm(tmp_path):
@@ -435,23 +517,18 @@ def test_damage_before_what_is_needed_does_no_harm(tmp_path):
         Journal(tmp_path, KEEP, "settings", 1).close()
 
 
-def test_behind_a_missing_segment_nothing_is_believed_until_a_run_goes_on(three_steps):
-    """It may have taken back what was before."""
+def test_a_missing_segment_costs_what_it_held_and_not_those_after_it(three_steps):
     directory, samples = three_steps
     for prompt in (5, 6):
         with Journal(directory, KEEP, "settings", 0) as journal:
             samples |= append(journal, response(prompt))
     segments(directory)[1].unlink()
     recovered = read_journal(directory, 0)
-    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index < 4})
-    assert not recovered.is_whole
-    assert "000002.journal: this segment is missing" in recovered.notes[0]
-    with Journal(directory, KEEP, "settings", 0) as journal:
-        again = append(journal, response(7))
-    assert {"000001.journal", "000003.journal"} < {path.name for path in segments(directory)}
-    after = read_journal(directory, 0)
-    assert [batch.step for batch in after.batches] == [1, 2, 3]
-    assert same(after.samples, {k: s for k, s in samples.items() if k.prompt_index < 4} | again)
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index != 5})
+    assert "000002.journal: 1 damaged record is left out" in recovered.notes[0]
+    assert "this segment is missing" in recovered.notes[0]
+    Journal(directory, KEEP, "settings", 0).close()
+    assert [path.name for path in segments(directory)] == ["000001.journal", "000003.journal"]
 
 
 def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
@@ -462,6 +539,15 @@ def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
         with pytest.raises(JournalError, match=r"000001.journal: it has format 1.* reads format 2"):
             use()
     assert segments(directory)[0].read_bytes() == before
+
+
+def test_a_journal_that_is_deleted_under_its_run_says_so_when_a_batch_is_closed(tmp_path):
+    directory = tmp_path / "run" / "journal"
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        append(journal, response(1))
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(FileNotFoundError, match="run/journal"):
+            journal.closed(ClosedBatch(1, (group(1),)))
 
 
 def test_a_full_disk_leaves_no_part_of_a_record(three_steps, monkeypatch):
@@ -584,7 +670,7 @@ def check_older_checkpoints(directory: Path, model: Model) -> None:
             assert same(recovered.samples, model.wanted(older))
         else:
             wanted = model.wanted(older)
-            assert all(bits(sample) == bits(wanted[key]) for key, sample in recovered.samples.items())
+            assert all(bits_of(sample) == bits_of(wanted[key]) for key, sample in recovered.samples.items())
 
 
 def test_of_what_no_recovery_needs_as_much_is_kept_as_was_asked_for(tmp_path):

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from megatron_ibpo.cluster.access import own_token, read_settings_again, use_token
+from megatron_ibpo.cluster.watch import ended_with_ray
 from megatron_ibpo.rendezvous import LOOPBACK
 from megatron_ibpo.temporary import private_directory
 
@@ -129,6 +130,7 @@ def _start_own(num_cpus: int, object_store_bytes: int) -> ExitStack:
         stack.enter_context(own_token(directory))
         stack.callback(_disconnect)
         _start(directory / RAY_DIRECTORY, num_cpus, object_store_bytes)
+        stack.enter_context(ended_with_ray())
         return stack.pop_all()
 
 

@@ -1,11 +1,13 @@
 """Records in a file, one behind the other: each has a header with its length and checksums of both."""
 
+import mmap
+import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, NamedTuple
 
 from megatron_ibpo.user_files import check_user_file
 
@@ -17,15 +19,21 @@ _MOST_BYTES = 2**30
 """Of a payload; Linux takes 2 GiB in one write."""
 
 
-class BadRecordError(Exception):
-    """At this byte a file holds no record. `is_torn`: only because it ends too early."""
+class Record(NamedTuple):
+    """A record that is whole."""
 
-    def __init__(self, offset: int, what: str, *, end: int | None = None, is_torn: bool = False) -> None:
-        super().__init__(what)
-        self.offset = offset
-        self.end = end
-        """Where the next record begins; None where the header does not say."""
-        self.is_torn = is_torn
+    offset: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes from this offset on that hold no record, up to the next one that can be found."""
+
+    offset: int
+    what: str
+    is_torn: bool = False
+    """The file only ends too early: its writer was stopped in the middle of a record."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -40,61 +48,51 @@ def framed(payload: bytes) -> bytes:
     return head + struct.pack("<I", zlib.crc32(head)) + payload
 
 
-def payloads(
-    path: Path, damaged: Callable[[BadRecordError], None] | None = None
-) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, payload) of every record of the file. A length beyond its end is not believed, nor read.
+def records(path: Path) -> Iterator[Record | Damage]:
+    """All records of the file, and what is damaged between them. A length beyond its end is not read.
 
-    Args:
-        damaged: is told of each place without a record; reading goes on with the next record behind it.
-
-    Raises:
-        BadRecordError: at the first such place, without `damaged`.
+    Where a payload is damaged, its header says where the next record begins. Where a header is, the next one
+    that has its checksum is looked for.
     """
     check_user_file(path)
     with path.open("rb") as file:
-        size, offset = path.stat().st_size, 0
+        size, offset = os.fstat(file.fileno()).st_size, 0
         while offset < size:
-            try:
-                payload = _payload(file, offset, size)
-            except BadRecordError as error:
-                if damaged is None:
-                    raise
-                damaged(error)
-                offset = _next_record(file, offset, size) if error.end is None else error.end
+            file.seek(offset)
+            header = file.read(_HEADER.size)
+            length = _length(header)
+            if length is not None and offset + len(header) + length <= size:
+                payload = file.read(length)
+                if zlib.crc32(payload) == _HEADER.unpack(header)[2]:
+                    yield Record(offset, payload)
+                else:
+                    yield Damage(offset, "a record does not have its checksum")
+                offset += len(header) + length
                 continue
-            yield offset, payload
-            offset += _HEADER.size + len(payload)
+            found = _next_header(file, offset + 1, size)
+            if found == size and (length is not None or len(header) < _HEADER.size):
+                yield Damage(offset, "a record was never finished", is_torn=True)
+            else:
+                yield Damage(offset, "what stands here is no header of a record")
+            offset = found
 
 
-def _payload(file: BinaryIO, offset: int, size: int) -> bytes:
-    file.seek(offset)
-    header = file.read(_HEADER.size)
-    length = _length(header, offset)
-    end = offset + _HEADER.size + length
-    if end > size:
-        raise BadRecordError(offset, "a record was never finished", end=size, is_torn=True)
-    payload = file.read(length)
-    if zlib.crc32(payload) != _HEADER.unpack(header)[2]:
-        raise BadRecordError(offset, "a record does not have its checksum", end=end)
-    return payload
-
-
-def _next_record(file: BinaryIO, offset: int, size: int) -> int:
-    """Return where the next header stands behind a damaged one; the end of the file where there is none."""
-    file.seek(0)
-    content = file.read()  # a segment: tens of megabytes
-    while (offset := content.find(_MAGIC, offset + 1)) >= 0:
-        with suppress(BadRecordError):
-            _length(content[offset : offset + _HEADER.size], offset)
-            return offset
-    return size
-
-
-def _length(header: bytes, offset: int) -> int:
+def _length(header: bytes) -> int | None:
+    """Bytes of the payload behind this header; None if it is none."""
     if len(header) < _HEADER.size:
-        raise BadRecordError(offset, "a record was never finished", is_torn=True)
+        return None
     magic, length, _, checksum = _HEADER.unpack(header)
     if magic != _MAGIC or checksum != zlib.crc32(header[:-4]) or length > _MOST_BYTES:
-        raise BadRecordError(offset, "what stands here is no header of a record")
-    return length
+        return None
+    return int(length)
+
+
+def _next_header(file: IO[bytes], start: int, size: int) -> int:
+    """Offset of the first header from `start` on; `size` where there is none."""
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+        at = data.find(_MAGIC, start)
+        while at >= 0:
+            if _length(data[at : at + _HEADER.size]) is not None:
+                return at
+            at = data.find(_MAGIC, at + 1)
+    return size

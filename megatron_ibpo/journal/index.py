@@ -39,6 +39,7 @@ class Index:
                 self._open.setdefault(key.group, {})[key] = segment
             case ClosedBatch(step):
                 samples = settle(self._open, entry)
+                self._forget(lambda own: own >= step)  # where the record of a rewind is lost
                 self.last_step = step
                 if step > self.saved:
                     self._batches[step] = min([segment, *samples.values()])

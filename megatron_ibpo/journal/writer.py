@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import IO
 
 from megatron_ibpo.journal.entries import Begin, ClosedBatch, JournalError, Sampled, SampleKey, encode
-from megatron_ibpo.journal.framing import framed
+from megatron_ibpo.journal.framing import Damage, framed
 from megatron_ibpo.journal.index import Index
-from megatron_ibpo.journal.reading import Damage, believed, segment_numbers, segment_path
+from megatron_ibpo.journal.reading import Recovered, entries, segment_numbers, segment_path
 from megatron_ibpo.records import Sample
 
 SEGMENT_BYTES = 64 * 1024**2
 """From this size on a new segment begins: small against --journal-keep, since only whole ones are deleted."""
-_NOTES_SHOWN = 5
-"""Lines about damage; then their number."""
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +33,8 @@ class Journal:
     """
 
     def __init__(self, directory: Path, keep_bytes: int, settings: str, step: int) -> None:
-        """Opens the journal, or begins one. An unfinished record at its end is cut off. What else cannot be
-        read is left out and logged; no file is deleted for it.
+        """Open the journal, or begin one. An unfinished record at its end is cut off; what is damaged stays
+        where it is, between records that are read.
 
         Args:
             keep_bytes: most bytes of segments that are kept though no recovery needs them (--journal-keep).
@@ -59,8 +57,7 @@ class Journal:
         """Segments before it that may not have reached the disk itself."""
         self._unsynced_batch: ClosedBatch | None = None
         try:
-            damage = Damage()
-            self._index = _indexed(directory, step, damage)
+            self._index = _indexed(directory, step)
             numbers = segment_numbers(directory)
             self._sizes = {number: segment_path(directory, number).stat().st_size for number in numbers}
             """Bytes of every segment, by number."""
@@ -70,8 +67,6 @@ class Journal:
             self._pending = sum(size for number, size in self._sizes.items() if number >= needed_from)
             if self._index.last_step < step:  # it lacks what was closed since; what is open in it may be, too
                 self.rewound(step)
-            elif damage.is_suspended:  # what is written now is to count again
-                self.rewound(self._index.last_step)
         except BaseException:
             self.close()
             raise
@@ -156,6 +151,19 @@ class Journal:
             self._write(framed(encode(begin)))
             self._index.take(self._number, begin)
 
+    def follow(self, recovered: Recovered) -> None:
+        """Begin where a run goes on with `recovered`, if the journal is not that already: rewound to the last
+        of its batches, behind which the samples of open groups stand again.
+
+        Raises:
+            OSError: no room.
+        """
+        if recovered.is_whole:
+            return
+        self.rewound(recovered.last_step)
+        for key, sample in recovered.open_samples.items():
+            self.sampled(key, sample)
+
     def close(self) -> None:
         """Let others write here. What was appended stays."""
         with self._lock:
@@ -209,22 +217,26 @@ class Journal:
         self._file = None
 
 
-def _indexed(directory: Path, step: int, damage: Damage) -> Index:
-    """Where all stands that a run from this step may need. An unfinished record at the end is cut off."""
+def _indexed(directory: Path, step: int) -> Index:
+    """Where all stands that a run from this step may need; an unfinished record at the end is cut off."""
     index = Index(saved=step, last_step=0 if segment_numbers(directory) else step)
-    for segment, entry in believed(directory, step, damage):
-        index.take(segment, entry)
-    for note in damage.notes[:_NOTES_SHOWN]:
-        log.log(logging.INFO if damage.torn else logging.WARNING, "%s; it is left out", note)
-    if len(damage.notes) > _NOTES_SHOWN:
-        log.warning("%s: %d places in all cannot be read", directory, len(damage.notes))
-    if damage.torn is not None:
-        path, offset = damage.torn
-        if offset == 0:
-            path.unlink()
-        else:
-            os.truncate(path, offset)
+    torn: tuple[Path, int] | None = None
+    for segment, entry in entries(directory, step):
+        if not isinstance(entry, Damage):
+            index.take(segment, entry)
+        elif entry.is_torn:
+            torn = segment_path(directory, segment), entry.offset
+    if torn is not None:
+        _cut(*torn)
     return index
+
+
+def _cut(path: Path, size: int) -> None:
+    log.info("%s: the bytes from %d on are an unfinished record and are cut off", path, size)
+    if size == 0:
+        path.unlink()
+    else:
+        os.truncate(path, size)
 
 
 def _alone(directory: Path) -> IO[str]:

@@ -2,8 +2,10 @@
 
 import errno
 import io
+import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,16 +28,27 @@ def is_full(error: OSError) -> bool:
 class DiskWait:
     """The wait of a run for room on its disk. All that write share one deadline, which counts from the first
     write that found no room until one finds some. So a run whose responses come in one by one ends once, not
-    after a wait for each."""
+    after a wait for each. Safe to use from several threads."""
 
-    def __init__(self, wait: float, say: Callable[[str], object], look_every: float = LOOK_EVERY_S):
+    def __init__(
+        self,
+        wait: float,
+        say: Callable[[str], object],
+        look_every: float = LOOK_EVERY_S,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         """
         Args:
             wait: seconds.
             say: is told when the waiting begins and when it ends.
         """
         self._wait, self._say, self._look_every = wait, say, look_every
+        self._now, self._sleep = now, sleep
+        self._lock = threading.Lock()
         self._full_since: float | None = None
+        self._waiting = 0
+        """Writes that are waiting."""
 
     def write(self, write: Callable[[], T]) -> T:
         """Return what `write` gives, tried again while the disk is full.
@@ -46,27 +59,46 @@ class DiskWait:
         Raises:
             DiskFullError: there has been no room for `wait` seconds.
         """
-        while True:
-            try:
-                result = write()
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                self._wait_or_raise(error)
-                continue
-            if self._full_since is not None:
-                waited, self._full_since = time.monotonic() - self._full_since, None
-                self._say(f"there is room again after {waited:.0f} s; the run goes on")
-            return result
+        since = math.inf  # small writes that find room do not keep a large one waiting for longer
+        try:
+            while True:
+                try:
+                    result = write()
+                except OSError as error:
+                    if not is_full(error):
+                        raise
+                    since = min(since, self._refused(error, is_new=since == math.inf))
+                    if self._now() - since >= self._wait:
+                        raise DiskFullError(
+                            f"no room on the disk for {self._wait:g} s, --disk-wait: {error}"
+                        ) from None
+                    self._sleep(self._look_every)
+                    continue
+                self._succeeded(waited=since < math.inf)
+                return result
+        finally:
+            if since < math.inf:
+                with self._lock:
+                    self._waiting -= 1
 
-    def _wait_or_raise(self, error: OSError) -> None:
-        now = time.monotonic()
-        if self._full_since is None:
-            self._full_since = now
+    def _refused(self, error: OSError, *, is_new: bool) -> float:
+        """Return since when the disk has been full."""
+        with self._lock:
+            self._waiting += is_new
+            is_first = self._full_since is None
+            since = self._now() if self._full_since is None else self._full_since
+            self._full_since = since
+        if is_first:
             self._say(f"the disk is full ({error}): the run waits {self._wait:g} s for room, --disk-wait")
-        if now - self._full_since >= self._wait:
-            raise DiskFullError(f"no room on the disk for {self._wait:g} s, --disk-wait: {error}") from None
-        time.sleep(self._look_every)
+        return since
+
+    def _succeeded(self, *, waited: bool) -> None:
+        with self._lock:
+            if self._waiting and not waited:  # a small one tells nothing of those that wait
+                return
+            since, self._full_since = self._full_since, None
+        if since is not None:
+            self._say(f"there is room again after {self._now() - since:.0f} s; the run goes on")
 
 
 def require_room(directory: Path, num_bytes: int) -> None:
@@ -76,7 +108,12 @@ def require_room(directory: Path, num_bytes: int) -> None:
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Append to an unbuffered file all of `data`, or nothing where that raises."""
+    """Append to an unbuffered file all of `data`, or nothing where that raises.
+
+    Raises:
+        FileNotFoundError: the file was deleted while it was open, perhaps with the directory of its run.
+        OSError: it cannot be written.
+    """
     end = file.seek(0, io.SEEK_END)
     left = memoryview(data)
     try:
@@ -85,3 +122,5 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
     except OSError:
         file.truncate(end)  # needs no room
         raise
+    if os.fstat(file.fileno()).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.name))

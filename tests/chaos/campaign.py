@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from simulated_cluster import SimulatedCluster, simulated_cluster
 
-from chaos.faults import TEARS, Fault, choose, inject
+from chaos.faults import TEARS, Fault, choose, inject, mend, wrong_end
 from chaos.journal_audit import audit
 from chaos.processes import by_kind, end_all, gone_within
 from chaos.replacements import Engines, NewTrainer, Replacement
@@ -29,6 +29,8 @@ Record = dict[str, Any]
 DISK_MB = 200
 CACHE = "torchinductor_"
 """torch's own, for all processes of a user: it stays."""
+TRACEBACK = "ibpo-*.log"
+"""Of a driver whose run's directory could not take it; the driver has said where it is."""
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
 NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6
@@ -50,6 +52,7 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
     nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 else 1
     with _place() as place:
         trial = Trial(place, place / "disk" / "run", seed=rng.randrange(2**31))
+        trial.failing_disk = _failing_disk(place)
         try:
             named = {"kind": "kill", "seed": seed, "run": number}
             with _cluster(place, nodes) as trial.cluster:
@@ -111,7 +114,7 @@ def _faults(trial: Trial, rng: random.Random, kills: int, until: float) -> list[
         trial.wait_for_step(STEPS, engines.look)
         trial.wait_for_end()
         if not trial.has_finished():
-            _started_again(trial, Fault("nobody", "nothing"), rng)
+            _started_again(trial, Fault("nobody", "nothing"), time.monotonic(), rng)
     for record, replacement in replacements:
         record["engine_start_seconds"] = _rounded(replacement.start_seconds)
         record["replaced_seconds"] = _rounded(replacement.seconds)
@@ -145,6 +148,8 @@ def _recovered(
         engines.look()
         if trainer is not None:
             trainer.look()
+        if trial.busy and trial.step():
+            trial.relieve()
 
     if fault.ends_the_driver:
         trial.wait_for_end()
@@ -152,7 +157,7 @@ def _recovered(
         trial.wait_for_step(step + 1, look)
         if trial.ended() is None or trial.has_finished():
             break
-        record |= _started_again(trial, fault, rng)
+        record |= _started_again(trial, fault, at, rng)
     record["recovery_seconds"] = round(time.monotonic() - at - held, 2)
     if "driver_status" in record:
         record["start_seconds"] = _rounded(trial.start_seconds)
@@ -161,15 +166,22 @@ def _recovered(
     return record
 
 
-def _started_again(trial: Trial, fault: Fault, rng: random.Random) -> Record:
-    """Start the driver, which has ended; what it left, and what was done meanwhile."""
-    status, words = trial.ended(), trial.last_words()
-    if fault.victim != "driver":
-        trial.problems.append(f"{fault.signal} of {fault.victim} ended the run with {status}: {words}")
+def _started_again(trial: Trial, fault: Fault, at: float, rng: random.Random) -> Record:
+    """Start the driver, which has ended; what it left, and what was done meanwhile.
+
+    Args:
+        at: time.monotonic() of the fault.
+    """
+    status, ended = trial.ended(), time.monotonic() - at
+    trial.problems += wrong_end(fault, status, ended, trial.log.read_text(errors="replace"))
+    trial.relieve()
     if trial.starts >= MOST_STARTS:
         raise StuckError(f"the driver was started {trial.starts} times, and the run is not done")
     orphans = trial.orphans_end()
     told: Record = {"driver_status": status, "orphans_seconds": round(orphans, 1)}
+    if fault.fails_the_run:
+        told["ended_seconds"] = round(ended, 1)
+    trial.problems += mend(fault, trial)
     if fault.torn is not None:
         told |= {"torn": fault.torn, "how": TEARS[fault.torn](trial, rng)}
         fault.torn = None
@@ -203,7 +215,11 @@ def _checked(trial: Trial, place: Path) -> list[str]:
 
 def _lying_about(trial: Trial, place: Path) -> list[str]:
     """Files of the run outside its directory, shared memory, and what was not finished inside."""
-    temporary = [path.name for path in (place / "tmp").iterdir() if not path.name.startswith(CACHE)]
+    temporary = [
+        path.name
+        for path in (place / "tmp").iterdir()
+        if not path.name.startswith(CACHE) and not path.match(TRACEBACK)
+    ]
     shared = sorted(trial.shared_memory & set(os.listdir("/dev/shm")))
     partial = [str(path) for path in trial.run_dir.rglob("*") if path.name.endswith(UNFINISHED)]
     return [f"left lying about: {names}" for names in (temporary, shared, partial) if names]
@@ -231,6 +247,17 @@ def _place() -> Iterator[Path]:
         if mounted:
             subprocess.run(["umount", "--lazy", str(disk)], check=False)
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _failing_disk(place: Path) -> Path | None:
+    """The library that lets disks fail, compiled; None where there is no compiler."""
+    library, source = place / "failing_disk.so", Path(__file__).with_name("failing_disk.c")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        print("no C compiler: no disk fails", flush=True)
+        return None
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from chaos.processes import engine_index, raylets_above
+from chaos.processes import RAY_SERVERS, engine_index, raylets_above
 from chaos.trial import Trial
 from megatron_ibpo.journal.entries import ClosedBatch, decode
-from megatron_ibpo.journal.framing import payloads
+from megatron_ibpo.journal.framing import Record, records
 from megatron_ibpo.journal.reading import segment_numbers, segment_path
 from megatron_ibpo.weights.formats.run_state import newest_step
 
@@ -27,13 +28,19 @@ NEVER_CONTINUED = ("engine", "host", "verifier")
 
 Kinds = dict[str, list[psutil.Process]]
 
+OK, FAILED, BAD_INPUT = 0, 1, 2
+ENDS_WITHIN_S = 90.0
+"""In which a run that cannot go on must have ended by itself."""
+BUSY = 8
+"""Processes that compute while the driver starts."""
+
 
 @dataclass
 class Fault:
     """One that is about to happen."""
 
     victim: str
-    """Kind of process, or "disk"."""
+    """Kind of process, or "disk", "failing disk", "directory", "start"."""
     signal: str
     process: psutil.Process | None = None
     engine: int | None = None
@@ -45,12 +52,30 @@ class Fault:
 
     @property
     def ends_the_driver(self) -> bool:
-        return self.victim == "driver" and self.signal != STOP
+        return (
+            self.fails_the_run or self.victim == "start" or (self.victim == "driver" and self.signal != STOP)
+        )
+
+    @property
+    def fails_the_run(self) -> bool:
+        """The run cannot go on: it is to say so in a line, and to end with status 1 by itself."""
+        if self.victim in RAY_SERVERS.values():
+            return self.signal != STOP
+        return self.victim in ("failing disk", "directory")
 
     @property
     def hangs(self) -> bool:
         """It stands still for good, and only a time-out tells."""
         return self.signal == STOP and self.victim in NEVER_CONTINUED
+
+
+WITHOUT_PROCESS = {
+    "disk": ["full"],
+    "failing disk": ["EIO", "EROFS"],
+    "directory": ["deleted"],
+    "start": ["busy"],
+}
+"""Victims that are no process → what can happen to them."""
 
 
 def choose(
@@ -78,11 +103,14 @@ def choose(
         "host": [one for one in kinds["host"] if not spared & {engine_index(child) for child in _below(one)}],
     }
     victims = sorted(kind for kind, found in kinds.items() if found)
+    victims += ["directory", "start"]
     if trial.run_dir.parent.is_mount():
         victims.append("disk")
+    if trial.failing_disk is not None:
+        victims.append("failing disk")
     victim = rng.choice(victims)
-    if victim == "disk":
-        return Fault(victim, "full")
+    if victim in WITHOUT_PROCESS:
+        return Fault(victim, rng.choice(WITHOUT_PROCESS[victim]))
     process = rng.choice(kinds[victim])
     fault = Fault(victim, rng.choice([KILL, TERM, STOP]), process)
     if fault.victim == "driver" and fault.signal == KILL:
@@ -97,6 +125,15 @@ def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
     """Let it happen. What would stand still for good goes on after a while: the seconds that this took."""
     if fault.victim == "disk":
         return _fill(trial.run_dir.parent, rng.uniform(1, 4))
+    if fault.victim == "failing disk":
+        trial.failing.write_text(str(getattr(errno, fault.signal)))
+        return 0.0
+    if fault.victim == "directory":
+        _delete(trial)
+        return 0.0
+    if fault.victim == "start":
+        psutil.Process(trial.pid()).kill()
+        return 0.0
     assert fault.process is not None
     fault.process.send_signal(signal.Signals[fault.signal])
     if fault.signal != STOP and trial.cluster is not None:
@@ -107,6 +144,66 @@ def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
     time.sleep(seconds)
     fault.process.send_signal(signal.SIGCONT)
     return seconds
+
+
+def wrong_end(fault: Fault, status: int | None, seconds: float, said: str) -> list[str]:
+    """What is not as it must be about a driver that has ended after a fault.
+
+    Args:
+        seconds: from the fault to the end.
+        said: all that the driver has printed.
+    """
+    what = f"{fault.signal} of {fault.victim}"
+    last = said.strip().splitlines()[-1][-300:] if said.strip() else ""
+    if status == BAD_INPUT:
+        return [f"{what} ended the run as if its input were bad: {last}"]
+    if not fault.ends_the_driver:
+        return [f"{what} ended the run with {status}: {last}"]
+    if not fault.fails_the_run:
+        return []
+    problems = []
+    if status != FAILED:
+        problems.append(f"{what} ended the run with {status}, not {FAILED}: {last}")
+    if seconds > ENDS_WITHIN_S:
+        problems.append(f"after {what} the run took {seconds:.0f} s to end")
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    if len(errors) != 1 or "Traceback" in said:
+        problems.append(
+            f"after {what} the run said {len(errors)} lines of what is wrong, and a traceback "
+            f"{said.count('Traceback')} times: {last}"
+        )
+    return problems
+
+
+def mend(fault: Fault, trial: Trial) -> list[str]:
+    """Put right what a fault has left, before the driver is started again; what is wrong with that."""
+    trial.failing.unlink(missing_ok=True)
+    if fault.victim == "start":
+        trial.burden(BUSY)
+    if not (copy := _copy(trial)).exists():
+        return []
+    made_again = trial.run_dir.exists()
+    shutil.rmtree(trial.run_dir, ignore_errors=True)
+    copy.rename(trial.run_dir)
+    return [f"{trial.run_dir} was deleted, and the run made it again"] if made_again else []
+
+
+def _copy(trial: Trial) -> Path:
+    """Where the run's directory is kept that is deleted under it."""
+    return trial.run_dir.with_name("kept")
+
+
+def _delete(trial: Trial) -> None:
+    """Delete the run's directory. A copy of one moment is kept beside it, to go on from."""
+    everything = [psutil.Process(trial.pid()), *trial.processes()]
+    for process in everything:
+        with suppress(psutil.Error):
+            process.suspend()
+    shutil.copytree(trial.run_dir, _copy(trial), symlinks=True)
+    shutil.rmtree(trial.run_dir)
+    for process in everything:
+        with suppress(psutil.Error):
+            process.resume()
 
 
 def _tear_journal(trial: Trial, rng: random.Random) -> str:
@@ -144,15 +241,12 @@ TEARS = {"journal": _tear_journal, "checkpoint": _tear_checkpoint}
 
 def _ends(segment: Path) -> list[tuple[int, int | None]]:
     """(end of a record, the step of the batch if it closes one), of all whole records."""
-    ends = []
-    records = payloads(segment)
-    while True:
-        try:
-            offset, payload = next(records)
-        except Exception:  # the end, or a record that a kill has left unfinished
-            return ends
-        entry = decode(payload)
-        ends.append((offset + 16 + len(payload), entry.step if isinstance(entry, ClosedBatch) else None))
+    return [
+        (found.offset + 16 + len(found.payload), entry.step if isinstance(entry, ClosedBatch) else None)
+        for found in records(segment)
+        if isinstance(found, Record)
+        for entry in [decode(found.payload)]
+    ]
 
 
 def _fill(disk: Path, seconds: float) -> float:

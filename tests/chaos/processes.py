@@ -17,6 +17,8 @@ SUPERVISOR = "rewards/supervisor.py"
 """Its command holds that of its verifier."""
 ENGINE = "engine_process"
 ACTOR = "ray::_Process"
+RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}
+"""Without them a Ray of the run's own is gone, and the run with it."""
 
 
 def end_on_sigterm() -> None:
@@ -32,9 +34,10 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Process]]:
-    """Trainers, engines, the processes that hold engines, and verifiers; of each those that are far enough to
-    be told."""
+    """Trainers, engines, the processes that hold engines, verifiers, and the servers of a Ray of the run's
+    own; of each those that are far enough to be told."""
     kinds: dict[str, list[psutil.Process]] = {"trainer": [], "engine": [], "host": [], "verifier": []}
+    kinds |= {victim: [] for victim in RAY_SERVERS.values()}
     actors = []
     for process in processes:
         with suppress(psutil.Error):
@@ -45,6 +48,8 @@ def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Proces
                 kinds["engine"].append(process)
             elif ACTOR in command:
                 actors.append(process)
+            elif process.name() in RAY_SERVERS:
+                kinds[RAY_SERVERS[process.name()]].append(process)
     hosts = {process.ppid() for process in kinds["engine"] if process.is_running()}
     kinds["host"] = [actor for actor in actors if actor.pid in hosts]
     kinds["trainer"] = [actor for actor in actors if actor.pid not in hosts and has_torch(actor.pid)]

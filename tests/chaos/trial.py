@@ -32,9 +32,9 @@ FLAGS = [
 ]
 ORPHANS_S = 10.0
 """In which what a dead driver has started must have ended by itself."""
-STUCK_S = 240.0
-"""Without a step, after which a run is taken to hang."""
-END_S = 120.0
+STUCK_S = 900.0
+"""Without a step, after which a run is taken to hang: on a busy machine a start alone takes minutes."""
+END_S = 300.0
 """For a driver that was asked to end."""
 STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
 
@@ -69,6 +69,10 @@ class Trial:
     problems: list[str] = field(default_factory=list)
     shared_memory: set[str] = field(default_factory=set)
     """Segments that its processes had."""
+    failing_disk: Path | None = None
+    """The library that lets a disk fail (failing_disk.c), where it could be compiled."""
+    busy: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Processes that compute for nothing."""
 
     @property
     def log(self) -> Path:
@@ -96,8 +100,30 @@ class Trial:
             )
         self.spawned = time.monotonic()
 
+    @property
+    def failing(self) -> Path:
+        """While it exists the disk fails, with the error whose number it holds."""
+        return self.place / "failing"
+
     def environment(self) -> dict[str, str]:
-        return environment_within(self.place)
+        environment = environment_within(self.place)
+        if self.failing_disk is None:
+            return environment
+        failing = {"CHAOS_FAILING": str(self.failing), "CHAOS_BELOW": f"{self.run_dir}/"}
+        return environment | failing | {"LD_PRELOAD": str(self.failing_disk)}
+
+    def burden(self, processes: int) -> None:
+        """Let so many processes compute, until the driver has made a step."""
+        command = [sys.executable, "-c", "while True: pass"]
+        environment = environment_within(self.place)
+        self.busy = [subprocess.Popen(command, env=environment) for _ in range(processes)]
+
+    def relieve(self) -> None:
+        """End those processes."""
+        for process in self.busy:
+            process.kill()
+            process.wait()
+        self.busy = []
 
     def pid(self) -> int:
         assert self.driver is not None
