@@ -5,6 +5,7 @@ where the user's input is at fault and the line says it all.
 """
 
 import os
+import re
 import select
 import sys
 import tempfile
@@ -30,6 +31,7 @@ OF_PATHS = (
 SOURCES = (Path(__file__).parent, Path(__file__).parents[1] / "tools")
 READERS = ("json", "yaml")
 """Libraries whose errors mean that a file is malformed."""
+FRAME = re.compile(r'File "(.+)", line \d+, in .*\n +(.*)')
 LOG = "driver.log"
 INTERNAL, UNREADABLE = "internal error", "something that was given cannot be read"
 LONGEST = 500
@@ -138,9 +140,9 @@ def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
 def _is_raised_here(error: BaseException) -> bool:
     """Whether a `raise` of this project made it. A ValueError that comes from a library or from Python itself
     is a bug of ours, since what the user gives is checked before."""
-    raised = traceback.extract_tb(error.__traceback__)[-1]
-    is_own = any(Path(raised.filename).is_relative_to(place) for place in SOURCES)
-    return is_own and (raised.line or "").startswith("raise ")
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
+    file, line = FRAME.findall(stack)[-1]  # of the process that raised it: notes come last
+    return line.startswith("raise ") and any(Path(file).is_relative_to(place) for place in SOURCES)
 
 
 def _kept(error: BaseException, logs: Path | None) -> Path | None:

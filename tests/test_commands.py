@@ -9,10 +9,13 @@ import re
 import runpy
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayTaskError
 
+from megatron_ibpo.cluster.host import plain
 from megatron_ibpo.command import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
@@ -105,6 +108,22 @@ def test_other_errors_say_what_they_are_about(capsys, tmp_path, error, status, s
     found, line = ends(capsys, raising(error), logs=tmp_path / "logs")
     assert found == status
     assert line.startswith("error: " + said.format(run=tmp_path))
+
+
+@pytest.mark.parametrize(("work", "status"), [(lambda: read_json("[NaN]"), 2), (lambda: int("x"), 1)])
+def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_path, work, status):
+    try:
+        work()
+    except ValueError as error:
+        there = RayTaskError("_Process.call", traceback.format_exc(), error.with_traceback(None))
+
+    def driver():
+        raise plain(there, "trainer 1") from None
+
+    found, line = ends(capsys, driver, logs=tmp_path / "logs")
+    assert found == status
+    assert KEPT.search(line)
+    assert "in trainer 1:\n" in (tmp_path / "logs/driver.log").read_text()
 
 
 def test_ctrl_c_ends_with_a_word_and_its_own_status(capsys):
