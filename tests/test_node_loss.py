@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ibpo import startup, train
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.opening import sampling_settings
 
 
 @pytest.fixture
@@ -57,3 +58,13 @@ def test_but_not_for_good_and_not_at_the_first_start(opened, capsys):
     assert capsys.readouterr().err.count("starting once more") == 2
     status, waits = opened(DIED)
     assert (status, len(waits)) == (train.BAD_INPUT, 5)
+
+
+def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_some_settings():
+    asked = Config()
+    run = SimpleNamespace(config=on_device(asked, on_gpu=False, has_delta_nets=True))
+    again = startup.going_on(run, asked)
+    assert again.run.load == run.config.run.run_dir
+    assert again.model.bf16 is False
+    assert run.config.rollout.vllm_dtype == "bfloat16"
+    assert sampling_settings(again) == sampling_settings(asked)
