@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+from chaos.campaign import failing_disk
+from chaos.faults import Fault, wrong_end
 from chaos.journal_audit import audit
 from chaos.results import append, beyond_start, read, so_far, table
 from test_journal import group, make_sample, response
@@ -98,3 +106,64 @@ def test_recovery_is_told_with_and_without_the_start_of_what_replaces():
 def test_a_death_with_torn_files_is_of_a_kind_of_its_own():
     torn = kill(0, "driver", torn="journal", recovery_seconds=25.0, start_seconds=21.0, driver_status=-9)
     assert table([torn]).endswith("| driver | SIGKILL, torn journal | 1 | 25.0 s, 25.0 s | 4.0 s, 4.0 s |")
+
+
+GONE = Fault("gcs", "SIGKILL")
+SAID = "step 7/80\nerror: Ray's GCS server on this machine has died; start the run again\n"
+
+
+def test_a_run_that_cannot_go_on_ends_with_status_1_and_a_line_in_time():
+    assert wrong_end(GONE, 1, 5.0, SAID) == []
+    assert wrong_end(GONE, 0, 5.0, SAID) == [f"SIGKILL of gcs ended the run with 0, not 1: {SAID[10:-1]}"]
+    assert wrong_end(GONE, 1, 500.0, SAID) == ["after SIGKILL of gcs the run took 500 s to end"]
+    (problem,) = wrong_end(GONE, 1, 5.0, "step 7/80\n")
+    assert "said 0 lines of what is wrong" in problem
+    (problem,) = wrong_end(GONE, 1, 5.0, "Traceback (most recent call last):\n" + SAID)
+    assert "a traceback 1 times" in problem
+
+
+@pytest.mark.parametrize("victim", ["engine", "driver", "start", "gcs"])
+def test_no_fault_is_bad_input(victim):
+    (problem,) = wrong_end(Fault(victim, "SIGKILL"), 2, 5.0, "error: Ray does not start\n")
+    assert problem == f"SIGKILL of {victim} ended the run as if its input were bad: error: Ray does not start"
+
+
+def test_only_what_may_end_a_run_does():
+    assert wrong_end(Fault("driver", "SIGKILL"), -9, 0.1, "") == []
+    assert wrong_end(Fault("start", "busy"), -9, 0.1, "") == []
+    assert wrong_end(Fault("gcs", "SIGSTOP"), 1, 5.0, SAID) != []
+    assert wrong_end(Fault("engine", "SIGKILL"), 1, 5.0, SAID) != []
+
+
+WRITES = """
+import os, sys
+below, failing, code = sys.argv[1:]
+file = os.open(f"{below}/a", os.O_WRONLY | os.O_CREAT)
+os.write(file, b"whole")
+open(failing, "w").write(code)
+changes = [
+    lambda: os.write(file, b"x"), lambda: os.fsync(file), lambda: open(f"{below}/b", "w"),
+    lambda: os.mkdir(f"{below}/c"), lambda: os.rename(f"{below}/a", f"{below}/d"),
+]
+for change in changes:
+    try:
+        change()
+    except OSError as error:
+        print(error.errno)
+print(open(f"{below}/a").read())
+os.unlink(failing)
+os.write(file, b" again")
+print(open(f"{below}/a").read())
+"""
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_disk_fails_below_the_run_while_it_is_told_to(tmp_path, code):
+    library, below, failing = failing_disk(tmp_path), tmp_path / "run", tmp_path / "failing"
+    if library is None:
+        pytest.skip("no C compiler")
+    below.mkdir()
+    told = {"LD_PRELOAD": str(library), "CHAOS_BELOW": f"{below}/", "CHAOS_FAILING": str(failing)}
+    command = [sys.executable, "-c", WRITES, str(below), str(failing), str(code)]
+    said = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [str(code)] * 5 + ["whole", "whole again"]

@@ -716,7 +716,7 @@ def test_a_batch_that_did_not_reach_the_disk_may_be_closed_again(tmp_path, monke
         append(journal, response(1))
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", lambda file: os.write(-1, b""))
-            with pytest.raises(OSError, match="Bad file descriptor"):
+            with pytest.raises(OSError, match=f"Bad file descriptor: '{tmp_path}'"):
                 journal.closed(batch)
         journal.closed(batch)
         journal.closed(ClosedBatch(2, ()))

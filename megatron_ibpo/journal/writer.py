@@ -113,9 +113,7 @@ class Journal:
                 self._unsynced_batch = batch
             full = self._full
             present = [] if self._file is None else [self._file]
-        for file in (*full, *present):
-            os.fsync(file)  # not under the lock: meanwhile others may append
-        _sync_directory(self.directory)
+        self._sync(full + present)  # not under the lock: meanwhile others may append
         with self._lock:
             self._full = self._full[len(full) :]
             self._unsynced_batch = None
@@ -172,6 +170,15 @@ class Journal:
                 os.close(file)
             self._full = []
             self._holder.close()
+
+    def _sync(self, files: list[int]) -> None:
+        """Let these files, and the names of new ones, reach the disk itself."""
+        try:
+            for file in files:
+                os.fsync(file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.directory)) from None
+        _sync_directory(self.directory)
 
     # all below with the lock held
 

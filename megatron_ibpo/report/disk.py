@@ -119,8 +119,8 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
     try:
         while left:
             left = left[file.write(left) :]
-    except OSError:
+    except OSError as error:
         file.truncate(end)  # needs no room
-        raise
+        raise OSError(error.errno, error.strerror, str(file.name)) from None
     if os.fstat(file.fileno()).st_nlink == 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.name))

@@ -52,7 +52,7 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
     nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 else 1
     with _place() as place:
         trial = Trial(place, place / "disk" / "run", seed=rng.randrange(2**31))
-        trial.failing_disk = _failing_disk(place)
+        trial.failing_disk = failing_disk(place)
         try:
             named = {"kind": "kill", "seed": seed, "run": number}
             with _cluster(place, nodes) as trial.cluster:
@@ -249,7 +249,7 @@ def _place() -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _failing_disk(place: Path) -> Path | None:
+def failing_disk(place: Path) -> Path | None:
     """The library that lets disks fail, compiled; None where there is no compiler."""
     library, source = place / "failing_disk.so", Path(__file__).with_name("failing_disk.c")
     compiler = shutil.which("cc") or shutil.which("gcc")
