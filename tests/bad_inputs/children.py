@@ -88,8 +88,8 @@ def _verdict(stopped: str, status: int, peak: int, said: str) -> Verdict:
 
 
 def _hangs(pid: int, seconds: float) -> bool:
-    """Whether a command takes too long. On a busy machine its time says little: there its processor time counts,
-    unless it stands still for minutes."""
+    """Whether a command takes too long. On a busy machine its time says little: there its processor time
+    counts, unless it stands still for minutes."""
     if seconds <= LONGEST_S:
         return False
     if seconds > MOST_S or os.getloadavg()[0] < 1.5 * (os.cpu_count() or 1):
