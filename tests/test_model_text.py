@@ -210,6 +210,6 @@ def test_lists_long_numbers_and_empty_sets_are_graded(response, label, reward):
 def test_a_program_longer_than_any_is_wrong_and_counted_and_never_parsed_here():
     program = "x = [" + "1, " * code.LONGEST_PROGRAM + "]"
     label = '{"inputs": [""], "outputs": ["1"]}'
-    with pytest.raises(ResponseError, match=r"a program of 300,007 characters; more than 100,000"):
+    with pytest.raises(ResponseError, match=r"a program of 600,007 characters; more than 200,000"):
         code.score("", f"```python\n{program}\n```", label, {})
     assert code.extract_answer(program) is None, "unfenced text of any length is no program"

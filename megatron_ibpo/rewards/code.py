@@ -42,7 +42,7 @@ _SHARE_OF_TIMEOUT = 0.8
 """Of the time that a verifier has for a response, which may be spent on tests; the rest is for starting them
 on a busy machine. So a slow program is wrong, and no failed verifier."""
 _LANGUAGE = re.compile(r"[\w+-]*")
-LONGEST_PROGRAM = 100_000
+LONGEST_PROGRAM = 200_000
 """Characters; more is no answer. Contests accept 64 kB, and what reads a program before it runs takes 400
 bytes of memory for each character."""
 _PYTHON = {"", "python", "python3", "py"}
