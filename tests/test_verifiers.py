@@ -20,11 +20,12 @@ from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import Verifier, WorkerError, open_pool, worker_count
 
 OWNERS = """
-import os, time
+import time
+import psutil
 
 def owner(prompt, response, label, metadata):
     time.sleep(0.01)
-    return os.getppid()  # of the process whose pool this is
+    return psutil.Process().parents()[1].pid  # of the process whose pool this is, above the supervisor
 """
 OWNER = "owners:owner"
 DATA = DataConfig(rm_type=OWNER, reward_workers=1)
