@@ -199,7 +199,7 @@ WRONG = [
     (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),
     (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
     (COMPARE, ["unknown.yaml", *SAVE], "unknown key 'budgt'; did you mean 'budget'?"),
-    (COMPARE, ["seeds.yaml", *SAVE], "seeds must be a list of whole numbers or how"),
+    (COMPARE, ["seeds.yaml", *SAVE], "seeds must be a list of whole numbers from 0"),
     (COMPARE, ["task.yaml", *SAVE], "task t: warm-start must be `key: value` lines"),
     (COMPARE, ["tune.yaml", *SAVE], "tune: seeds must be a list of whole numbers"),
     (COMPARE, ["wrong.json", *SAVE], "wrong.json: holds no results of a study"),

@@ -519,6 +519,7 @@ def test_a_sum_is_what_it_would_be_on_paper():
         (("math=0.5", "code:format=0.4"), 1.0, "no response would be correct"),
         (("math=much",), 1.0, "must be a number"),
         (("math=0",), 1.0, "leave the part out"),
+        (("math=1", "code:format=-1e308"), 1.0, r"at most 1e\+09 in size"),
         (("maths=1",), 1.0, "did you mean 'math'"),
         (("math=1", "composite=0.1"), 1.0, "not made of itself"),
     ],

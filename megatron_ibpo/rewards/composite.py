@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ibpo.config import ConfigError, DataConfig, named_values
+from megatron_ibpo.records import LARGEST_REWARD
 from megatron_ibpo.rewards.workers import Outcome
 
 COMPOSITE = "composite"
@@ -83,6 +84,10 @@ def _weight(name: str, text: str) -> float:
         weight = float(text)
     except ValueError:
         raise ConfigError(f"--reward-part {name}={text}: the weight must be a number") from None
+    if not abs(weight) <= LARGEST_REWARD:
+        raise ConfigError(
+            f"--reward-part {name}={text}: the weight must be at most {LARGEST_REWARD:g} in size"
+        )
     if weight == 0:
         raise ConfigError(f"--reward-part {name}={text}: a weight of 0 has no effect; leave the part out")
     return weight
