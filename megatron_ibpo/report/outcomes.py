@@ -23,6 +23,7 @@ def outcomes_path(run_dir: Path, step: int, name: str = "") -> Path:
 
 def save_outcomes(run_dir: Path, step: int, evaluated: Sequence[SetEvaluation]) -> None:
     """Write the outcomes of every set."""
+    (run_dir / "evaluations").mkdir(exist_ok=True)
     for one in evaluated:
         path = outcomes_path(run_dir, step, one.set.name if one.set.is_named else "")
         write_whole(path, json.dumps({"step": step, "problems": _problems(one.samples)}) + "\n")
