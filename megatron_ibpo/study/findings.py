@@ -87,8 +87,8 @@ def _study(raw: dict[str, Any]) -> Study:
 
 
 def _run(raw: Mapping[str, Any]) -> RunResult:
-    pairs = {key: [tuple(pair) for pair in raw[key]] for key in ("accuracy", "reward")}
-    solved = {int(index): math.nan if share is None else share for index, share in raw["solved"].items()}
+    pairs = {key: [(float(cost), float(value)) for cost, value in raw[key]] for key in ("accuracy", "reward")}
+    solved = {int(at): math.nan if share is None else float(share) for at, share in raw["solved"].items()}
     return RunResult(**{**raw, **pairs, "solved": solved})
 
 
