@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ibpo import startup, train
+from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.opening import sampling_settings
 
@@ -25,7 +26,7 @@ def opened(monkeypatch):
         @contextmanager
         def open_run(config, node_wait):
             waits.append(node_wait)
-            if isinstance(left[0], startup.ProcessDiedError):
+            if isinstance(left[0], ProcessDiedError):
                 raise left.pop(0)
             yield SimpleNamespace(config=config, reporter=SimpleNamespace(note=lambda _: None))
 
@@ -42,7 +43,7 @@ def opened(monkeypatch):
     return trained
 
 
-LOST, DIED = startup.NodeLostError("a node is lost"), startup.ProcessDiedError("engine 1 has ended")
+LOST, DIED = startup.NodeLostError("a node is lost"), ProcessDiedError("engine 1 has ended")
 
 
 def test_a_lost_node_is_waited_for(opened):

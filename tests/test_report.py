@@ -29,7 +29,7 @@ from megatron_ibpo.config import Config, ConfigError, EvalSampling, parse_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSample, EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.records import LARGEST_REWARD, Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.report import (
     Report,
     RewardErrorRateError,
@@ -458,6 +458,7 @@ def test_inner_stages_are_not_counted_twice(monkeypatch):
 
 
 floats = st.floats(allow_nan=False)
+rewards = st.floats(-LARGEST_REWARD, LARGEST_REWARD)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(token_ids)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | floats | st.text(),
@@ -485,10 +486,10 @@ def samples(draw, index=0):
         versions=draw(st.sampled_from([((0, 0),), ((0, 3), (2, 4))])),
         loss_mask=np.array(draw(flags), bool),
         index=index,
-        reward=draw(st.none() | floats),
+        reward=draw(st.none() | rewards),
         correct=draw(st.booleans()),
         reward_error=draw(st.none() | st.text()),
-        reward_details=draw(st.dictionaries(st.text(), floats, max_size=2)),
+        reward_details=draw(st.dictionaries(st.text(), rewards, max_size=2)),
         routed_experts=draw(st.sampled_from([None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)])),
     )
 

@@ -433,6 +433,7 @@ def test_what_the_package_imports_is_declared():
         "apex",
         "fla",
         "wandb",
+        "gguf",
         "megatron_ibpo",
     }
     imported = set()

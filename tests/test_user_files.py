@@ -16,7 +16,7 @@ from megatron_ibpo.config import ConfigError, DataConfig, parse_config, read_yam
 from megatron_ibpo.data import DataError, generated, load_tokenizer, open_source
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.kept import read_results
-from megatron_ibpo.journal.framing import payloads
+from megatron_ibpo.journal.framing import records
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.plan.__main__ import main as plan
 from megatron_ibpo.plan.machine import find_machine
@@ -62,7 +62,7 @@ def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, name
 def test_a_pipe_in_the_place_of_a_journal_is_refused(tmp_path):
     spoil(tmp_path / "000001.journal", "fifo")
     with pytest.raises(UserFileError, match=r"000001\.journal is a pipe; a regular file must be there"):
-        next(payloads(tmp_path / "000001.journal"))
+        next(records(tmp_path / "000001.journal"))
 
 
 def test_a_file_is_refused_by_its_size(tmp_path):

@@ -169,7 +169,8 @@ def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
         return ProcessDiedError(f"{who} {how_it_ended(message, _ray_logs() if here else None)}")
     if not isinstance(error.cause, Exception):
         return error
-    error.cause.add_note(f"in {who}:\n{error.traceback_str}")
+    # Ray gives some errors its traceback as an attribute, and all of them in their text
+    error.cause.add_note(f"in {who}:\n{getattr(error, 'traceback_str', error)}")
     return error.cause
 
 
