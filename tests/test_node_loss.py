@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ibpo import startup, train
 from megatron_ibpo.cluster.host import ProcessDiedError
+from megatron_ibpo.command import FAILED, guarded
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.opening import sampling_settings
 
@@ -38,7 +39,8 @@ def opened(monkeypatch):
         monkeypatch.setattr(startup, "open_run", open_run)
         monkeypatch.setattr(startup, "going_on", lambda run, asked: run.config)
         monkeypatch.setattr(train, "_steps", steps)
-        return train._train(config, SimpleNamespace(cuts_short=lambda work: work())), waits
+        stop = SimpleNamespace(cuts_short=lambda work: work())
+        return guarded(lambda: train._train(config, stop)), waits
 
     return trained
 
@@ -55,10 +57,10 @@ def test_so_is_one_that_is_lost_while_the_run_starts_again(opened):
 
 
 def test_but_not_for_good_and_not_at_the_first_start(opened, capsys):
-    assert opened(LOST, DIED, DIED, DIED) == (train.BAD_INPUT, [0.0, 7.0, 7.0, 7.0])
+    assert opened(LOST, DIED, DIED, DIED) == (FAILED, [0.0, 7.0, 7.0, 7.0])
     assert capsys.readouterr().err.count("starting once more") == 2
     status, waits = opened(DIED)
-    assert (status, len(waits)) == (train.BAD_INPUT, 5)
+    assert (status, len(waits)) == (FAILED, 5)
 
 
 def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_some_settings():
