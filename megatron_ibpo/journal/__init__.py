@@ -1,6 +1,13 @@
 """Scored samples and closed batches on disk before they are trained on: no death costs a sample."""
 
-from megatron_ibpo.journal.entries import ClosedBatch, ClosedGroup, DroppedGroup, JournalError, SampleKey
+from megatron_ibpo.journal.entries import (
+    ClosedBatch,
+    ClosedGroup,
+    DroppedGroup,
+    JournalError,
+    LostStepError,
+    SampleKey,
+)
 from megatron_ibpo.journal.reading import Recovered, read_journal
 from megatron_ibpo.journal.writer import Journal
 
@@ -10,6 +17,7 @@ __all__ = [
     "DroppedGroup",
     "Journal",
     "JournalError",
+    "LostStepError",
     "Recovered",
     "SampleKey",
     "read_journal",

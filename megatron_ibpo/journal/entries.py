@@ -18,6 +18,10 @@ class JournalError(ValueError):
     """A journal that cannot be used; the text says where it is and what to do."""
 
 
+class LostStepError(RuntimeError):
+    """A step that was taken is not in the journal any more; a new start of the run samples it again."""
+
+
 class MalformedEntryError(ValueError):
     """Bytes that are whole but are no entry."""
 

@@ -1,5 +1,6 @@
 """What a journal says to a run that goes on from a checkpoint."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,6 +174,11 @@ def _damage_note(path: Path, found: list[Damage]) -> str:
     return f"{path}: {records_} left out, and what follows is kept: {places}{more}"
 
 
+def _newest_version(sample: Sample) -> float:
+    """Of the policies that a sample came from; without end where that is not known."""
+    return max((version for _, version in sample.versions), default=math.inf)
+
+
 @dataclass
 class _Closed:
     batch: ClosedBatch
@@ -223,7 +229,7 @@ class _State:
             key: sample
             for samples in groups
             for key, sample in samples.items()
-            if key.kind == "response" and max(version for _, version in sample.versions) <= step
+            if key.kind == "response" and _newest_version(sample) <= step
         }
 
     def _begin(self, begin: Begin) -> None:

@@ -30,7 +30,7 @@ from megatron_ibpo.evaluate import (
     eval_sample,
     evaluate,
 )
-from megatron_ibpo.journal import ClosedBatch, JournalError
+from megatron_ibpo.journal import ClosedBatch, LostStepError
 from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
@@ -248,12 +248,15 @@ class LiveRollouts:
         return memory.groups(closed, draw, operator)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
-        """See `Rollouts`. Raises JournalError where the journal does not reach back so far."""
+        """See `Rollouts`. Raises LostStepError where the journal does not hold one of them."""
         assert self.memory is not None
         memory = self.memory.after(steps.start)
         for step in steps:
             if (closed := memory.batch(step + 1)) is None:
-                raise JournalError(f"the journal does not hold step {step + 1}, which is to be trained again")
+                raise LostStepError(
+                    f"the journal does not hold step {step + 1}, which is to be trained again; "
+                    "start the run again"
+                )
             own = context(step)
             yield self._recorded(closed, memory, find_operator(own.algorithm), own)
 
