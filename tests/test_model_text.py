@@ -6,6 +6,7 @@ import importlib
 import re
 import signal
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from re import _constants as op  # type: ignore[attr-defined]
@@ -205,6 +206,20 @@ NUMBERS = ",".join(map(str, range(1, 26)))
 )
 def test_lists_long_numbers_and_empty_sets_are_graded(response, label, reward):
     assert math.score([""], [response], [label], [{}]) == [reward]
+
+
+def test_boxes_within_boxes_take_no_more_memory_than_the_text():
+    nested = "\\boxed{" * 100_000 + "7" + "}" * 100_000
+    tracemalloc.start()
+    assert len(final_answer.final_boxes(nested)[0]) == len(nested) - len("\\boxed{}")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200e6, "each box as a text of its own would take 80 GB"
+
+
+def test_sums_of_matrices_are_left_to_math_verify():
+    matrix = "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}"
+    assert math.score([""], [f"\\boxed{{{matrix} + {matrix}}}"], [f"{matrix}+{matrix}"], [{}]) == [1.0]
 
 
 def test_a_program_longer_than_any_is_wrong_and_counted_and_never_parsed_here():

@@ -66,15 +66,15 @@ def answer_place(text: str, answer: str) -> int | None:
 def _boxes(text: str) -> list[tuple[int, int, str]]:
     """Return (start, end, content) of every complete box; those inside others are left out. One pass: a text
     may have as many boxes that are never closed as it has room for."""
-    closed: list[tuple[int, int, str]] = []
+    closed: list[tuple[int, int, int]] = []  # positions: the contents of boxes in boxes would fill the memory
     open_braces: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             open_braces.append(brace)
         elif open_braces and (opened := open_braces.pop())[1]:
-            closed.append((opened.start(), brace.end(), text[opened.end() : brace.start()]))
-    boxes: list[tuple[int, int, str]] = []
+            closed.append((opened.start(), brace.end(), opened.end()))
+    boxes: list[tuple[int, int, int]] = []
     for box in reversed(closed):  # the outer one of two was closed later
         if not boxes or box[1] <= boxes[-1][0]:
             boxes.append(box)
-    return boxes[::-1]
+    return [(start, end, text[inner : end - 1]) for start, end, inner in reversed(boxes)]
