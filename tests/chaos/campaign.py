@@ -33,6 +33,8 @@ TRACEBACK = "ibpo-*.log"
 """Of a driver whose run's directory could not take it; the driver has said where it is."""
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
+ENDS_SOON_S = 5.0
+"""For a driver that ends at once if it does not go on."""
 NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6
 """Every sixth run is on a simulated cluster: the trainer on one node, an engine on each of the others."""
 LATEST_STEP = STEPS - 4
@@ -151,7 +153,9 @@ def _recovered(
         if trial.busy and trial.step():
             trial.relieve()
 
-    if fault.ends_the_driver:
+    if fault.may_go_on:
+        trial.ends_within(ENDS_SOON_S)
+    elif fault.ends_the_driver:
         trial.wait_for_end()
     while True:
         trial.wait_for_step(step + 1, look)

@@ -57,6 +57,12 @@ class Fault:
         )
 
     @property
+    def may_go_on(self) -> bool:
+        """The run may also go on by itself: a raylet that is told to end says that its node is lost, and the
+        run starts another Ray."""
+        return self.victim == "own raylet" and self.signal != STOP
+
+    @property
     def fails_the_run(self) -> bool:
         """The run cannot go on: it is to say so in a line, and to end with status 1 by itself."""
         if self.victim in RAY_SERVERS.values():

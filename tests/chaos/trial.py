@@ -170,11 +170,15 @@ class Trial:
         Raises:
             StuckError: it does not end.
         """
-        deadline = time.monotonic() + END_S
-        while self.ended() is None:
-            if time.monotonic() > deadline:
-                raise StuckError(f"the driver does not end, see {self.log}")
+        if not self.ends_within(END_S):
+            raise StuckError(f"the driver does not end, see {self.log}")
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the driver; whether it came."""
+        deadline = time.monotonic() + seconds
+        while self.ended() is None and time.monotonic() < deadline:
             time.sleep(0.05)
+        return self.ended() is not None
 
     def has_finished(self) -> bool:
         return self.ended() == 0
