@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -151,6 +152,20 @@ def test_a_large_model_has_longer_to_start(tmp_path):
     assert start_timeout(rollout, tmp_path) == 600 + 160e9 / 0.25e9 == 1240
     rollout.vllm_start_timeout = 5.0
     assert start_timeout(rollout, tmp_path) == 5
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_engine_whose_log_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch, gone):
+    temporary, log = tmp_path / "tmp", tmp_path / "run" / "logs" / "engine_0.log"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    if not gone:
+        log.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError if gone else IsADirectoryError):
+        Engine(None, log, again=True)
+    assert list(temporary.iterdir()) == []
+    assert log.parents[1].exists() is not gone, "a run's directory that was deleted is not made again"
 
 
 def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:

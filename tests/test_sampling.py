@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -406,6 +408,24 @@ def test_a_refusal_ends_everything_and_leaves_the_sampler_usable() -> None:
 
     samples, _ = in_virtual_time(twice())
     assert samples[0].token_ids.tolist() == write(asked[0][1])
+
+
+def test_when_it_is_closed_over_what_is_asked_nothing_is_left_pending(caplog) -> None:
+    """asyncio complains of such tasks, after whatever else is said at the end of a run."""
+
+    class Far(SimulatedEngine):
+        async def abort(self, numbers: Collection[int]) -> None:
+            await asyncio.sleep(0.5)
+
+    sampler = Sampler([Far(STEP, write)], RandomScore(), stall_timeout=100)
+    prompts = make_prompts(0, 50)
+    asked = [(prompt, SampleRequest(prompt.token_ids, 0, 10**6)) for prompt in prompts]
+    sampler.start(sampler.answers(asked))
+    time.sleep(0.1)
+    sampler.close()
+    del sampler
+    gc.collect()
+    assert caplog.text == ""
 
 
 def test_a_verifier_that_raises_takes_the_requests_back() -> None:

@@ -397,7 +397,7 @@ class Engines:
             environment={},
         )
 
-    def _build(self, index: int, hf_dir: Path | None = None) -> None:
+    def _build(self, index: int, hf_dir: Path | None = None, *, again: bool = False) -> None:
         placement = self.placement
         gpus = self.trainers.gpus(placement.partners[index]) if placement.colocated else ()
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -407,7 +407,8 @@ class Engines:
             extra = {**settings.extra_arguments, "distributed_executor_backend": "ray"}
             settings = replace(settings, extra_arguments=extra)
             environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        self.hosts[index].build(FACTORY, environment, settings, self.logs / f"engine_{index}.log")
+        path = self.logs / f"engine_{index}.log"
+        self.hosts[index].build(FACTORY, environment, settings, path, again)
 
     def _stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""
@@ -478,7 +479,7 @@ class Engines:
             raise EngineLostError(f"engine {index} was lost with {gone[0]}")
         self.connected.discard(index)
         self.hosts[index] = self._host(index)
-        self._build(index)
+        self._build(index, again=True)
         self._wait([index])
 
     def _end(self, engines: Iterable[int]) -> None:

@@ -47,15 +47,23 @@ class Engine:
     does both. Any thread may call any method.
     """
 
-    def __init__(self, settings: EngineSettings, log: Path) -> None:
-        """Start the process and return at once; `wait_ready` waits for vLLM in it."""
+    def __init__(self, settings: EngineSettings, log: Path, again: bool = False) -> None:
+        """Start the process and return at once; `wait_ready` waits for vLLM in it.
+
+        Args:
+            again: in the place of an engine that had the same log. The run's directory, if it was deleted
+                meanwhile, is not made again.
+
+        Raises:
+            OSError: the log cannot be written.
+        """
         self.settings = settings
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(parents=not again, exist_ok=True)
         self._log_start = log.stat().st_size if log.exists() else 0
-        self._scratch = private_directory("ibpo-engine-", SOCKET_BYTES)
         here, there = socket.socketpair()
         with there, log.open("ab") as log_file:
+            self._scratch = private_directory("ibpo-engine-", SOCKET_BYTES)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _program(there.fileno(), self._scratch)],
                 env=_environment(os.environ, settings, self._scratch),

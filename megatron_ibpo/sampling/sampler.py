@@ -419,11 +419,11 @@ class Sampler:
 
 
 async def _give_up() -> None:
-    """Cancel everything in this event loop."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    """Cancel everything in this event loop, and what begins because of that."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 def _check_prompt(request: SampleRequest, max_context: int | None) -> None:
