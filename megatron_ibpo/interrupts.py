@@ -34,11 +34,8 @@ class StopRequest:
         """
         for descriptor, name in zip(OUTPUT, ("stdout", "stderr"), strict=True):
             if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
-                stream.flush()
-                lasting = io.BufferedWriter(_LastingOutput(descriptor, hangup_log))
-                setattr(
-                    sys, name, io.TextIOWrapper(lasting, stream.encoding, stream.errors, line_buffering=True)
-                )
+                stream.reconfigure(line_buffering=True)
+                setattr(sys, name, _LastingOutput(stream, descriptor, hangup_log))
         self._hangup_log = hangup_log
         self._asked_at: float | None = None
         self._at_once = False
@@ -81,21 +78,40 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
-class _LastingOutput(io.FileIO):
-    """What a run says goes to a file once nothing takes it any more: no run ends for want of a reader."""
+class _LastingOutput:
+    """Output of a run that goes on in a file once nothing reads it: no run ends for want of a reader.
 
-    def __init__(self, descriptor: int, log: Path) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-        self._log = log
+    It stands in front of the stream and not behind its buffer: a signal's handler may raise within a method
+    of ours, and a buffer would take that for a failed write and print the same once more.
+    """
 
-    def write(self, data: Any) -> int:
+    def __init__(self, stream: io.TextIOWrapper, descriptor: int, log: Path) -> None:
+        self._stream, self._descriptor, self._log = stream, descriptor, log
+
+    def write(self, text: str) -> int:
         try:
-            return super().write(data)
+            return self._stream.write(text)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            _output_to(self._log, [self.fileno()])
-            return super().write(data)
+            self._move(error)
+            if self._stream.write_through:  # without a buffer (PYTHONUNBUFFERED) nothing was kept
+                self._stream.write(text)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._move(error)
+
+    def _move(self, error: OSError) -> None:
+        """Go on in the file, with what is left in the buffer; raise what is another error."""
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise error
+        _output_to(self._log, [self._descriptor])
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _output_to(log: Path, descriptors: Sequence[int] = OUTPUT) -> None:
