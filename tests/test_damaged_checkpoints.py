@@ -365,6 +365,20 @@ def test_one_bit_is_found(written, name, place):
         check_integrity(written)
 
 
+def test_what_is_no_file_of_its_kind_is_told_without_reading_it(tmp_path):
+    """No digest of a terabyte is computed, and nothing is waited for."""
+    for name in ("config.json", "b.distcp", "c.distcp"):
+        (tmp_path / name).write_text("{}")
+    write_integrity(tmp_path)
+    os.truncate(tmp_path / "config.json", 10**12)
+    (tmp_path / "b.distcp").unlink()
+    os.mkfifo(tmp_path / "b.distcp")
+    with pytest.raises(CheckpointError) as refused:
+        check_integrity(tmp_path)
+    assert "b.distcp is a pipe" in str(refused.value)
+    assert "config.json has 1,000,000,000,000 bytes, and a file of its kind at most" in str(refused.value)
+
+
 def test_each_of_several_processes_takes_its_part(written):
     (written / "b.distcp").unlink()
     found = []

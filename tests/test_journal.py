@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tracemalloc
 import zlib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -500,6 +501,25 @@ def test_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
         recovered = read_journal(directory, 0)
         assert same(recovered.samples, samples)
         assert len(recovered.notes) == 1
+
+
+@pytest.mark.parametrize("hole", [0, 5, 2**20 - 8, 2**20, 10**12], ids=lambda size: f"{size} bytes")
+def test_records_behind_damage_are_found_wherever_they_begin(three_steps, hole):
+    """Also where a header lies across two reads, and behind a hole that no disk could hold."""
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    whole = segment.read_bytes()
+    with segment.open("wb") as file:
+        file.write(b"IBPJ damaged")
+        file.seek(hole, os.SEEK_CUR)
+        file.write(whole)
+    tracemalloc.start()
+    recovered = read_journal(directory, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert same(recovered.samples, samples)
+    assert "damaged" in recovered.notes[0]
+    assert peak < 2**24
 
 
 def test_damage_before_what_is_needed_does_no_harm(tmp_path):

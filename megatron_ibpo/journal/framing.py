@@ -1,13 +1,14 @@
 """Records in a file, one behind the other: each has a header with its length and checksums of both."""
 
-import mmap
+import errno
 import os
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from megatron_ibpo.user_files import check_user_file
 
@@ -17,6 +18,8 @@ _HEADER = struct.Struct("<4sIII")
 told from a record whose end was never written."""
 _MOST_BYTES = 2**30
 """Of a payload; Linux takes 2 GiB in one write."""
+_CHUNK = 2**20
+"""Bytes that are looked through at once for a header; mapping the file would hold all of it in memory."""
 
 
 class Record(NamedTuple):
@@ -55,7 +58,7 @@ def records(path: Path) -> Iterator[Record | Damage]:
     that has its checksum is looked for.
     """
     check_user_file(path)
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:  # a buffer would not know of the seeks of `_skip_hole`
         size, offset = os.fstat(file.fileno()).st_size, 0
         while offset < size:
             file.seek(offset)
@@ -87,12 +90,30 @@ def _length(header: bytes) -> int | None:
     return int(length)
 
 
-def _next_header(file: IO[bytes], start: int, size: int) -> int:
-    """Offset of the first header from `start` on; `size` where there is none."""
-    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
-        at = data.find(_MAGIC, start)
+def _next_header(file: FileIO, start: int, size: int) -> int:
+    """Return the offset of the first header from `start` on; `size` where there is none."""
+    offset, kept = start, b""  # of the last read, since a header may lie across two
+    while (data_at := _skip_hole(file, offset + len(kept), size)) < size:
+        if data_at > offset + len(kept):
+            offset, kept = data_at, b""
+        file.seek(data_at)
+        data = kept + file.read(_CHUNK)
+        at = data.find(_MAGIC)
         while at >= 0:
             if _length(data[at : at + _HEADER.size]) is not None:
-                return at
+                return offset + at
             at = data.find(_MAGIC, at + 1)
+        kept = data[-(_HEADER.size - 1) :]
+        offset += len(data) - len(kept)
     return size
+
+
+def _skip_hole(file: FileIO, offset: int, size: int) -> int:
+    """Return the offset of the first byte from `offset` on that was written: a file that was only made longer
+    may have 10 GB of nothing."""
+    try:
+        return os.lseek(file.fileno(), offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # which says that nothing more was written
+            raise
+        return size

@@ -82,7 +82,8 @@ class _Supervisor:
 
     def end(self) -> None:
         """Kill all descendants, and end as the worker did, so that the owner can tell how."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # SIG_IGN would make Python print an error about a signal that came a moment before
+        signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_END_SECONDS)
         while children := _children():
@@ -112,7 +113,7 @@ class _Supervisor:
 
 
 class _Prints:
-    """What the worker and its descendants print."""
+    """Passes on what the worker and its descendants print, up to a bound."""
 
     def __init__(self, descriptor: int, most: int, name: str):
         self.descriptor = descriptor

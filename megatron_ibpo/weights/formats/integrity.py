@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import JSON_BYTES, read_user_file
+from megatron_ibpo.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
 from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.words import shown
 
@@ -70,8 +70,13 @@ def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
 
     def problem(name: str) -> str | None:
         path = directory / name
-        if not path.is_file():
+        try:
+            # before its digest is computed, which takes as long as the file is
+            check_user_file(path, JSON_BYTES if path.suffix == ".json" else float("inf"))
+        except FileNotFoundError:
             return f"{path} is missing"
+        except UserFileError as error:
+            return str(error)
         same = file_digest(path) == digests[name]
         return None if same else f"{path} is not what was written: its checksum differs"
 
