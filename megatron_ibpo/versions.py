@@ -29,6 +29,7 @@ TESTED = {
     "scipy": "1.17.1",
     "reasoning-gym": "0.1.25",
     "math-verify": "0.9.0",
+    "sympy": "1.14.0",
     "tyro": "1.0.17",
     "PyYAML": "6.0.3",
     "rich": "15.0.0",

@@ -23,7 +23,8 @@ def table(tmp_path_factory):
     """The counts of each family, of the first inputs, from a process that forks one for each."""
     path = tmp_path_factory.mktemp("fuzz") / "found.json"
     words = [sys.executable, __file__, str(SEED), str(QUICK), str(path)]
-    subprocess.run(words, check=True, timeout=280, cwd=Path(__file__).parent)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parent)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads(path.read_text())["families"]
 
 

@@ -22,9 +22,9 @@ from megatron_ibpo.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 20.0
-"""That a command may take."""
+"""That a command may take; beside other work of the machine, of processor time."""
 MOST_S = 180.0
-"""That it may take on a busy machine."""
+"""That it may take beside other work."""
 MOST_BYTES = 2 * 10**9
 """Of memory that a command may hold at one time, its libraries included."""
 STOPPED_AT = 3 * 10**9
@@ -54,14 +54,17 @@ class Outcome:
     """The end of what it printed."""
 
 
-def in_child(work: Callable[[], object], log: Path) -> Outcome:
-    """Run `work` in a forked child; its return value or SystemExit is the exit status."""
+def in_child(work: Callable[[], object], log: Path, busy: bool = False) -> Outcome:
+    """Run `work` in a forked child; its return value or SystemExit is the exit status.
+
+    `busy` says that the machine has other work, so that seconds say little.
+    """
     pid = os.fork()
     if pid == 0:
         _be_child(work, log)
     started, stopped = time.monotonic(), ""
     while not (waited := os.wait4(pid, os.WNOHANG))[0]:
-        hangs = _hangs(pid, time.monotonic() - started)
+        hangs = _hangs(pid, time.monotonic() - started, busy)
         if hangs or _resident(pid) > STOPPED_AT:
             stopped = "hang" if hangs else "above 2 GB"
             os.killpg(pid, signal.SIGKILL)
@@ -87,12 +90,11 @@ def _verdict(stopped: str, status: int, peak: int, said: str) -> Verdict:
     return "refused" if status else "taken"
 
 
-def _hangs(pid: int, seconds: float) -> bool:
-    """Whether a command takes too long. On a busy machine its time says little: there its processor time
-    counts, unless it stands still for minutes."""
+def _hangs(pid: int, seconds: float, busy: bool) -> bool:
+    """Tell whether a command takes too long."""
     if seconds <= LONGEST_S:
         return False
-    if seconds > MOST_S or os.getloadavg()[0] < 1.5 * (os.cpu_count() or 1):
+    if seconds > MOST_S or not busy:
         return True
     with contextlib.suppress(psutil.NoSuchProcess):
         return sum(psutil.Process(pid).cpu_times()[:4]) > LONGEST_S

@@ -31,7 +31,11 @@ VERSIONS = ("torch", "megatron-core", "transformers", "tokenizers", "gguf", "rea
 
 
 def main(words: Sequence[str], seed: int, count: int) -> int:
-    """[SEED [COUNT [FILE [FAMILY]]]]. Returns the exit status: 0 where the table was made."""
+    """Try the inputs; `words` are [SEED [COUNT [FILE [FAMILY]]]].
+
+    The machine may have other work where COUNT is given, as in the test suite. Returns the exit status: 0
+    where the table was made.
+    """
     seed, whole = int(words[0]) if words else seed, len(words) < 2
     count = int(words[1]) if len(words) > 1 else count
     save = Path(words[2]) if len(words) > 2 else RESULTS if whole else None
@@ -39,7 +43,7 @@ def main(words: Sequence[str], seed: int, count: int) -> int:
     with tempfile.TemporaryDirectory(prefix="bad-inputs-") as directory:
         place = _made(Path(directory))
         only = words[3:] or list(FAMILIES)
-        found = {name: _family(name, seed, count, place) for name in FAMILIES if name in only}
+        found = {name: _family(name, seed, count, place, not whole) for name in FAMILIES if name in only}
     _show(found)
     if save is not None:
         save.write_text(json.dumps(_about(seed) | {"families": found}, indent=1, ensure_ascii=False) + "\n")
@@ -64,29 +68,30 @@ def _import_all() -> None:
     import megatron_ibpo.weights.formats.gguf  # noqa: F401
 
     tasks = os.listdir("/proc/self/task")
-    assert len(tasks) == 1, f"{len(tasks)} threads: a fork would leave their locks behind"
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks]
+    assert len(tasks) == 1, f"threads {names}: a fork would leave their locks behind"
 
 
 def _made(directory: Path) -> Place:
     place = Place(directory)
     for work in (place.make, place.make_run, place.make_saved):
-        made = in_child(work, directory / "log")
+        made = in_child(work, directory / "log", busy=True)
         assert made.verdict == "taken", made
     for words in place.valid():
-        outcome = _ended(words, directory / "log")
+        outcome = _ended(words, directory / "log", busy=True)
         assert outcome.verdict == "taken", (words, outcome)
     return place
 
 
-def _family(name: str, seed: int, count: int, place: Place) -> dict[str, Any]:
-    """How the inputs of a family ended."""
+def _family(name: str, seed: int, count: int, place: Place, busy: bool) -> dict[str, Any]:
+    """Try the inputs of a family and return how they ended."""
     make, share = FAMILIES[name]
     inputs = max(1, round(share * count / sum(number for _, number in FAMILIES.values())))
     verdicts: dict[str, int] = dict.fromkeys(("refused", "taken", *WRONG), 0)
     wrong, slowest, peak = [], 0.0, 0
     started = time.monotonic()
     for number in range(inputs):
-        words, outcome = tried(name, make, seed, number, place)
+        words, outcome = tried(name, make, seed, number, place, busy)
         verdicts[outcome.verdict] += 1
         slowest, peak = max(slowest, outcome.seconds), max(peak, outcome.peak_bytes)
         if outcome.verdict in WRONG:
@@ -106,22 +111,24 @@ def _family(name: str, seed: int, count: int, place: Place) -> dict[str, Any]:
     }
 
 
-def tried(name: str, make: Maker, seed: int, number: int, place: Place) -> tuple[list[str], Outcome]:
-    """One input, and how the command that read it ended."""
+def tried(
+    name: str, make: Maker, seed: int, number: int, place: Place, busy: bool
+) -> tuple[list[str], Outcome]:
+    """Return one input, and how the command that read it ended."""
     here = place.directory / "here"
     here.mkdir()
     before = os.getcwd()
     os.chdir(here)
     try:
         words = make(random.Random(f"{seed} {name} {number}"), place, here)
-        return words, _ended(words, place.directory / "log")
+        return words, _ended(words, place.directory / "log", busy)
     finally:
         os.chdir(before)
         shutil.rmtree(here)
 
 
-def _ended(words: list[str], log: Path) -> Outcome:
-    outcome = in_child(partial(run_command, words[0], words[1:]), log)
+def _ended(words: list[str], log: Path, busy: bool) -> Outcome:
+    outcome = in_child(partial(run_command, words[0], words[1:]), log, busy)
     if words[0] == "compare" and outcome.status == 1 and outcome.verdict == "refused":
         return replace(outcome, verdict="taken")  # a study that is not finished
     return outcome
