@@ -92,7 +92,7 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
 
 
 def _reader_is_gone() -> bool:
-    """Whether stdout is a pipe that nothing reads any more, as after `| head -1`."""
+    """Tell whether stdout is a pipe that nothing reads any more, as after `| head -1`."""
     stdout = select.poll()
     stdout.register(1, 0)
     return any(event & select.POLLERR for _, event in stdout.poll(0))
@@ -116,7 +116,7 @@ def _answer(error: BaseException, logs: Path | None) -> int:
 
 
 def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
-    """What to say of an error, and the exit status."""
+    """Return what to say of an error, and the exit status."""
     if isinstance(error, OSError) and error.errno is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
         within_run = logs and Path(name).is_relative_to(logs.parent)
@@ -138,8 +138,8 @@ def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether a `raise` of this project made it. A ValueError that comes from a library or from Python itself
-    is a bug of ours, since what the user gives is checked before."""
+    """Tell whether a `raise` of this project made it. A ValueError that comes from a library or from Python
+    itself is a bug of ours, since what the user gives is checked before."""
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     file, line = FRAME.findall(stack)[-1]  # of the process that raised it: notes come last
     return line.startswith("raise ") and any(Path(file).is_relative_to(place) for place in SOURCES)

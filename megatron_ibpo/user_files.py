@@ -8,13 +8,13 @@ from typing import Protocol
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 RECIPE_BYTES = 256 * KIB
-"""Of YAML, of which Python reads about 50 KB per second."""
+"""Largest YAML file; Python reads about 50 KB of it per second."""
 JSON_BYTES = 64 * MIB
-"""Of a JSON file of a model, a checkpoint or a study. The largest known tokenizers have half of it."""
+"""Largest JSON file of a model, a checkpoint or a study. The largest known tokenizers have half of it."""
 RECORD_BYTES = GIB
-"""Of a file of records that is read whole: a recorded step, the metrics of a run, rows, pickled metadata."""
+"""Largest file of records that is read whole: a recorded step, metrics, rows, pickled metadata."""
 LINE_BYTES = 512 * MIB
-"""Of one row of a file that is read line by line. LiveCodeBench's tests take tens of MB."""
+"""Longest row of a file that is read line by line. LiveCodeBench's tests take tens of MB."""
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),

@@ -77,8 +77,6 @@ class ClusterError(ValueError):
 class ClusterFailedError(RuntimeError):
     """Ray, or a node, failed or took too long. The command is not at fault, and may work another time."""
 
-    exit_status = 1
-
 
 class RayStartError(ClusterFailedError):
     """Ray did not start, or could not be joined. Another try may succeed."""

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from megatron_ibpo.command import FAILED
+
 LOOK_EVERY_S = 0.2
-FAILED = 1
 
 
 @contextmanager

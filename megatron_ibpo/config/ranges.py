@@ -62,7 +62,7 @@ RANKS = within(1, 10_000_000)
 COUNT = within(1, 10_000_000)
 """Tokens, sequences or layers: beyond any run, and few enough to be listed one by one."""
 BYTES = within(1, 2**50)
-"""Of memory: a petabyte is more than any machine has."""
+"""Memory or files: a petabyte is more than any machine has."""
 SEED = Range(lambda value: 0 <= value < 2**62, "at least 0 and below 2^62")
 """Megatron and torch add to it what tells ranks apart, in 64 bits."""
 NAMED_VALUES = Range(

@@ -22,7 +22,7 @@ from megatron_ibpo.records import Sample
 
 _SUFFIX = ".journal"
 _MOST_PLACES = 5
-"""Of damage that a note names."""
+"""Places of damage that a note names."""
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ def _damage_note(path: Path, found: list[Damage]) -> str:
 
 
 def _newest_version(sample: Sample) -> float:
-    """Of the policies that a sample came from; without end where that is not known."""
+    """Return the newest policy that a sample came from; infinity where that is not known."""
     return max((version for _, version in sample.versions), default=math.inf)
 
 

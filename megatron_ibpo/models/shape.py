@@ -159,7 +159,7 @@ MOST = 2**31 - 1
 MOST_REPEATED = 10_000
 """Layers of a model, and experts of a layer, which are listed one by one."""
 MOST_EXPERTS = 200_000
-"""Of a model, in all its layers. The largest published ones have a tenth of this."""
+"""Experts in all layers of a model. The largest published ones have a tenth of this."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Fields:
         return float(value)
 
     def epsilon(self, default: float = 1e-6) -> float:
-        """What RMSNorm adds to a mean of squares: with 0 or less a row of zeros becomes NaN."""
+        """Return what RMSNorm adds to a mean of squares: with 0 or less a row of zeros becomes NaN."""
         value = self.number("rms_norm_eps", default)
         if not 0 < value < 1:
             raise self.error(f"rms_norm_eps must be above 0 and below 1, is {value:g}")

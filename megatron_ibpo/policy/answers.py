@@ -16,7 +16,7 @@ class About:
     device: str
     """What computes: the name that a GPU gives itself, or "CPU"."""
     notes: tuple[str, ...]
-    """What the user is to know of the environment and of the checkpoint that was loaded."""
+    """Lines for the user about the environment and the checkpoint that was loaded."""
 
 
 @dataclass(frozen=True, slots=True)

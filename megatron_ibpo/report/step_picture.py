@@ -43,5 +43,6 @@ def plot_step(spans: Sequence[Span], lanes: Sequence[str], path: Path, *, title:
         axes.set_ylim(len(lanes) - 0.5, -0.5)
         axes.set_xlabel("seconds")
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as unfinished:
             figure.savefig(unfinished, format="png")

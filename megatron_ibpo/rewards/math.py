@@ -215,8 +215,8 @@ def _same_mathematics(label: str, context: str) -> bool:
 
 
 def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
-    """Whether two formulas have values too far apart to be equal, which takes a tenth of the time in which
-    math-verify looks for a way to make them equal. A factor of 100 may be a percentage."""
+    """Tell whether two formulas have values too far apart to be equal. That takes a tenth of the time in
+    which math-verify looks for a way to make them equal. A factor of 100 may be a percentage."""
     ours, theirs = _value(answers), _value(gold)
     if ours is None or theirs is None:
         return False

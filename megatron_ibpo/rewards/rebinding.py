@@ -10,7 +10,7 @@ names, keep the list that they had.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from megatron_ibpo.rewards.sandbox.inside import CHANGED
 
@@ -109,11 +109,11 @@ def _expressions(node: ast.AST) -> Iterator[ast.AST]:
             yield from _expressions(child)
 
 
-def _names_bound_in(scope: ast.AST) -> set[str]:
+def _names_bound_in(scope: ast.Module | _Function) -> set[str]:
     """Return the names that a function or a module binds, without those of inner scopes."""
-    arguments = getattr(scope, "args", None)
-    bound = {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)} if arguments else set()
-    nodes: list[ast.AST] = list(_bodies(scope))
+    arguments = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
+    bound = {each.arg for each in arguments if isinstance(each, ast.arg)}
+    nodes: list[ast.AST] = list(scope.body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -123,7 +123,3 @@ def _names_bound_in(scope: ast.AST) -> set[str]:
         if not isinstance(node, (*_SCOPES, *_COMPREHENSIONS)):
             nodes += ast.iter_child_nodes(node)
     return bound
-
-
-def _bodies(scope: ast.AST) -> Iterable[ast.AST]:
-    return getattr(scope, "body", [])

@@ -98,7 +98,7 @@ def _measured(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _are_columns(problems: Any) -> bool:
-    """Whether these are what `set_results` writes."""
+    """Tell whether these are what `set_results` writes."""
     if not isinstance(problems, dict) or not {"id", "digest"} <= problems.keys():
         return False
     columns = problems.values()

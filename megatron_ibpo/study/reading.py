@@ -54,7 +54,7 @@ _OF_STUDY: dict[str, Kind] = {
     "pilot_seeds": _SEEDS,
     "confirm_seeds": _SEEDS,
 }
-"""What each key of a study must hold."""
+"""Kind of value that each key of a study must hold."""
 _OF_TUNING: dict[str, Kind] = {"grid": _MAPPING, "seeds": _SEEDS, "budget": _NUMBER, "own": _MAPPING}
 
 LONGEST_NAME = 200
@@ -208,7 +208,7 @@ def _names_a_directory(name: str) -> bool:
 
 
 def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
-    """What is given, without keys that hold nothing.
+    """Return what is given, without keys that hold nothing.
 
     Raises:
         ConfigError: something is not of its kind.

@@ -225,7 +225,8 @@ class Changes:
 
     def __init__(self) -> None:
         self._changed: dict[int, tuple[Any, Any]] = {}
-        """By the identity of the argument, which is kept so that no other object gets it."""
+        """Argument's identity → (argument, changed copy). The argument is kept so that no other object gets
+        its identity."""
 
     def note(self, before: "Any", now: "Any") -> None:
         if type(before) is type(now) and isinstance(before, (list, dict, set)):

@@ -20,7 +20,7 @@ MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself."""
+    """Fields and tensors that a GGUF file declares."""
 
     fields: Mapping[str, Any]
     shapes: Mapping[str, Sequence[int]]
