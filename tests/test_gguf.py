@@ -8,16 +8,15 @@ import struct
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip("gguf")
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from convert_gguf_to_hf import Arguments, main  # noqa: E402
+from convert_gguf_to_hf import Arguments, main
 
-from megatron_ibpo.command import BAD_INPUT, DONE, command  # noqa: E402
+from megatron_ibpo.command import BAD_INPUT, DONE, command
 
 HIDDEN, FEED_FORWARD, VOCABULARY, LAYERS = 32, 64, 40, 2
 
