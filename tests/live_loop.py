@@ -1,0 +1,221 @@
+"""A whole run in this process but for the model: its loop, sampling, journal, credit, checkpoints and verifier
+are those of every run; engines write what a request's seed says, and trainers note what they are given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ibpo.config import Config, on_device, parse_config
+from megatron_ibpo.loop import Run
+from megatron_ibpo.opening import Standing, join, open_given, read_beginning
+from megatron_ibpo.policy.answers import About
+from megatron_ibpo.records import Group, Sample, SampleRequest, token_ids
+from megatron_ibpo.report import Stages
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "examples/tiny_qwen3"
+FLAGS = (
+    "--hf-checkpoint", str(MODEL), "--prompt-data", "import://live_loop:questions",
+    "--rm-type", "live_loop:reward", "--reward-threshold", "1", "--reward-workers", "1",
+    "--rollout-batch-size", "4", "--n-samples-per-prompt", "3", "--rollout-max-response-len", "12",
+    "--rollout-temperature", "0.7", "--operator-skill-prompts", "0", "--eval-num-prompts", "0",
+    "--max-tokens-per-gpu", "512", "--seed", "5",
+)  # fmt: skip
+LETTERS = tuple(range(40, 60))
+"""Tokens that engines write."""
+
+
+def questions(split: str) -> Iterator[dict[str, str]]:
+    return ({"prompt": f"{number}+{number * number}", "label": str(number)} for number in range(50))
+
+
+def reward(question: str, response: str, label: str, metadata: dict[str, Any]) -> float:
+    """Depends on every letter of the response, and on the question."""
+    return float(zlib.crc32(f"{question}|{response}|{label}".encode()) % 3 == 0)
+
+
+def config_of(run_dir: Path, *flags: str) -> Config:
+    config = parse_config([*FLAGS, "--run-dir", str(run_dir), *flags])
+    return on_device(config, on_gpu=False, has_delta_nets=False)
+
+
+def written(request: SampleRequest) -> list[int]:
+    """What an engine answers, whichever policy it has."""
+    draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
+    return [draw.choice(LETTERS) for _ in range(draw.randint(1, request.max_tokens))]
+
+
+@dataclass(eq=False)
+class Engine:
+    """Finishes what it was asked in an order of its own, a few at a time."""
+
+    version: int = 0
+    asked: list[SampleRequest] = field(default_factory=list)
+    open: dict[int, tuple[SampleRequest, int]] = field(default_factory=dict)
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        assert self.version >= version, "older weights than were asked for"
+        self.asked += [request for _, request in requests]
+        self.open |= {number: (request, self.version) for number, request in requests}
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        await asyncio.sleep(0.001)
+        numbers = [number for number in self.open if self.draw.random() < 0.4]
+        return [(number, self._sample(*self.open.pop(number))) for number in numbers]
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self.open.pop(number, None)
+
+    async def kill(self, why: str) -> None:
+        raise AssertionError(why)
+
+    def _sample(self, request: SampleRequest, version: int) -> Sample:
+        ids = token_ids(written(request))
+        return Sample(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=ids,
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            finish_reason="stop" if len(ids) < request.max_tokens else "length",
+            temperature=request.temperature,
+            versions=((0, version),),
+            loss_mask=np.ones(len(ids), np.bool_),
+        )
+
+
+class Engines:
+    """`loop.Engines` of two of them."""
+
+    count = alive = 2
+    reproducible = prefix_caching = True
+
+    def __init__(self) -> None:
+        self.engines = [Engine(), Engine()]
+        self.version = 0
+        self.met = 0
+
+    @property
+    def asked(self) -> list[SampleRequest]:
+        return [request for engine in self.engines for request in engine.asked]
+
+    async def revive(self, index: int) -> Engine:
+        raise AssertionError("none dies")
+
+    def clients(self) -> list[Engine]:
+        return self.engines
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        for engine in (self, *self.engines):
+            engine.version = version
+        return {}
+
+    def meet_trainers(self) -> None:
+        self.met += 1
+
+    def wake(self) -> None:
+        """They never sleep."""
+
+    sleep = admit = wake
+
+
+@dataclass
+class Trainers:
+    """`policy.group.RankCalls` of one rank, which notes its work and saves that it was saved."""
+
+    dies_at: int | None = None
+    """Number of the update in which it dies once, from 0 on."""
+    updates: list[list[dict[str, Any]]] = field(default_factory=list)
+    """What it trained on, update for update; a death is one that is not there."""
+    restarted_from: list[Path | None] = field(default_factory=list)
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert method == "update"
+        if self.dies_at == len(self.updates):
+            self.dies_at = None
+            from megatron_ibpo.cluster.host import ProcessDiedError
+
+            raise ProcessDiedError("trainer 0 was killed")
+        ((mini_batches,),) = arguments
+        batches = [own for mini in mini_batches for own in mini.cut.micro_batches]
+        self.updates.append([plain(sequence) for own in batches for sequence in own.sequences])
+        return [{"loss": 0.0, "updates_skipped": 0.0}]
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "about":
+            return [About(1, "torch", {}, "CPU", ())]
+        if method == "save":
+            directory, step, state, _ = arguments
+            here = directory / f"step_{step:06d}"
+            here.mkdir(parents=True)
+            (here / "run_state.json").write_text(json.dumps({"step": step, **state}))
+        return [method == "save_rests"]
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def restart(self, config: Config, checkpoint: Path | None) -> None:
+        self.restarted_from.append(checkpoint)
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """A record's fields as what compares."""
+    values = {name: getattr(record, name) for name in record.__slots__}
+    return {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in values.items()}
+
+
+@dataclass
+class Steps:
+    """A run that is open, and what its steps gave so far."""
+
+    run: Run
+    engines: Engines
+    trainers: Trainers
+    groups: list[list[Group]] = field(default_factory=list)
+
+    def take(self, count: int) -> list[list[Group]]:
+        """The loop of a run, so many times; the groups of these steps."""
+        for _ in range(count):
+            groups = self.run.sample()
+            credit = self.run.credit(groups)
+            metrics = self.run.update(credit.sequences) | self.run.sync()
+            self.run.report(groups, credit, metrics)
+            self.run.save_if_due()
+            self.groups.append(groups)
+        return self.groups[-count:]
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for groups in self.groups for group in groups for sample in group.samples]
+
+
+@contextmanager
+def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps]:
+    """The run, opened as every run is."""
+    engines, trainers = Engines(), trainers or Trainers()
+    with ExitStack() as stack:
+        begun = read_beginning(config)
+        given = open_given(begun, stack)
+        engines.update_weights(begun.step)
+        standing = Standing(
+            config=given.config,
+            trainers=trainers,
+            world_size=1,
+            engines=engines,  # type: ignore[arg-type]  # none is asked alone
+            verifiers=given.pool,
+            accelerators=1,
+            progress=begun.progress(),
+            deaths=dict,
+            where="in a test",
+        )
+        yield Steps(join(begun, given, standing, Stages(), stack), engines, trainers)
