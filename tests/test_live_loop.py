@@ -1,4 +1,4 @@
-"""The loop on live rollouts: the prompts that a step asks, their seeds, what is scored, how old it may be, and
+"""The loop on live rollouts: the prompts of a step, their seeds, what is scored, how old it may be, and
 what a run that goes on does again."""
 
 from __future__ import annotations
