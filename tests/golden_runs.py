@@ -1,6 +1,6 @@
 """Training on the recorded rollouts of `tests/golden`, for the tests and for tools/compare_commits.py.
 
-    python tests/golden_runs.py        # compute the golden numbers anew: CONTRIBUTING.md says when one may
+    python tests/golden_runs.py [NAME…]    # compute golden numbers anew: CONTRIBUTING.md says when one may
 
     golden/dense.yaml, next.yaml       what is trained: everything that moves a number
     golden/rollouts/{dense,next}/      six steps each, as --save-debug-rollout-data wrote them
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,8 +88,14 @@ ALGORITHMS = {
     "gspo": _GSPO_CLIP,
     "dapo": ("--eps-clip", "0.2", "--eps-clip-high", "0.28"),
     "ppo": ("--eps-clip", "0.2", "--eps-clip-high", "0.2"),
+    "ibpo scheduled": (
+        *_GSPO_CLIP,
+        *("--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.3", "--weight-decay", "0.1"),
+        *("--rollout-temperature", "0.7"),
+    ),
 }
-"""Preset → flags that say again what it leaves to a recipe or to a loss variant."""
+"""Preset, and what else is said of a case → flags that say again what it leaves to a recipe or to a loss
+variant."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +108,17 @@ class Trained:
     """After each step."""
 
 
-def recordings(name: str, directory: Path) -> Path:
-    """Unpack the recording into `directory`, as --load-debug-rollout-data wants it. Returns `directory`."""
+def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
+    """Unpack the recording into `directory`, as --load-debug-rollout-data wants it. Returns `directory`.
+
+    Args:
+        temperature: at which it is to look sampled; 1.0 is what it was.
+    """
     directory.mkdir(parents=True)
     for packed in sorted((GOLDEN / "rollouts" / name).glob("*.gz")):
-        (directory / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
+        text = gzip.decompress(packed.read_bytes()).decode()
+        text = text.replace('"temperature": 1.0', f'"temperature": {temperature}')
+        (directory / packed.stem).write_text(text)
     return directory
 
 
@@ -115,14 +128,18 @@ def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: 
     Raises:
         RuntimeError: the run failed or did not end in time; with what it printed.
     """
-    run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts")
+    flags = ALGORITHMS[algorithm]
+    temperature = (
+        flags[flags.index("--rollout-temperature") + 1] if "--rollout-temperature" in flags else "1.0"
+    )
+    run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
     fields = (repository / "megatron_ibpo/config/fields.py").read_text()
     keep_all = ["--keep-checkpoints", "1000"] if "keep_checkpoints" in fields else []  # older code does
     command = [
         *_entry_point(repository, layout.trainers),
         *("--config", GOLDEN / f"{layout.model}.yaml", "--run-dir", run_dir),
         *("--load-debug-rollout-data", recorded, "--save-interval", "1", *keep_all),
-        *("--advantage-estimator", algorithm, *ALGORITHMS[algorithm]),
+        *("--advantage-estimator", algorithm.split()[0], *flags),
     ]
     status, output = _run([str(word) for word in command], repository)
     if status != 0:
@@ -207,11 +224,12 @@ def watched_weights(layout: Layout, checkpoint: Path) -> dict[str, list[float]]:
     }
 
 
-def main() -> None:
-    """Compute all golden numbers of training with the code beside this file."""
-    numbers: dict[str, dict[str, object]] = {}
+def main(algorithms: Sequence[str]) -> None:
+    """Compute golden numbers of training with the code beside this file: of these algorithms, or of all."""
+    path = GOLDEN / "trained.json"
+    numbers: dict[str, dict[str, object]] = json.loads(path.read_text()) if algorithms else {}
     for name, layout in LAYOUTS.items():
-        for algorithm in ALGORITHMS:
+        for algorithm in algorithms or ALGORITHMS:
             with tempfile.TemporaryDirectory() as directory:
                 trained = train_recorded(ROOT, layout, algorithm, Path(directory))
                 numbers.setdefault(name, {})[algorithm] = {
@@ -219,8 +237,8 @@ def main() -> None:
                     "weights": [watched_weights(layout, checkpoint) for checkpoint in trained.checkpoints],
                 }
             print(f"{name}, {algorithm}", flush=True)
-    (GOLDEN / "trained.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -47,14 +47,15 @@ class Arguments:
         "next-tp2-ep2",
     )
     """Models and how they lie over trainers."""
-    algorithms: tuple[Literal["ibpo", "ibpo-mask", "gspo", "dapo", "ppo"], ...] = (
+    algorithms: tuple[Literal["ibpo", "ibpo-mask", "gspo", "dapo", "ppo", "ibpo scheduled"], ...] = (
         "ibpo",
         "ibpo-mask",
         "gspo",
         "dapo",
         "ppo",
+        "ibpo scheduled",
     )
-    """Presets."""
+    """Presets, and what else is said of a case."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,291 @@
+"""Planted faults: which of them does a fast test notice?
+
+    python tools/mutants.py --make-map               which test file runs which line: half an hour
+    python tools/mutants.py --save tools/results/mutants.json
+    python tools/mutants.py --only "no warm-up" "the same prompts every step"
+
+Each fault of mutants.yaml is planted in a copy of the last commit. The test files that run a changed line, as
+coverage has found, are run there until one fails: for a minute, those first that are named after the changed
+file or name it. The exit status is 0 where every fault is noticed that has no `survives` with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import coverage
+import yaml
+from coverage_by_file import CONTEXT
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ibpo.command import DONE, FAILED, run_tool
+from megatron_ibpo.versions import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+MAP = ROOT / "build/coverage_map.json"
+LIST = ROOT / "tools/mutants.yaml"
+LONGEST_S = 60
+COPIES = 2
+"""At a time; a test process takes about a core."""
+RANKS = "ranks"
+"""Context of the processes that `tests/ranks.py` forks, whichever file asked for them."""
+SETTINGS = f"""
+[run]
+source = megatron_ibpo
+parallel = true
+data_file = DIRECTORY/data
+context = ${{{CONTEXT}-none}}
+patch = subprocess, _exit
+sigterm = true
+disable_warnings = no-data-collected
+"""
+
+CoverageMap = dict[str, dict[str, list[int]]]
+"""Source file → test file → lines of the former that the latter runs."""
+
+
+@dataclass
+class Arguments:
+    only: tuple[str, ...] = ()
+    """Names of faults; all by default."""
+    make_map: bool = False
+    """Run the fast tests under coverage, and keep which file runs which line."""
+    save: Path | None = None
+    """JSON file for the results."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault."""
+
+    name: str
+    room: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    """(text, what stands there instead); each text occurs once."""
+    survives: str | None
+    """Why no fast test need notice it."""
+
+    def planted(self, source: str) -> str:
+        """The source with the fault.
+
+        Raises:
+            ValueError: a text does not occur once.
+        """
+        for old, new in self.changes:
+            if source.count(old) != 1:
+                raise ValueError(
+                    f"{LIST.name}: {self.name}: {self.file} has its text {source.count(old)} times"
+                )
+            source = source.replace(old, new)
+        return source
+
+    def lines(self, source: str) -> set[int]:
+        """Numbers of the changed lines, before the change."""
+        found: set[int] = set()
+        for old, _ in self.changes:
+            first = source[: source.index(old)].count("\n") + 1
+            found |= set(range(first, first + old.count("\n") + 1))
+        return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a fault."""
+
+    name: str
+    room: str
+    file: str
+    noticed_by: str | None
+    """The first test that failed."""
+    why_not: str | None
+    seconds: float
+    test_files: int
+    """That run a changed line."""
+
+
+def main(arguments: Arguments) -> int:
+    """Plant the faults; returns the exit status."""
+    if arguments.make_map:
+        make_map()
+        return DONE
+    if not MAP.exists():
+        raise ValueError(f"{MAP} is not there; --make-map makes it")
+    mutants = [one for one in read_mutants() if not arguments.only or one.name in arguments.only]
+    if unknown := {*arguments.only} - {one.name for one in mutants}:
+        raise ValueError(f"{LIST}: no fault is called {', '.join(sorted(unknown))}")
+    tests = json.loads(MAP.read_text())
+    copies: Queue[Path] = Queue()
+    with copied() as directories, ThreadPoolExecutor(COPIES) as threads:
+        for directory in directories:
+            copies.put(directory)
+        verdicts = list(threads.map(lambda mutant: tried(mutant, tests, copies), mutants))
+    show(verdicts)
+    if arguments.save is not None:
+        rows = [asdict(verdict) for verdict in verdicts]
+        about = {"machine": machine(), "seconds_each": LONGEST_S, "faults": rows}
+        arguments.save.write_text(json.dumps(about, indent=1) + "\n")
+    return FAILED if any(one.noticed_by is None and one.why_not is None for one in verdicts) else DONE
+
+
+def read_mutants() -> list[Mutant]:
+    """All faults of the list."""
+    return [
+        Mutant(
+            one["name"],
+            one["room"],
+            one["file"],
+            tuple((c["old"], c["new"]) for c in one.get("changes", [one])),
+            one.get("survives"),
+        )
+        for one in yaml.safe_load(LIST.read_text())
+    ]
+
+
+def tried(mutant: Mutant, tests: CoverageMap, copies: Queue[Path]) -> Verdict:
+    """Plant a fault in a copy that is free, and run tests on it."""
+    copy = copies.get()
+    path = copy / mutant.file
+    source = path.read_text()
+    chosen = test_files(mutant, source, tests)
+    started = time.monotonic()
+    try:
+        path.write_text(mutant.planted(source))
+        noticed = first_failure(copy, chosen) if chosen else None
+    finally:
+        path.write_text(source)
+        copies.put(copy)
+    seconds = round(time.monotonic() - started, 1)
+    print(f"{mutant.name}: {noticed or 'NOT NOTICED'}, {seconds} s", flush=True)
+    why_not = None if noticed else mutant.survives
+    return Verdict(mutant.name, mutant.room, mutant.file, noticed, why_not, seconds, len(chosen))
+
+
+def test_files(mutant: Mutant, source: str, tests: CoverageMap) -> list[str]:
+    """The test files that run a changed line, those first that are likeliest to notice."""
+    changed, module = mutant.lines(source), mutant.file.removesuffix(".py").replace("/", ".")
+    contexts = {name for name, lines in tests.get(mutant.file, {}).items() if changed & set(lines)}
+    texts = {path: (ROOT / path).read_text() for path in all_test_files()}
+    found = {
+        path for path, text in texts.items() if path in contexts or (RANKS in contexts and RANKS in text)
+    }
+
+    def likelihood(path: str) -> tuple[bool, int, int]:
+        own = tests.get(mutant.file, {}).get(path, [])
+        return Path(mutant.file).stem in path, texts[path].count(module), len(own)
+
+    return sorted(found, key=likelihood, reverse=True)
+
+
+def all_test_files() -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
+
+
+def first_failure(copy: Path, files: Sequence[str]) -> str | None:
+    """The first test that fails in the copy within a minute."""
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:xdist", *files]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            words,
+            cwd=copy,
+            env=environment(copy),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with_children_killed(process)
+        output.seek(0)
+        said = output.read()
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    if process.returncode not in (0, 1) or (process.returncode and failed is None):
+        raise RuntimeError(f"pytest ended with status {process.returncode}:\n{said[-2000:]}")
+    return failed[1] if failed else None
+
+
+def with_children_killed(process: subprocess.Popen[Any]) -> None:
+    """End what a test run leaves behind, of its own session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def environment(copy: Path) -> dict[str, str]:
+    paths = os.pathsep.join([str(copy), str(copy / "tests")])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@contextmanager
+def copied() -> Iterator[list[Path]]:
+    """Copies of the last commit, with the extension that is built here."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        copies = [Path(place) / str(number) for number in range(COPIES)]
+        for copy in copies:
+            subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(copy)], check=True)
+            for built in (ROOT / "megatron_ibpo").glob("*.so"):
+                shutil.copy(built, copy / "megatron_ibpo")
+        yield copies
+
+
+def make_map() -> None:
+    """Run the fast tests under coverage, and write the map."""
+    with tempfile.TemporaryDirectory(prefix="coverage-") as place:
+        settings = Path(place) / "settings"
+        settings.write_text(SETTINGS.replace("DIRECTORY", place))
+        words = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q"]
+        words += ["-p", "coverage_by_file", "-n", "logical", "--dist", "loadfile", "-m", "not slow"]
+        subprocess.run(
+            words,
+            cwd=ROOT,
+            env={**environment(ROOT / "tools"), CONTEXT: RANKS, "PYTEST_TIMEOUT": "900"},
+            check=False,  # a test may take too long under coverage
+        )
+        MAP.parent.mkdir(exist_ok=True)
+        MAP.write_text(json.dumps(by_file(settings)))
+
+
+def by_file(settings: Path) -> CoverageMap:
+    """The map that the data of all processes gives."""
+    measured = coverage.Coverage(config_file=str(settings))
+    measured.combine()
+    data = measured.get_data()
+    found: CoverageMap = {}
+    for file in data.measured_files():
+        lines: dict[str, list[int]] = {}
+        for line, contexts in data.contexts_by_lineno(file).items():
+            for context in contexts:
+                lines.setdefault(context.rpartition("|")[2] or context.strip("|"), []).append(line)
+        found[Path(file).relative_to(ROOT).as_posix()] = lines
+    return found
+
+
+def show(verdicts: Sequence[Verdict]) -> None:
+    table = Table("fault", "room", "noticed by", "s")
+    for one in verdicts:
+        noticed = one.noticed_by or f"not noticed: {one.why_not or 'and it should be'}"
+        table.add_row(one.name, one.room, noticed, str(one.seconds))
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)
