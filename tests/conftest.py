@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import signal
+import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from megatron_ibpo.versions import machine
+
 # `nohup`, and a shell that starts tests in the background, have children ignore these, and tests send them
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+STARTED = pytest.StashKey[float]()
 
 settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("here")
@@ -38,3 +47,32 @@ def shapes(models):
     from megatron_ibpo.models import read_hf_config
 
     return {name: read_hf_config(path) for name, path in models.items()}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--results", type=Path, help="JSON file to which this run's results are added")
+
+
+def pytest_configure(config):
+    config.stash[STARTED] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Add what became of the tests to the file of --results, under how numbers were rounded."""
+    path = config.getoption("--results")
+    if path is None:
+        return
+    stats = terminalreporter.stats
+    found = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "runs": {}}
+    calls = [report for report in stats.get("passed", []) if report.when == "call"]
+    seconds = Counter()
+    for report in calls:
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    found["runs"][f"MKL_CBWR={os.environ.get('MKL_CBWR', 'AUTO')}"] = {
+        "seconds": round(time.monotonic() - config.stash[STARTED]),
+        **{kind: len(stats.get(kind, [])) for kind in ("passed", "skipped", "failed", "error")},
+        "not_passed": sorted(report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])),
+        "skipped_because": Counter(report.longrepr[2] for report in stats.get("skipped", [])),
+        "seconds_of_files": {file: round(own, 1) for file, own in seconds.most_common(40)},
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")

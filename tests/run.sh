@@ -4,7 +4,7 @@
 #   bash tests/run.sh [--all] [pytest's arguments]
 #
 # --all adds the tests marked slow and, if it stands alone, runs what computes numbers once more, rounded as on
-# another processor. The slowest tests are listed at the end.
+# another processor, and leaves the results of both in tools/results/tests.json. The slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,8 +26,12 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 # A file is a worker's as a whole, since its tests share what is costly to start; tests wait for processes more than
 # they compute, so a worker per core keeps the cores busy.
 side_by_side=(-n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
-"$python" -m pytest "${side_by_side[@]}" "${selection[@]}" "${arguments[@]}"
-if $all && ((${#arguments[@]} == 0)); then
-    # MKL takes other code on AMD than on Intel; so it takes neither's, and last bits differ from both
-    MKL_CBWR=COMPATIBLE "$python" -m pytest "${side_by_side[@]}" -m "not slow" "${numeric[@]}"
+if ! $all || ((${#arguments[@]})); then
+    exec "$python" -m pytest "${side_by_side[@]}" "${selection[@]}" "${arguments[@]}"
 fi
+results=tools/results/tests.json status=0
+rm -f "$results"
+"$python" -m pytest "${side_by_side[@]}" --results "$results" || status=$?
+# MKL takes other code on AMD than on Intel; so it takes neither's, and last bits differ from both
+MKL_CBWR=COMPATIBLE "$python" -m pytest "${side_by_side[@]}" --results "$results" -m "not slow" "${numeric[@]}" || status=$?
+exit "$status"

@@ -8,6 +8,8 @@ import shutil
 import pytest
 from live_loop import Trainers, config_of, live_run, plain, questions, reward, written
 
+from megatron_ibpo.journal import LostStepError
+
 AHEAD = ("--max-staleness", "2")
 OVER = ("--max-staleness", "1", "--over-sampling-batch-size", "6")
 EVERY_TWO = ("--save-interval", "2")
@@ -155,3 +157,15 @@ def test_trainers_that_died_train_again_on_what_they_had(whole, saved, tmp_path)
     expected = undisturbed.trainers.updates
     first = 2 if saved else 0
     assert trainers.updates == [*expected[:3], *expected[first:3], expected[3]]
+
+
+def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
+    trainers = Trainers(dies_at=3)
+    with live_run(config_of(tmp_path, "--num-rollout", "6", "--no-save"), trainers) as steps:
+        steps.take(3)
+        for segment in (tmp_path / "journal").glob("*.journal"):
+            data = bytearray(segment.read_bytes())
+            data[len(data) // 2] ^= 1
+            segment.write_bytes(data)
+        with pytest.raises(LostStepError, match="the journal does not hold step 2"):
+            steps.take(1)
