@@ -141,7 +141,7 @@ class _Tokens:
     """The vocabulary of the model that was recorded."""
 
     def __init__(self) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
         self.pad_id = self._tokenizer.pad_token_id
 
     def texts(self, ids: Any) -> list[str]:

@@ -152,7 +152,7 @@ def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: 
 def _entry_point(repository: Path, trainers: int) -> list[str | int]:
     """How the code in `repository` starts that many trainers."""
     if (repository / "megatron_ibpo/launch.py").exists():  # until trainers were started by the driver
-        launcher = [
+        launcher: list[str | int] = [
             sys.executable,
             "-m",
             "megatron_ibpo.launch",

@@ -116,7 +116,8 @@ class Engines:
         return self.engines
 
     def update_weights(self, version: int) -> dict[str, float]:
-        for engine in (self, *self.engines):
+        self.version = version
+        for engine in self.engines:
             engine.version = version
         return {}
 
@@ -211,7 +212,7 @@ def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps
             config=given.config,
             trainers=trainers,
             world_size=1,
-            engines=engines,  # type: ignore[arg-type]  # none is asked alone
+            engines=engines,  # none is asked alone
             verifiers=given.pool,
             accelerators=1,
             progress=begun.progress(),

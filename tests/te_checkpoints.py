@@ -60,7 +60,8 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     resumed = trainer(te)
     load_checkpoint(resumed, saved)
     found["saved, loaded"] = differing(expected, contents(resumed))
-    step(trained), step(resumed)
+    step(trained)
+    step(resumed)
     found["and the step after"] = differing(contents(trained), contents(resumed))
 
     found |= with_scales(trainer, te, scratch, converted)

@@ -34,7 +34,7 @@ class Module(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.fp8 = self.fp8_calibration = False
-        self.fp8_meta = {"fp8_checkpoint": False}
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def scale(self, generator: torch.Generator) -> None:
         """Compute in FP8 with delayed scaling, as after some steps: three scales forward and two backward for
@@ -103,7 +103,7 @@ class Linear(Module):
         self.in_features, self.out_features, self.use_bias = columns, rows, bias
         self.add("weight", rows, columns, dtype=params_dtype, device=device)
         if bias:
-            own = self.add("bias", rows, dtype=params_dtype, device=device)
+            own: Any = self.add("bias", rows, dtype=params_dtype, device=device)
             if parallel_mode == "row":
                 own.sequence_parallel = sequence_parallel
 
@@ -131,7 +131,7 @@ class LayerNormLinear(Linear):
             **linear,
         )
         assert normalization == "RMSNorm"
-        norm = self.add("layer_norm_weight", in_features, dtype=params_dtype, device=device)
+        norm: Any = self.add("layer_norm_weight", in_features, dtype=params_dtype, device=device)
         norm.sequence_parallel = sequence_parallel
         self.zero_centered_gamma = zero_centered_gamma
 
@@ -185,8 +185,9 @@ class RMSNorm(Module):
     ):
         super().__init__()
         weight = torch.empty(normalized_shape, dtype=params_dtype, device=device)
-        self.weight = torch.nn.Parameter(weight)
-        self.weight.sequence_parallel = sequence_parallel
+        own: Any = torch.nn.Parameter(weight)
+        own.sequence_parallel = sequence_parallel
+        self.weight = own
         self.zero_centered_gamma = zero_centered_gamma
 
 
@@ -248,7 +249,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
@@ -319,7 +320,7 @@ def install() -> None:
         ),
     }.items():
         _package(f"transformer_engine.pytorch.{submodule}", **dict.fromkeys(names, Kernel))
-    sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam = FusedAdam
+    vars(sys.modules["transformer_engine.pytorch.optimizers"])["FusedAdam"] = FusedAdam
     _package("transformer_engine.pytorch.tensor", QuantizedTensor=QuantizedTensor)
 
 
@@ -361,7 +362,7 @@ def describe(config_dir: Path, tp: int, ep: int) -> dict[str, Any]:
     return described
 
 
-def names_of(model: torch.nn.Module) -> dict[str, Any]:
+def names_of(model: Any) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

@@ -260,7 +260,7 @@ def test_dapo_is_its_four_parts():
 
 def test_generalised_advantages_by_hand():
     """V = .2 .4 .6, reward 1, γ = .9, λ = .5: δ = .16, .14, .4; A = .16 + .45(.14 + .45·.4), …"""
-    (a,) = generalised_advantages([[0.2, 0.4, 0.6]], [1.0], gamma=0.9, lam=0.5)
+    (a,) = generalised_advantages([np.array([0.2, 0.4, 0.6])], [1.0], gamma=0.9, lam=0.5)
     last, middle = 0.4, 0.14 + 0.45 * 0.4
     assert a == pytest.approx([0.16 + 0.45 * middle, middle, last])
 
@@ -282,7 +282,7 @@ def test_generalised_advantages_are_discounted_sums_of_errors(values, gamma, lam
 
 
 def test_at_lambda_1_the_return_is_the_reward():
-    (a,) = generalised_advantages([[0.3, -0.1]], [1.0], gamma=1.0, lam=1.0)
+    (a,) = generalised_advantages([np.array([0.3, -0.1])], [1.0], gamma=1.0, lam=1.0)
     assert (a + np.array([0.3, -0.1])).tolist() == pytest.approx([1.0, 1.0])
 
 

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
@@ -393,8 +394,18 @@ def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
         pass
 
 
+class Serving(ThreadingHTTPServer):
+    """With what `Server` was posted, and what it is to answer."""
+
+    url: str
+    answers: list[Any]
+    requests: list[Any]
+
+
 class Server(BaseHTTPRequestHandler):
     """A stand-in for SandboxFusion: runs what it is posted, or answers what is in `server.answers`."""
+
+    server: Serving
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -431,7 +442,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+    with Serving(("127.0.0.1", 0), Server) as server:
         server.answers, server.requests = [], []
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -53,7 +53,7 @@ def traceback_of(line):
 
 
 def test_a_command_that_works_gives_its_own_status():
-    assert [guarded(lambda status=status: status) for status in (None, 0, 1, 5)] == [0, 0, 1, 5]
+    assert [guarded(lambda own=own: own) for own in (None, 0, 1, 5)] == [0, 0, 1, 5]  # type: ignore[misc]
 
 
 def test_bad_input_is_one_line_and_no_file(capsys, tmp_path):

@@ -73,7 +73,7 @@ def mixed(world, group, chunks):
     }
     weight, toward = draw(6, KERNEL).requires_grad_(), (draw(total, 6), draw(total, 3, 4))
     own = {name: tensor[mine].requires_grad_() for name, tensor in whole.items()}
-    rule_inputs = [own[name] for name in ("query", "key", "value", "decay", "beta")]
+    rule_inputs = own["query"], own["key"], own["value"], own["decay"], own["beta"]
 
     def conv(x, cu_seqlens):
         return causal_conv(x, weight, packed.positions(cu_seqlens))
@@ -176,10 +176,8 @@ def sequences():
     """Of 2 tokens, which are one row and fewer than any group's ranks, to a hundred."""
     rng = random.Random(3)
     rows = []
-    for number, (prompt, response) in enumerate([(1, 1), (3, 2), (40, 61), (2, 20), (1, 3)]):
-        prompt, response = (
-            np.array([rng.randrange(2, 64) for _ in range(size)], np.int32) for size in (prompt, response)
-        )
+    for number, sizes in enumerate([(1, 1), (3, 2), (40, 61), (2, 20), (1, 3)]):
+        prompt, response = (np.array([rng.randrange(2, 64) for _ in range(size)], np.int32) for size in sizes)
         rows.append(
             TrainSequence(
                 prompt,

@@ -518,8 +518,10 @@ def test_a_kill_in_the_middle_leaves_nothing_that_looks_whole(here, stored, tmp_
     assert left.name == ".new.partial"
     with pytest.raises(ValueError, match=r"no Megatron checkpoint|cannot be read"):
         (StoredCheckpoint if direction == "there" else checkpoint_of)(left)
-    convert = hf_to_megatron if direction == "there" else megatron_to_hf
-    convert(source, target, *([ParallelConfig()] if direction == "there" else []), ALONE)
+    if direction == "there":
+        hf_to_megatron(source, target, ParallelConfig(), ALONE)
+    else:
+        megatron_to_hf(source, target, ALONE)
     assert [path.name for path in target.parent.iterdir()] == ["new"]
     assert changed_files(target) == []
 

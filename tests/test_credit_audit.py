@@ -78,7 +78,7 @@ def policy(rng, count, *, mask_of, phi_of=lambda nearness: 0.0):
         nearness = float(np.mean(values[1:-1]))
         made.append(
             AuditedResponse(
-                number // 3, list(range(0, 25, 3)), values.tolist(), *(half.tolist() for half in halves),
+                number // 3, list(range(0, 25, 3)), values.tolist(), halves[0].tolist(), halves[1].tolist(),
                 modified=mask_of(error, rng), phi=phi_of(nearness),
             )
         )  # fmt: skip

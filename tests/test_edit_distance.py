@@ -42,7 +42,7 @@ EDGES = [1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513, 1023, 
 """Lengths around the words, stripes and tiles of all instruction sets."""
 
 
-def flatten(sequences):
+def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
     values = np.concatenate([np.asarray(s, np.int64) for s in sequences] or [np.empty(0, np.int64)])
     return values, np.cumsum([0, *map(len, sequences)])
 
@@ -99,7 +99,7 @@ def test_known_distances(a, b, count, normalized):
 @given(SMALL_IDS, SMALL_IDS)
 @settings(max_examples=200, deadline=None)
 def test_equals_the_textbook_table_on_every_path(a, b):
-    values = [np.array(x, np.int64) for x in (a, [0, len(a)], b, [0, len(b)])]
+    values = (*flatten([a]), *flatten([b]))
     want = edits(a, b)
     for isa in ISAS:
         for engine in ENGINES:
@@ -131,7 +131,7 @@ def test_counts_are_a_metric(a, b, c):
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_engine_equals_rapidfuzz_around_all_edges_with_any_number_of_threads(isa):
     pairs = list(pairs_of_all_kinds(seed=0, count=250, lengths=EDGES))
-    arguments = [*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])]
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
     want = [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
     for engine in ENGINES:
         for threads in (0, 1, 3):
@@ -144,7 +144,7 @@ def test_long_pairs_equal_rapidfuzz():
     ranks = rng.zipf(1.2, (3, 20_000)) % 150_000
     pairs = [(ranks[0], edited(rng, ranks[0], rate, 150_000)) for rate in (0.02, 0.2, 0.6)]
     pairs += [(ranks[1], ranks[2]), (ranks[1], ranks[2][:4000]), (ranks[0], np.roll(ranks[0], 7000))]
-    arguments = [*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])]
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
     want = [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
     for isa in ISAS:
         assert _edit_distance.batch_distance(*arguments, None, 1, isa, "").tolist() == want
@@ -154,7 +154,7 @@ def test_long_pairs_equal_rapidfuzz():
 @pytest.mark.parametrize("isa", ISAS)
 def test_above_the_cutoff_a_pair_is_saturated_and_up_to_it_exact(isa):
     pairs = list(pairs_of_all_kinds(seed=1, count=150, lengths=[40, 200, 600, 1500]))
-    arguments = [*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])]
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
     want = np.array([Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs])
     for engine in ENGINES:
         for more in (-1, 0, 1):
@@ -210,7 +210,7 @@ def test_no_alignment_of_least_cost_keeps_more(a, b):
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_alignment_is_the_canonical_one_on_every_path(isa):
     pairs = list(pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200]))
-    arguments = [*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])]
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
     want = [canonical_matches(a.tolist(), b.tolist()) for a, b in pairs]
     for engine in ("", "stripes", "wavefront"):
         masks = _edit_distance.batch_align(*arguments, 2, isa, engine)[:2]
@@ -224,7 +224,7 @@ def test_the_alignment_is_the_canonical_one_on_every_path(isa):
 
 def test_alignments_are_bit_equal_on_all_instruction_sets_and_threads():
     pairs = list(pairs_of_all_kinds(seed=4, count=120, lengths=EDGES))
-    arguments = [*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])]
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
     masks = [
         b"".join(part.tobytes() for part in _edit_distance.batch_align(*arguments, threads, isa, engine))
         for isa in ISAS
@@ -374,7 +374,12 @@ def test_takes_arrays_tensors_and_lists_of_both_widths(values_dtype, offsets_dty
 def test_arrays_and_tensors_are_not_copied(monkeypatch):
     seen = []
     inner = _edit_distance.batch_distance
-    monkeypatch.setattr(_edit_distance, "batch_distance", lambda *args: seen.append(args) or inner(*args))
+
+    def noted(*args):
+        seen.append(args)
+        return inner(*args)
+
+    monkeypatch.setattr(_edit_distance, "batch_distance", noted)
     values, offsets = torch.arange(6), torch.tensor([0, 2, 6])
     batch_distance(values, offsets, values.numpy(), offsets.numpy())
     for array, tensor in zip(seen[0][:4], (values, offsets, values, offsets), strict=True):
@@ -481,7 +486,7 @@ def test_other_threads_run_meanwhile():
 
 def test_a_fork_after_threads_were_at_work_still_computes():
     pairs = list(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
-    arguments = [*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])]
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
     want = batch_distance(*arguments, num_threads=4).tolist()
     child = os.fork()
     if child == 0:
@@ -497,7 +502,7 @@ def test_a_fork_after_threads_were_at_work_still_computes():
 
 
 def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
-    arguments = [np.array(x) for x in ([1, 2], [0, 2], [1, 3], [0, 2])]
+    arguments = (*flatten([[1, 2]]), *flatten([[1, 3]]))
     monkeypatch.setenv("IBPO_EDIT_DISTANCE_ISA", "portable")
     assert batch_distance(*arguments).tolist() == [0.5]
     monkeypatch.setenv("IBPO_EDIT_DISTANCE_ISA", "mmx")

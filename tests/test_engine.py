@@ -85,7 +85,7 @@ def make_config(run_dir: Path, dtype: str) -> Config:
     config = Config()
     config.run.run_dir = run_dir
     config.rollout.rollout_max_context_len = CONTEXT
-    config.rollout.vllm_dtype = dtype  # type: ignore[assignment]
+    config.rollout.vllm_dtype = dtype
     config.rollout.vllm_kv_cache_bytes = 128 * 1024**2
     config.rollout.update_weight_buffer_size = 100_000  # several buckets
     config.rollout.check_weight_update_equal = True
@@ -123,7 +123,7 @@ def reference_logprobs(
     return found
 
 
-def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> torch.Tensor:
+def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> torch.Tensor:
     return torch.cat([(torch.tensor(a) - torch.tensor(b)).abs() for a, b in zip(ours, theirs, strict=True)])
 
 

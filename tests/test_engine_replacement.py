@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def engines(monkeypatch):
     order = Order(version=0, sleeping=False, check=False, timeout=1.0)
     nothing = dict.fromkeys(("trainers", "placement", "group"))
     settings = SimpleNamespace(transport="gloo", sleep_mode=False, extra_arguments={})
-    found = Engines(**nothing, settings=settings, logs=Path("logs"), order=order, start_timeout=1.0)
+    found: Any = Engines(**nothing, settings=settings, logs=Path("logs"), order=order, start_timeout=1.0)
     found.hosts = {index: Process() for index in range(3)}
     return found
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,10 @@ def engines(monkeypatch):
             raise answer
 
     monkeypatch.setattr(module, "result", result)
-    monkeypatch.setattr(Engines, "events", [], raising=False)
-    trainers = SimpleNamespace(all=lambda method, *_: Engines.events.append(("trainers", method)))
-    found = Engines(
+    events: list[Any] = []
+    monkeypatch.setattr(Engines, "events", events, raising=False)
+    trainers = SimpleNamespace(all=lambda method, *_: events.append(("trainers", method)))
+    found: Any = Engines(
         trainers=trainers,
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None,
@@ -61,8 +63,8 @@ def engines(monkeypatch):
         order=Order(version=0, sleeping=True, check=False, timeout=1.0),
         start_timeout=1.0,
     )
-    found.hosts = {index: Process(index, Engines.events) for index in range(2)}
-    monkeypatch.setattr(found, "_catch_up", partial(updated, Engines.events))
+    found.hosts = {index: Process(index, events) for index in range(2)}
+    monkeypatch.setattr(found, "_catch_up", partial(updated, events))
     return found
 
 
@@ -255,8 +257,12 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
 def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     events = []
 
+    def noted(name, /, *_, **__):
+        events.append(name)
+        return True
+
     def noting(*names):
-        return SimpleNamespace(**{name: lambda *_, n=name, **__: events.append(n) or True for name in names})
+        return SimpleNamespace(**{name: partial(noted, name) for name in names})
 
     config = Config()
     config.run.run_dir, config.run.export_interval, config.run.save_interval = tmp_path, 2, 4

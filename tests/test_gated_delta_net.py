@@ -20,6 +20,7 @@ from megatron_ibpo.models import check_layout, packed
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
 
+FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=5)
 
 
@@ -27,7 +28,7 @@ def boundaries(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
 
-def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=3):
+def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=3) -> FiveTensors:
     """(query, key, value, decay, beta) of all tokens."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -99,7 +100,7 @@ def test_the_rules_gradient_is_that_of_finite_differences():
 def test_a_sequence_goes_on_from_the_state_that_its_first_part_ended_with(lengths, cut, seed):
     """Cut anywhere, also before its first token and behind its last."""
     inputs = [x.double() for x in rule_inputs(lengths, seed)]
-    whole = gated_delta_rule(*inputs, boundaries(lengths))
+    whole = gated_delta_rule(*inputs, boundaries(lengths))  # type: ignore[call-overload]
     firsts = [min(cut, length) for length in lengths]
     seconds = [length - first for length, first in zip(lengths, firsts, strict=True)]
     sizes = [size for pair in zip(firsts, seconds, strict=True) for size in pair]
@@ -109,7 +110,7 @@ def test_a_sequence_goes_on_from_the_state_that_its_first_part_ended_with(length
         if not sum(own):
             found.append(parts[2])
             continue
-        output, states = gated_delta_rule(*parts, boundaries(own), states)
+        output, states = gated_delta_rule(*parts, boundaries(own), states)  # type: ignore[call-overload]
         found.append(output)
     halves = [part.split(own) for part, own in zip(found, (firsts, seconds), strict=True)]
     together = torch.cat([piece for pair in zip(*halves, strict=True) for piece in pair])

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -254,7 +255,7 @@ def test_aggregation_by_hand(variant, aggregation, share):
 def test_one_call_with_a_token_mean_is_two_with_its_number():
     """A mini-batch in two micro-batches: the mean length of all its sequences is the divisor of each."""
     batch = random_batch(lengths=(3, 7))
-    options = {"variant": "dapo", "sequence_weights_S": torch.tensor([0.5, 0.5])}
+    options: dict[str, Any] = {"variant": "dapo", "sequence_weights_S": torch.tensor([0.5, 0.5])}
     whole, gradient, _ = loss_and_gradient(batch, **options)
     parts = []
     for rows, sequence in ((slice(0, 5), 0), (slice(5, 14), 1)):

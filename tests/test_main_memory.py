@@ -11,14 +11,15 @@ from safetensors.torch import load_file, save_file
 from test_plan import NEXT_80B, REPOSITORY, configured
 
 from megatron_ibpo.cluster.main_memory import main_memory
-from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
+from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig, on_device
-from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.plan.main_memory import check_main_memory
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.layout.export import metadata_of
 
 GIB = 1024**3
+Cluster = tuple[Config, ModelShape, dict[str, int], Placement]
 
 
 def elements_of(model):
@@ -38,7 +39,7 @@ def test_parameters_are_counted_by_elements_whatever_dtype_they_have(models, tmp
 
 
 @pytest.fixture
-def cluster_of_80b():
+def cluster_of_80b() -> Cluster:
     """Arguments of the check: four nodes of eight GPUs."""
     nodes = [Node(f"id{n}", f"10.0.0.{n}", cpus=64, gpus=8) for n in range(4)]
     engines = Engines(tensor_parallel_size=8, colocate=True)
@@ -47,7 +48,7 @@ def cluster_of_80b():
     return config, read_hf_config(NEXT_80B), elements_of(NEXT_80B), placement
 
 
-def test_a_node_that_has_too_little_is_named_with_what_needs_how_much(cluster_of_80b):
+def test_a_node_that_has_too_little_is_named_with_what_needs_how_much(cluster_of_80b: Cluster):
     """One pipeline stage a node, a quarter of the model; a stage without embeddings has less."""
     enough = dict.fromkeys(range(4), 1000 * GIB)
     check_main_memory(*cluster_of_80b, enough)
@@ -62,13 +63,13 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much(cluster_of
     assert said.count("10.0.0.") == 1, "the others have enough"
 
 
-def test_what_a_run_would_do_without_is_not_counted(cluster_of_80b):
-    config, *rest = cluster_of_80b
+def test_what_a_run_would_do_without_is_not_counted(cluster_of_80b: Cluster):
+    config = cluster_of_80b[0]
     config.optimizer.optimizer_cpu_offload = config.rollout.offload_train = config.run.save = False
-    check_main_memory(config, *rest, dict.fromkeys(range(4), 4 * GIB))
+    check_main_memory(*cluster_of_80b, dict.fromkeys(range(4), 4 * GIB))
 
 
-def on_cpus(model, nodes, trainers, **config):
+def on_cpus(model, nodes, trainers, **config) -> Cluster:
     placement = plan_placement(
         [Node(f"id{n}", f"10.0.0.{n}", cpus=1, gpus=0) for n in range(nodes)],
         num_trainers=trainers,

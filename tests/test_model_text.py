@@ -37,7 +37,7 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "steps compared": normalised,
 }
 """What reads responses and corrections. A new verifier, or a new pattern in credit, belongs here."""
-SUM = {"kind": "targets", "terms": 2, "first": 1, "banned": [], "target": 3}
+SUM: dict[str, Any] = {"kind": "targets", "terms": 2, "first": 1, "banned": [], "target": 3}
 MODULES = (
     *("rewards.code", "rewards.exact", "rewards.final_answer", "rewards.math", "rewards.reasoning_gym"),
     *("rewards.study_tasks", "credit.divergence", "credit.spans"),

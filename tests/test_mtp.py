@@ -46,7 +46,7 @@ def with_mtp(hf_dir, seed):
     tensors = load_file(hf_dir / "model.safetensors")
     hidden = read_hf_config(hf_dir).hidden_size
     inner = f"model.layers.{MIXED}."
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         name.replace(inner, "mtp.layers.0."): tensor.shape
         for name, tensor in tensors.items()
         if name.startswith(inner)

@@ -188,7 +188,7 @@ def test_the_dry_run_counts_it(models, planner):
     config.optimizer.use_precision_aware_optimizer = True
     config.model.hf_checkpoint = models["next"]
     config.rollout.rollout_max_response_len = 100
-    (stage,) = planner(make_plan, config, 1).stages or ()
+    (stage,) = planner(make_plan, config, 1).stages
     assert stage.optimizer / stage.gradients == 10 / 4, "4 + 2 + 4 bytes of state, 4 of gradients"
     config.model.model_override = ("fp8=hybrid", "fp4=e2m1")
     with pytest.raises(ValueError, match="Megatron refuses it"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import planned
@@ -123,7 +124,7 @@ MODELS = {
     "tied": partial(make_qwen3, tie=True),
     "next": partial(make_qwen3_next, layers=2),
 }
-CASES = {
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "dense, fused head": ("dense", 2, {}, {"fuse_lm_head": True, "loss_variant": "gspo"}),
     "tied, two stages, with a reference policy": (
         "tied",

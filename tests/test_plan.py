@@ -477,7 +477,8 @@ def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tupl
     from megatron_ibpo.plan.census import as_rank
     from megatron_ibpo.policy.model import build_model
 
-    config, shape, found = configured(directory, *flags), read_hf_config(directory), []
+    config, shape = configured(directory, *flags), read_hf_config(directory)
+    found: list[tuple[int, ...]] = []
     for rank in range(world_size):
         with as_rank(rank, world_size, config):
             (chunk,) = build_model(shape, config, device="meta")

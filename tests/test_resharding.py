@@ -52,7 +52,10 @@ QUICK = [
 def go_on(world, cases, saving):
     """For each (name, checkpoint to start from, where to save, layout): weights and gradient norms of two
     updates after a first one, which is made and saved here or else read."""
-    return {name: updates(world, *case, saving) for name, *case in cases}
+    return {
+        name: updates(world, hf_dir, directory, parallel, saving)
+        for name, hf_dir, directory, parallel in cases
+    }
 
 
 def updates(world, hf_dir, directory, parallel, saving):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import planned
@@ -78,7 +79,7 @@ def taken(trainer):
     return found
 
 
-def to_and_fro(world, cases, rows):
+def to_and_fro(world, cases: dict[str, tuple[Any, Any]], rows):
     return {name: moved(world, *case, rows) for name, case in cases.items()}
 
 

@@ -34,6 +34,7 @@ from megatron_ibpo.rewards import (
 from megatron_ibpo.rewards.composite import Part, combined
 from megatron_ibpo.rewards.final_answer import final_boxes
 from megatron_ibpo.rewards.reasoning_gym import extract_answer
+from megatron_ibpo.rewards.workers import WorkerPool
 
 USERS_REWARDS = """
     import itertools, math, os, subprocess, sys, time
@@ -193,6 +194,7 @@ def users_module(tmp_path_factory):
 def verifier(rm_type, **settings):
     """A verifier, and afterwards the certainty that its processes are gone."""
     with open_verifier(DataConfig(rm_type=rm_type, **settings)) as opened:
+        assert isinstance(opened._pool, WorkerPool)
         workers = [worker.process for worker in opened._pool._workers]
         yield opened
     assert all(worker.poll() is not None for worker in workers)
@@ -364,9 +366,9 @@ def test_errors_are_logged(graded, caplog):
     assert "failed on 2 of 3 responses; the first: users_rewards:graded: RuntimeError" in caplog.text
 
 
-def test_an_exception_that_cannot_be_written_is_logged_all_the_same(graded, tmp_path):
+def test_an_exception_that_cannot_be_written_is_logged_all_the_same(graded, tmp_path, monkeypatch):
     log = logging.FileHandler(tmp_path / "log", encoding="utf-8")
-    log.handleError = lambda record: pytest.fail("logging broke")
+    monkeypatch.setattr(log, "handleError", lambda record: pytest.fail("logging broke"))
     logging.getLogger("megatron_ibpo").addHandler(log)
     try:
         scores = graded.score(asked("half a character", "unspeakable", "1"))

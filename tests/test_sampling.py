@@ -108,7 +108,7 @@ def answered(request: SampleRequest) -> Sample:
     ids = token_ids(write(request))
     zeros, ones = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
     finish = "stop" if len(ids) < request.max_tokens else "length"
-    return Sample(request.prompt_token_ids, ids, zeros, finish, 1.0, ((0, 0),), ones)  # type: ignore[arg-type]
+    return Sample(request.prompt_token_ids, ids, zeros, finish, 1.0, ((0, 0),), ones)
 
 
 def corrected(groups: list[Group]) -> list[Group]:

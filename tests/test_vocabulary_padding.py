@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import planned
 import pytest
@@ -128,7 +129,7 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def trained(world, cases, data, critic_dir, layouts):
+def trained(world, cases: list[tuple[Any, Any, Any, Any]], data, critic_dir, layouts):
     """Of each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an update, weights
     after it, and what is in the padding then. Of a critic in each layout: values before and after an update,
     and its metrics."""

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from queue import Empty, Queue
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -320,6 +321,7 @@ class ToyWorker:
         self.parameters: dict[str, torch.Tensor] = {}
         self.receiver: GlooReceiver | None = None
         self.needs: list[Need | None] = []
+        self.receipt: dict[str, int] | None = None
 
     def shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == "norm":
@@ -572,13 +574,11 @@ def with_a_flipped_bit(world: Any) -> str:
             flat[1] ^= 4
         send(outbox, bucket, flat, *rest)
 
-    _Outbox.send = flip_the_first
-    try:
-        update_engines(transport, world, ToySource(world), order(1), engines, [0])
-    except WeightMismatchError as error:
-        return str(error)
-    finally:
-        _Outbox.send = send
+    with mock.patch.object(_Outbox, "send", flip_the_first):
+        try:
+            update_engines(transport, world, ToySource(world), order(1), engines, [0])
+        except WeightMismatchError as error:
+            return str(error)
     return "no error"
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter, namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -370,7 +371,8 @@ def save_without_space(world, origin, out_dir):
     from megatron_ibpo.weights.formats.directories import DiskSpaceError
 
     usage = namedtuple("usage", "total used free")
-    shutil.disk_usage = lambda _: usage(10**9, 10**9 - 1000, 1000)
+    full: Any = usage(10**9, 10**9 - 1000, 1000)
+    shutil.disk_usage = lambda _: full
     try:
         save_twice(world, origin, out_dir, 10**9)
     except DiskSpaceError as error:

@@ -162,9 +162,8 @@ def make_qwen3_next(
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
-        **{**SHARED, "num_key_value_heads": kv_heads, "vocab_size": vocabulary},
+        **{**SHARED, "num_key_value_heads": kv_heads, "vocab_size": vocabulary, "full_attention_interval": 4},
         num_hidden_layers=layers,
-        full_attention_interval=4,
         linear_num_key_heads=key_heads,
         linear_num_value_heads=value_heads,
         linear_key_head_dim=64,
@@ -262,7 +261,7 @@ def make_glm4_moe(
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
     config = Glm4MoeConfig(
-        **{**SHARED, "num_key_value_heads": kv_heads},
+        **{**SHARED, "num_key_value_heads": kv_heads, "num_nextn_predict_layers": predicting},
         num_hidden_layers=layers,
         first_k_dense_replace=dense,
         intermediate_size=192,
@@ -273,7 +272,6 @@ def make_glm4_moe(
         routed_scaling_factor=2.5,
         use_qk_norm=not plain,
         attention_bias=not plain,
-        num_nextn_predict_layers=predicting,
         initializer_range=std,
     )
     return _save(Glm4MoeForCausalLM, config, directory, seed)

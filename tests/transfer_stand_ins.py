@@ -127,17 +127,20 @@ def install() -> None:
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import packed_tensor
 
+    def released(path: bytes, offset: int) -> None:
+        RELEASED.append(path)
+
     memory = SharedMemory(torch)
-    packed_tensor.torch = memory  # type: ignore[assignment]
-    packed_tensor.reduce_tensor = memory.handle  # type: ignore[assignment]
+    packed_tensor.torch = memory
+    packed_tensor.reduce_tensor = memory.handle
     reductions.rebuild_cuda_tensor = memory.opened
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])  # type: ignore[assignment, return-value]
-    torch.UntypedStorage._release_ipc_counter_cuda = lambda path, offset: RELEASED.append(path)  # type: ignore[method-assign, assignment, misc]
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])
+    torch.UntypedStorage._release_ipc_counter_cuda = released
     torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
-    pynccl.PyNcclCommunicator = Communicator  # type: ignore[assignment, misc]
-    torch.cuda.Stream = Stream  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = lambda *_: Stream()  # type: ignore[assignment, return-value]
-    torch.cuda.stream = nothing  # type: ignore[assignment]
+    pynccl.PyNcclCommunicator = Communicator  # type: ignore[misc]
+    torch.cuda.Stream = Stream  # type: ignore[misc]
+    torch.cuda.current_stream = lambda *_: Stream()
+    torch.cuda.stream = nothing
     torch.accelerator.current_device_index = lambda: 0
-    torch.accelerator.device_index = nothing  # type: ignore[assignment, misc]
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment, method-assign]
+    torch.accelerator.device_index = nothing  # type: ignore[misc]
+    torch.Tensor.record_stream = lambda *_: None

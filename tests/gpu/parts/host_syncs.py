@@ -36,7 +36,9 @@ def run(job: Job) -> None:
     policy.update(sequences)  # kernels are compiled and state is made in the first step
     with waits_said(), counted() as waits:
         policy.update(sequences)
-    rows = [{"place": place, "for": asked_by, "times": times} for (place, asked_by), times in waits.items()]
+    rows: list[dict[str, Any]] = [
+        {"place": place, "for": asked_by, "times": times} for (place, asked_by), times in waits.items()
+    ]
     rows.sort(key=lambda row: -row["times"])
     own = sum(row["times"] for row in rows if row["place"].startswith("megatron_ibpo/"))
     total = sum(row["times"] for row in rows)

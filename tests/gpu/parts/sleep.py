@@ -53,7 +53,8 @@ def run(job: Job) -> None:
 
 def one_round(job: Job, rank: Any, tenant: PipeLink) -> dict[str, Any]:
     """Bytes free on the device and seconds, at each moment."""
-    before, found = sums(rank), {"free_training": free(job)}
+    before = sums(rank)
+    found: dict[str, Any] = {"free_training": free(job)}
     started = time.perf_counter()
     rank.make_room()
     found |= {"leave_seconds": time.perf_counter() - started, "free_left": free(job)}
