@@ -5,8 +5,8 @@
     python tools/mutants.py --only "no warm-up" "the same prompts every step"
 
 Each fault of mutants.yaml is planted in a copy of the last commit. The test files that run a changed line, as
-coverage has found, are run there until one fails: for a minute, those first that are named after the changed
-file or name it. The exit status is 0 where every fault is noticed that has no `survives` with the reason.
+coverage has found, are run there until one fails: for a minute, those first that are meant for the fault,
+are named after the changed file or name it. The exit status is 0 where every fault is noticed that has no `survives` with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 
 import coverage
 import yaml
-from coverage_by_file import CONTEXT
 from rich.console import Console
 from rich.table import Table
 
@@ -43,14 +42,16 @@ LIST = ROOT / "tools/mutants.yaml"
 LONGEST_S = 60
 COPIES = 2
 """At a time; a test process takes about a core."""
-RANKS = "ranks"
-"""Context of the processes that `tests/ranks.py` forks, whichever file asked for them."""
+PROCESSES = "processes"
+"""Context of all that tests start, whichever file it was."""
+STARTS = ("run_ranks", "subprocess", "start_script")
+"""What a test file has that starts processes."""
 SETTINGS = f"""
 [run]
 source = megatron_ibpo
 parallel = true
 data_file = DIRECTORY/data
-context = ${{{CONTEXT}-none}}
+context = {PROCESSES}
 patch = subprocess, _exit
 sigterm = true
 disable_warnings = no-data-collected
@@ -79,6 +80,8 @@ class Mutant:
     file: str
     changes: tuple[tuple[str, str], ...]
     """(text, what stands there instead); each text occurs once."""
+    first: str | None
+    """The test file that is meant to notice it, where its name does not say so."""
     survives: str | None
     """Why no fast test need notice it."""
 
@@ -152,6 +155,7 @@ def read_mutants() -> list[Mutant]:
             one["room"],
             one["file"],
             tuple((c["old"], c["new"]) for c in one.get("changes", [one])),
+            one.get("first"),
             one.get("survives"),
         )
         for one in yaml.safe_load(LIST.read_text())
@@ -257,7 +261,7 @@ def make_map() -> None:
         subprocess.run(
             words,
             cwd=ROOT,
-            env={**environment(ROOT / "tools"), CONTEXT: RANKS, "PYTEST_TIMEOUT": "900"},
+            env={**environment(ROOT / "tools"), "PYTEST_TIMEOUT": "900"},
             check=False,  # a test may take too long under coverage
         )
         MAP.parent.mkdir(exist_ok=True)
@@ -274,7 +278,7 @@ def by_file(settings: Path) -> CoverageMap:
         lines: dict[str, list[int]] = {}
         for line, contexts in data.contexts_by_lineno(file).items():
             for context in contexts:
-                lines.setdefault(context.rpartition("|")[2] or context.strip("|"), []).append(line)
+                lines.setdefault(context.rpartition("|")[2], []).append(line)
         found[Path(file).relative_to(ROOT).as_posix()] = lines
     return found
 
