@@ -5,8 +5,9 @@
     python tools/mutants.py --only "no warm-up" "the same prompts every step"
 
 Each fault of mutants.yaml is planted in a copy of the last commit. The test files that run a changed line, as
-coverage has found, are run there until one fails: for a minute, those first that are meant for the fault,
-are named after the changed file or name it. The exit status is 0 where every fault is noticed that has no `survives` with the reason.
+coverage has found, are run there until one fails: for a minute, those first that are meant for the fault, are
+named after the changed file or name it. The exit status is 0 where every fault is noticed that has no
+`survives` with the reason.
 """
 
 from __future__ import annotations
@@ -186,13 +187,12 @@ def test_files(mutant: Mutant, source: str, tests: CoverageMap) -> list[str]:
     changed, module = mutant.lines(source), mutant.file.removesuffix(".py").replace("/", ".")
     contexts = {name for name, lines in tests.get(mutant.file, {}).items() if changed & set(lines)}
     texts = {path: (ROOT / path).read_text() for path in all_test_files()}
-    found = {
-        path for path, text in texts.items() if path in contexts or (RANKS in contexts and RANKS in text)
-    }
+    starters = [path for path, text in texts.items() if any(word in text for word in STARTS)]
+    found = (contexts & texts.keys()) | ({*starters} if PROCESSES in contexts else set())
 
-    def likelihood(path: str) -> tuple[bool, int, int]:
+    def likelihood(path: str) -> tuple[bool, bool, int, int]:
         own = tests.get(mutant.file, {}).get(path, [])
-        return Path(mutant.file).stem in path, texts[path].count(module), len(own)
+        return path == mutant.first, Path(mutant.file).stem in path, texts[path].count(module), len(own)
 
     return sorted(found, key=likelihood, reverse=True)
 
