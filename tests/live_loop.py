@@ -28,8 +28,8 @@ FLAGS = (
     "--hf-checkpoint", str(MODEL), "--prompt-data", "import://live_loop:questions",
     "--rm-type", "live_loop:reward", "--reward-threshold", "1", "--reward-workers", "1",
     "--rollout-batch-size", "4", "--n-samples-per-prompt", "3", "--rollout-max-response-len", "12",
-    "--rollout-temperature", "0.7", "--operator-skill-prompts", "0", "--eval-num-prompts", "0",
-    "--max-tokens-per-gpu", "512", "--seed", "5",
+    "--rollout-temperature", "0.7", "--ibpo-corrections", "2", "--operator-skill-prompts", "0",
+    "--eval-num-prompts", "0", "--max-tokens-per-gpu", "512", "--seed", "5",
 )  # fmt: skip
 LETTERS = tuple(range(40, 60))
 """Tokens that engines write."""

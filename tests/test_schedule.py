@@ -10,7 +10,17 @@ import planned
 import pytest
 import torch
 from ranks import run_ranks
-from test_trainer import EPSILON, LR, checkpoints, close_trainer, config_for, layout, open_trainer, sequences
+from test_trainer import (
+    EPSILON,
+    LR,
+    assert_close,
+    checkpoints,
+    close_trainer,
+    config_for,
+    layout,
+    open_trainer,
+    sequences,
+)
 
 __all__ = ["checkpoints"]  # a fixture
 UPDATES = 10
@@ -80,6 +90,29 @@ def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(checkpoints):
         taken = 0.0 * weight if name in norms else LR * 0.1 * weight
         scale = max(taken.abs().max().item(), 1 / EPSILON)
         assert (plain[name] - with_decay[name] - taken).abs().max() < 1e-5 * scale, name
+
+
+def clipped(world, hf_dir, rows):
+    """(gradient by name, norm that is told) without a bound, and with one of half the norm."""
+    found, bound = [], 1e9
+    for _ in range(2):
+        config = scheduled("constant", 0.0, 0.0)
+        config = replace(config, optimizer=replace(config.optimizer, clip_grad=bound))
+        trainer, export, _ = open_trainer(world, hf_dir, config)
+        before = {name: tensor.clone() for name, tensor in export}
+        norm = planned.update(trainer, rows)["grad_norm"]
+        steps = {name: before[name] - tensor for name, tensor in export}
+        # Adam's first step is LR · g / (|g| + EPSILON)
+        found.append(({name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}, norm))
+        close_trainer()
+        bound = norm / 2
+    return found
+
+
+def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(checkpoints):
+    (whole, norm), (scaled, told) = run_ranks(clipped, 1, checkpoints["dense"], sequences(6))[0]
+    assert told == norm == pytest.approx(math.sqrt(sum(g.square().sum() for g in whole.values())), rel=1e-3)
+    assert_close(scaled, {name: gradient / 2 for name, gradient in whole.items()})
 
 
 def saved_and_resumed(world, hf_dir, rows, directory, parallel, mode):

@@ -221,7 +221,7 @@ def first_failure(copy: Path, files: Sequence[str]) -> str | None:
             with_children_killed(process)
         output.seek(0)
         said = output.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
     if process.returncode not in (0, 1) or (process.returncode and failed is None):
         raise RuntimeError(f"pytest ended with status {process.returncode}:\n{said[-2000:]}")
     return failed[1] if failed else None
