@@ -142,9 +142,7 @@ def main(arguments: Arguments) -> int:
         verdicts = list(threads.map(lambda mutant: tried(mutant, tests, copies), mutants))
     show(verdicts)
     if arguments.save is not None:
-        rows = [asdict(verdict) for verdict in verdicts]
-        about = {"machine": machine(), "seconds_each": LONGEST_S, "faults": rows}
-        arguments.save.write_text(json.dumps(about, indent=1) + "\n")
+        save(arguments.save, verdicts)
     return FAILED if any(one.noticed_by is None and one.why_not is None for one in verdicts) else DONE
 
 
@@ -283,7 +281,19 @@ def by_file(settings: Path) -> CoverageMap:
     return found
 
 
+def save(path: Path, verdicts: Sequence[Verdict]) -> None:
+    """Write the verdicts; those of other faults that are in the file stay."""
+    listed = [one.name for one in read_mutants()]
+    before = json.loads(path.read_text())["faults"] if path.exists() else []
+    rows = {one["name"]: one for one in before} | {one.name: asdict(one) for one in verdicts}
+    faults = [rows[name] for name in listed if name in rows]
+    noticed = sum(one["noticed_by"] is not None for one in faults)
+    about = {"machine": machine(), "seconds_each": LONGEST_S, "noticed": noticed, "of": len(faults)}
+    path.write_text(json.dumps(about | {"faults": faults}, indent=1) + "\n")
+
+
 def show(verdicts: Sequence[Verdict]) -> None:
+    """Print a table."""
     table = Table("fault", "room", "noticed by", "s")
     for one in verdicts:
         noticed = one.noticed_by or f"not noticed: {one.why_not or 'and it should be'}"
