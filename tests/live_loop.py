@@ -4,14 +4,18 @@ are those of every run; engines write what the seed of a request says, and train
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import random
+import tempfile
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -21,6 +25,7 @@ from megatron_ibpo.opening import Standing, join, open_given, read_beginning
 from megatron_ibpo.policy.answers import About
 from megatron_ibpo.records import Group, Sample, SampleRequest, token_ids
 from megatron_ibpo.report import Stages
+from megatron_ibpo.rewards import Pool, open_pool
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny_qwen3"
@@ -200,11 +205,21 @@ class Steps:
         return [sample for groups in self.groups for group in groups for sample in group.samples]
 
 
+@cache
+def verifiers() -> Pool:
+    """Processes that score by `reward`, until this one ends."""
+    config = config_of(Path(tempfile.gettempdir()))
+    opened = open_pool(config.data, [config.data.rm_type])
+    atexit.register(opened.__exit__, None, None, None)
+    return opened.__enter__()
+
+
 @contextmanager
 def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps]:
-    """The run, opened as every run is."""
+    """The run, opened as every run is; all of a process share its verifier, whose start takes the longest."""
     engines, trainers = Engines(), trainers or Trainers()
     with ExitStack() as stack:
+        stack.enter_context(patch("megatron_ibpo.opening.open_pool", lambda *_: nullcontext(verifiers())))
         begun = read_beginning(config)
         given = open_given(begun, stack)
         engines.update_weights(begun.step)
