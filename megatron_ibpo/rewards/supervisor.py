@@ -122,16 +122,20 @@ class _Prints:
 
     def take(self) -> bool:
         """Pass on what is next in the pipe; False when it is empty or at its end."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # what is read is counted before the end
         try:
             read = os.read(self.descriptor, _CHUNK)
+            kept = read[: self._left]
+            self._left -= len(kept)
+            is_first = len(kept) < len(read) and not self._omitted
+            self._omitted += len(read) - len(kept)
         except BlockingIOError:
             return False
-        kept = read[: self._left]
-        self._left -= len(kept)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         _say(kept)
-        if len(kept) < len(read) and not self._omitted:
+        if is_first:
             _say(f"\n[{self._name} printed more than {self._most:,} bytes; the rest is left out]\n".encode())
-        self._omitted += len(read) - len(kept)
         return bool(read)
 
     def finish(self) -> None:
