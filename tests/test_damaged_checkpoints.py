@@ -373,9 +373,12 @@ def test_what_is_no_file_of_its_kind_is_told_without_reading_it(tmp_path):
     os.truncate(tmp_path / "config.json", 10**12)
     (tmp_path / "b.distcp").unlink()
     os.mkfifo(tmp_path / "b.distcp")
+    (tmp_path / "c.distcp").unlink()
+    (tmp_path / "c.distcp").symlink_to("c.distcp")
     with pytest.raises(CheckpointError) as refused:
         check_integrity(tmp_path)
     assert "b.distcp is a pipe" in str(refused.value)
+    assert "c.distcp: Too many levels of symbolic links" in str(refused.value)
     assert "config.json has 1,000,000,000,000 bytes, and a file of its kind at most" in str(refused.value)
 
 

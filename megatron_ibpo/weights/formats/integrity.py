@@ -75,6 +75,8 @@ def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
             check_user_file(path, JSON_BYTES if path.suffix == ".json" else float("inf"))
         except FileNotFoundError:
             return f"{path} is missing"
+        except OSError as error:  # such as a link to itself: told with what else is wrong
+            return f"{path}: {error.strerror}"
         except UserFileError as error:
             return str(error)
         same = file_digest(path) == digests[name]
