@@ -38,7 +38,7 @@ choose() {
     done
     [[ $HF_CHECKPOINT == /* ]] || HF_CHECKPOINT=$IBPO_CWD/$HF_CHECKPOINT
     python=$(bash tools/bootstrap.sh) || exit $?
-    chosen=$("$python" -m megatron_ibpo.choice --hf-checkpoint "$HF_CHECKPOINT" ${NNODES:+--nodes "$NNODES"} \
+    chosen=$("$python" -m megatron_ibpo.commands.choose_recipe --hf-checkpoint "$HF_CHECKPOINT" ${NNODES:+--nodes "$NNODES"} \
         ${GPUS_PER_NODE:+--gpus-per-node "$GPUS_PER_NODE"} -- "$@") || exit $?
     mapfile -t chosen <<<"$chosen"
     RECIPE=${chosen[0]} NNODES=${chosen[1]} PROCESSES=${chosen[2]}
@@ -53,7 +53,7 @@ launch() {
     python=$(bash tools/bootstrap.sh) || exit $?
     for flag in "$@"; do
         if [[ $flag == --dry-run ]]; then
-            exec "$python" -m megatron_ibpo.train --config "$RECIPE" --dry-run-gpus-per-node "$PROCESSES" \
+            exec "$python" -m megatron_ibpo.commands.train --config "$RECIPE" --dry-run-gpus-per-node "$PROCESSES" \
                 --dry-run-world-size $((NNODES * PROCESSES)) "$@"
         fi
     done
@@ -63,7 +63,7 @@ launch() {
         RUN_DIR=$PWD/runs/$(basename "$RECIPE" .yaml)_$(date +%Y%m%d_%H%M%S)
     fi
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    command=("$python" -m megatron_ibpo.train --config "$RECIPE" --num-trainers $((NNODES * PROCESSES))
+    command=("$python" -m megatron_ibpo.commands.train --config "$RECIPE" --num-trainers $((NNODES * PROCESSES))
         --run-dir "$RUN_DIR" "$@")
     if ((NNODES > 1)); then
         exec "$python" -m megatron_ibpo.cluster.nodes --num-nodes "$NNODES" --node-rank "$NODE_RANK" \

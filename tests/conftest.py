@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from megatron_ibpo.versions import machine
+from megatron_ibpo.basics.versions import machine
 
 # `nohup`, and a shell that starts tests in the background, have children ignore these, and tests send them
 signal.signal(signal.SIGINT, signal.default_int_handler)

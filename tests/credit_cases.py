@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config, RolloutConfig, check_config
-from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.planning import plan_update
-from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
-from megatron_ibpo.sampling.begun import with_beginning
+from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.sampling.continuations import with_beginning
 
 EOS = 2
 PROMPT = (1, 5, 27)

@@ -160,8 +160,8 @@ def _entry_point(repository: Path, trainers: int) -> list[str | int]:
             "--nproc-per-node",
             trainers,
         ]
-        return [*launcher, "-m", "megatron_ibpo.train"]
-    return [sys.executable, "-m", "megatron_ibpo.train", "--num-trainers", trainers]
+        return [*launcher, "-m", "megatron_ibpo.commands.train"]
+    return [sys.executable, "-m", "megatron_ibpo.commands.train", "--num-trainers", trainers]
 
 
 def _run(command: list[str], repository: Path) -> tuple[int, str]:

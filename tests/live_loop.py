@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import Config, on_device, parse_config
-from megatron_ibpo.loop import Run
-from megatron_ibpo.opening import Standing, join, open_given, read_beginning
-from megatron_ibpo.policy.answers import About
-from megatron_ibpo.records import Group, Sample, SampleRequest, token_ids
+from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Stages
 from megatron_ibpo.rewards import Pool, open_pool
+from megatron_ibpo.run.loop import Run
+from megatron_ibpo.run.opening import Standing, join, open_given, read_beginning
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny_qwen3"
@@ -100,7 +100,7 @@ class Engine:
 
 
 class Engines:
-    """`loop.Engines` of two of them."""
+    """`run.loop.Engines` of two of them."""
 
     count = alive = 2
     reproducible = prefix_caching = True
@@ -149,7 +149,7 @@ class Trainers:
         assert method == "update"
         if self.dies_at == len(self.updates):
             self.dies_at = None
-            from megatron_ibpo.cluster.host import ProcessDiedError
+            from megatron_ibpo.cluster.actor import ProcessDiedError
 
             raise ProcessDiedError("trainer 0 was killed")
         ((mini_batches,),) = arguments
@@ -219,7 +219,7 @@ def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps
     """The run, opened as every run is; all of a process share its verifier, whose start takes the longest."""
     engines, trainers = Engines(), trainers or Trainers()
     with ExitStack() as stack:
-        stack.enter_context(patch("megatron_ibpo.opening.open_pool", lambda *_: nullcontext(verifiers())))
+        stack.enter_context(patch("megatron_ibpo.run.opening.open_pool", lambda *_: nullcontext(verifiers())))
         begun = read_beginning(config)
         given = open_given(begun, stack)
         engines.update_weights(begun.step)

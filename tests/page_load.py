@@ -21,10 +21,10 @@ import tyro
 from browser import Page, open_page
 from test_run_page import TOKENIZER, write_run
 
-from megatron_ibpo.records import Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.basics.records import Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.page.static import build_page
-from megatron_ibpo.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = 80
@@ -107,7 +107,7 @@ def measure(run: Path) -> dict[str, float]:
         "rollouts_mb": round(sum(path.stat().st_size for path in (run / "rollouts").iterdir()) / 1e6, 1),
     }
     start = time.perf_counter()
-    command = [sys.executable, "-m", "megatron_ibpo.report", "serve", str(run), "--port", "0"]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.page", "serve", str(run), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

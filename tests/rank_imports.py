@@ -7,4 +7,4 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: F401
 from megatron.core.models.gpt import GPTModel  # noqa: F401
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
 
-import megatron_ibpo.world  # noqa: F401
+import megatron_ibpo.basics.distributed  # noqa: F401

@@ -160,7 +160,7 @@ def _run_one(
     try:
         import torch
 
-        from megatron_ibpo.world import start_world
+        from megatron_ibpo.basics.distributed import start_world
 
         torch.set_num_threads(1)
         world = start_world(timeout_minutes=2.0)

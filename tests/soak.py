@@ -18,7 +18,7 @@ import psutil
 from chaos.processes import below, by_kind, end_on_sigterm, engine_index, title
 from chaos.trial import STEP_LINE, environment_within
 
-from megatron_ibpo.versions import machine
+from megatron_ibpo.basics.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_GROWTH_MIB = 20.0
@@ -77,7 +77,15 @@ def main() -> int:
 
 def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[str, Series]]:
     """Exit status of the run, and by process its memory; of those that lived all the time."""
-    command = [sys.executable, "-m", "megatron_ibpo.train", *of_model, *FLAGS, "--num-rollout", str(steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ibpo.commands.train",
+        *of_model,
+        *FLAGS,
+        "--num-rollout",
+        str(steps),
+    ]
     memory: dict[str, Series] = defaultdict(list)
     with (place / "log").open("wb") as log:
         driver = subprocess.Popen(

@@ -23,18 +23,18 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     te_stand_in.install()
     from test_trainer import config_for, layout
 
+    from megatron_ibpo.basics.distributed import start_world
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.models.backends import LOCAL, Backends
     from megatron_ibpo.policy import cpu, parallel
-    from megatron_ibpo.world import start_world
 
     cpu.activate()
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.errors import CheckpointError
     from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.weight_errors import CheckpointError
 
     config = config_for(layout(distributed_optimizer=True))
     world, shape = start_world(), read_hf_config(hf_dir)
@@ -92,7 +92,7 @@ def with_scales(trainer: Any, te: Any, scratch: Path, converted: Path) -> dict[s
 
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.errors import CheckpointError
+    from megatron_ibpo.weights.weight_errors import CheckpointError
 
     def loaded(checkpoint: Path, tp: int = 1) -> tuple[list[str], tuple[str, ...]]:
         new = trainer(te, fp8=True)

@@ -336,12 +336,12 @@ def describe(config_dir: Path, tp: int, ep: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron_ibpo.basics.distributed import World
     from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.models.backends import LOCAL, Backends
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.world import World
 
     size = max(tp, ep)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
@@ -25,12 +26,11 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.journal import Journal, read_journal
 from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace, _Flight
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules
-from megatron_ibpo.sampling.memory import JournalMemory, UnderWay
+from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay
+from megatron_ibpo.sampling.requests import group_requests
 
 STEP = StepTime(fixed=0.01, per_sequence=0.001)
 WANTED, SIZE, STEPS = 3, 2, 6

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device, parse_config
+from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.evaluate import EvalSet, set_settings
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.rollout.settings import engine_settings
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

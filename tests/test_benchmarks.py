@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import DataError
 from megatron_ibpo.evaluate import benchmark_files
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
-from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import open_verifier
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,8 @@ from credit_cases import correction, prompt, response
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.config import parse_config
-from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit.break_even import (
     composition_counts,
     learns_from_corrections,
@@ -21,10 +21,10 @@ from megatron_ibpo.credit.break_even import (
     skill_needed,
 )
 from megatron_ibpo.models import forward_flops, read_hf_config
-from megatron_ibpo.records import Group, TrainSequence
-from megatron_ibpo.report.break_even import break_even, break_even_line
-from megatron_ibpo.study.break_even import break_even_figure, break_even_points
-from megatron_ibpo.study.results import RunResult
+from megatron_ibpo.report.correction_value import break_even, break_even_line
+from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
+from megatron_ibpo.study.run_results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")

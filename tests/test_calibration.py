@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ibpo.calibrate import main as calibrate
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.commands.calibrate import main as calibrate
 from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.calibration import MeasuredStep, Rates, calibrated, measure_rates, measured_step
@@ -19,7 +20,6 @@ from megatron_ibpo.plan.forecast import compared, forecast
 from megatron_ibpo.plan.hardware import kind_of
 from megatron_ibpo.plan.machine import Machine, Seen, find_machine, write_machine
 from megatron_ibpo.plan.prediction import setting_of
-from megatron_ibpo.records import Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.report import Report
 from megatron_ibpo.report.prediction_error import measured_seconds, prediction_error
 
@@ -242,7 +242,7 @@ def test_a_calibrated_machine_predicts_a_run(tmp_path):
     few = ["--num-rollout", "3", "--eval-num-prompts", "0", "--operator-skill-prompts", "0", "--no-save"]
     for command in (["calibrate", *flags], ["train", *flags, *few, "--run-dir", str(run_dir)]):
         done = subprocess.run(
-            [sys.executable, "-m", "megatron_ibpo.main", *command],
+            [sys.executable, "-m", "megatron_ibpo.commands.main", *command],
             cwd=ROOT,
             capture_output=True,
             text=True,

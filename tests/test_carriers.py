@@ -27,7 +27,7 @@ from credit_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.checks import check_run
+from megatron_ibpo.basics.records import Group, token_ids
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, parse_config
 from megatron_ibpo.credit import fill_batch, find_operator, is_informative, leaves_gradient
 from megatron_ibpo.credit.estimators import group_z_score
@@ -35,9 +35,9 @@ from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
 from megatron_ibpo.data import DataError, PromptSuffixes, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.policy.objective import loss_params
-from megatron_ibpo.records import Group, token_ids
-from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.policy.loss_objective import loss_params
+from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.sampling.requests import group_requests
 
 
 def preset(name, **settings):

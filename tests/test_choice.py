@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ibpo.choice import Devices, choose, choose_recipe, count_parameters, find_devices
+from megatron_ibpo.commands.choose_recipe import (
+    Devices,
+    choose,
+    choose_recipe,
+    count_parameters,
+    find_devices,
+)
 from megatron_ibpo.models import read_hf_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.checks import check_run
+from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import (
     PRESETS,
     Config,
@@ -28,9 +28,9 @@ from megatron_ibpo.config import (
     parse_config,
     write_config,
 )
-from megatron_ibpo.config.entries import ENTRIES
-from megatron_ibpo.records import Prompt
+from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.run.checks import check_run
 
 REPOSITORY = Path(__file__).parents[1]
 

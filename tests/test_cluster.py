@@ -17,18 +17,18 @@ import pytest
 from ray._private import services
 from waiting import eventually
 
+from megatron_ibpo.basics.temporary_directory import private_directory
 from megatron_ibpo.cluster import nodes as cluster_nodes
-from megatron_ibpo.cluster.access import own_token, write_token
-from megatron_ibpo.cluster.host import listening_on
+from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
-from megatron_ibpo.cluster.session import ClusterError
-from megatron_ibpo.temporary import private_directory
+from megatron_ibpo.cluster.ray_session import ClusterError
+from megatron_ibpo.cluster.ray_token import own_token, write_token
 
 ROOT = Path(__file__).resolve().parents[1]
 
 OWN_RAY = """
 import sys, time
-from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.ray_session import open_ray
 with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
     import ray
     print(*[node["NodeManagerAddress"] for node in ray.nodes()], flush=True)
@@ -101,7 +101,7 @@ def test_a_killed_driver_leaves_nothing_of_its_ray(scratch):
 LOOKS = """
 import os, subprocess, sys
 from pathlib import Path
-from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.ray_session import open_ray
 os.umask(0)
 with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
     import ray
@@ -201,7 +201,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
 
 def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
-    train = "from megatron_ibpo.train import main; sys.exit(main(sys.argv[1:]))"
+    train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
     recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
     flags = ("--config", str(recipe), "--run-dir", str(scratch / "run"))
     process = python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS)
@@ -239,7 +239,8 @@ def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
 
 def test_there_is_no_cluster_to_join():
     program = (
-        "from megatron_ibpo.cluster.session import open_ray\nwith open_ray('127.0.0.1:%d', num_cpus=1): pass"
+        "from megatron_ibpo.cluster import ray_session\n"
+        "with ray_session.open_ray('127.0.0.1:%d', num_cpus=1): pass"
     )
     process = python("-c", program % free_port(), env={"RAY_raylet_start_wait_time_s": "2"})
     output, _ = process.communicate(timeout=90)
@@ -269,7 +270,7 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_
         address = next(line.split()[1] for line in lines if line.startswith("address "))
         recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
         flags = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--ray-address", address]
-        output, _ = (process := python("-m", "megatron_ibpo.train", *flags)).communicate(timeout=120)
+        output, _ = (process := python("-m", "megatron_ibpo.commands.train", *flags)).communicate(timeout=120)
     finally:
         cluster.communicate(timeout=60)
     assert process.returncode == 2, output
@@ -305,11 +306,14 @@ mode = Path(sys.argv[1]).stat().st_mode & 0o777
 print("token", f"{mode:o}", [name for name in os.environ if name.startswith("RAY_AUTH")])
 for other in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}):
     mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    join = "from megatron_ibpo.cluster.session import open_ray\\nwith open_ray(%r, num_cpus=1): print('in')"
+    join = (
+        "from megatron_ibpo.cluster.ray_session import open_ray\\n"
+        "with open_ray(%r, num_cpus=1): print('in')"
+    )
     command = [sys.executable, "-c", join % os.environ["RAY_ADDRESS"]]
     stranger = subprocess.run(command, env=mine | other, capture_output=True, text=True, timeout=60)
     print("stranger:", stranger.stdout, stranger.stderr.splitlines()[-1])
-from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.ray_session import open_ray
 with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
     print("nodes", sum(node["Alive"] for node in ray.nodes()))
 """

@@ -29,7 +29,7 @@ def address():
 
 def run(address, run_dir, *flags):
     """(exit status, output) of the tiny recipe on the cluster."""
-    command = [sys.executable, "-m", "megatron_ibpo.train"]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train"]
     command += ["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")]
     command += ["--run-dir", str(run_dir), "--ray-address", address, *SHORT, *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -75,7 +75,7 @@ def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     with simulated_cluster(3) as cluster, log.open("w") as output:
         command = [
-            *(sys.executable, "-m", "megatron_ibpo.train"),
+            *(sys.executable, "-m", "megatron_ibpo.commands.train"),
             *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
             *("--run-dir", str(run_dir), "--ray-address", cluster.address),
             *("--num-rollout", "8", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rewards.code import extract_answer, label_problem, offered_imports, same_output, score
 from megatron_ibpo.rewards.executors import RemoteExecutor

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
-from megatron_ibpo.cluster.host import plain
-from megatron_ibpo.command import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
+from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.cluster.actor import plain
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
-from megatron_ibpo.strict_json import read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = re.compile(r"; the traceback is in (\S+?\.log)")
@@ -140,7 +140,7 @@ def test_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
 
 
 PRINTING = """
-from megatron_ibpo.command import command
+from megatron_ibpo.basics.entry_point import command
 @command
 def main():
     for line in range(100_000):
@@ -157,7 +157,7 @@ def test_a_reader_that_goes_ends_a_command_quietly():
 
 
 def test_a_closed_stdout_is_no_error():
-    closed = ["bash", "-c", '"$0" -m megatron_ibpo.main --help >&-', sys.executable]
+    closed = ["bash", "-c", '"$0" -m megatron_ibpo.commands.main --help >&-', sys.executable]
     done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -166,7 +166,7 @@ def test_a_decorated_main_can_be_pickled_by_its_name():
     """Studies start runs in processes of their own."""
     import pickle
 
-    from megatron_ibpo.train import main
+    from megatron_ibpo.commands.train import main
 
     assert pickle.loads(pickle.dumps(main)) is main
     assert command(lambda: 3)() == 3
@@ -180,20 +180,20 @@ A_RUN = ["--config", str(RECIPE), "--run-dir", "run"]
 COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
 
 WRONG = [
-    ("megatron_ibpo.train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-    ("megatron_ibpo.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
-    ("megatron_ibpo.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
-    ("megatron_ibpo.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
-    ("megatron_ibpo.evaluate.__main__", ["nowhere"], "nowhere is no policy"),
-    ("megatron_ibpo.evaluate.__main__", ["compare", "nowhere", "nowhere"], "holds no results.json"),
-    ("megatron_ibpo.plan.__main__", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
-    ("megatron_ibpo.plan.__main__", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
-    ("megatron_ibpo.report.__main__", ["page", "nowhere"], "nowhere: is it the directory of a run?"),
-    ("megatron_ibpo.report.__main__", ["page", "list.yaml"], "list.yaml"),
-    ("megatron_ibpo.report.__main__", ["serve"], "which run?"),
-    ("megatron_ibpo.measure_pass_rates", A_RUN, "--pass-rates: required"),
-    ("megatron_ibpo.choice", ["--hf-checkpoint", "nowhere"], "nowhere"),
-    ("megatron_ibpo.main", ["no-such"], "no command 'no-such'"),
+    ("megatron_ibpo.commands.train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ("megatron_ibpo.commands.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
+    ("megatron_ibpo.commands.evaluate", ["nowhere"], "nowhere is no policy"),
+    ("megatron_ibpo.commands.evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
+    ("megatron_ibpo.commands.plan", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
+    ("megatron_ibpo.commands.plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
+    ("megatron_ibpo.commands.page", ["page", "nowhere"], "nowhere: is it the directory of a run?"),
+    ("megatron_ibpo.commands.page", ["page", "list.yaml"], "list.yaml"),
+    ("megatron_ibpo.commands.page", ["serve"], "which run?"),
+    ("megatron_ibpo.commands.pass_rates", A_RUN, "--pass-rates: required"),
+    ("megatron_ibpo.commands.choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
+    ("megatron_ibpo.commands.main", ["no-such"], "no command 'no-such'"),
     (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
     (COMPARE, ["scalar.yaml", *SAVE], "scalar.yaml: must hold `key: value` lines"),
     (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),
@@ -260,7 +260,7 @@ def test_a_wrong_input_is_one_line_and_status_2(
 
 def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
     (tmp_path / "broken.py").write_text("def score(prompt, response, label, metadata): return label['x']\n")
-    command = [sys.executable, "-m", "megatron_ibpo.train", *A_RUN, "--rollout-backend", "lean"]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *A_RUN, "--rollout-backend", "lean"]
     command += ["--rm-type", "broken:score", "--eval-num-prompts", "0", "--rollout-batch-size", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == FAILED

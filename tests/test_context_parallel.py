@@ -22,10 +22,10 @@ from test_loop import ROOT, rows_of
 from tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
-from megatron_ibpo.records import TrainSequence
 
 # ------------------------------------------------------------------------------------------------- the order
 
@@ -368,7 +368,7 @@ def test_plain_torch_does_not_exchange_heads(tmp_path):
 def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
     """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""
     command = [
-        *(sys.executable, "-m", "megatron_ibpo.train", "--run-dir", str(tmp_path / "run")),
+        *(sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")),
         *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
         *("--tensor-model-parallel-size", "1", "--context-parallel-size", "2"),
         *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),

@@ -30,6 +30,7 @@ from tiny_models import (
     stored_dtype,
 )
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.backends import LOCAL
@@ -40,7 +41,6 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
-from megatron_ibpo.world import World
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 TOOLS = Path(__file__).parent.parent / "tools"

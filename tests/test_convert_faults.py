@@ -25,15 +25,15 @@ from tiny_models import make_qwen3, make_qwen3_next
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.directories import DiskSpaceError
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint, read_metadata
-from megatron_ibpo.world import World
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 NORM = "model.layers.1.input_layernorm.weight"
@@ -468,7 +468,7 @@ from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.{handler})
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
-from megatron_ibpo.world import World
+from megatron_ibpo.basics.distributed import World
 alone = World(0, 1, torch.device("cpu"), None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # no file gets longer
 source, target = Path(sys.argv[1]), Path(sys.argv[2])

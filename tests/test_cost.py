@@ -9,10 +9,10 @@ from credit_cases import response
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.cost import CostMeter, Spent
+from megatron_ibpo.basics.records import token_ids
+from megatron_ibpo.basics.shared_prefixes import repeated_prefixes
 from megatron_ibpo.models import forward_flops, read_hf_config
-from megatron_ibpo.prefixes import repeated_prefixes
-from megatron_ibpo.records import token_ids
+from megatron_ibpo.run.cost import CostMeter, Spent
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from credit_cases import ids_of, response
 
+from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import ThinkingMarks
-from megatron_ibpo.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.study import credit_audit
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens

@@ -27,6 +27,7 @@ from credit_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ibpo.basics.records import Correction, Group
 from megatron_ibpo.config import PRESETS, AlgorithmConfig
 from megatron_ibpo.credit import (
     CRITIC,
@@ -47,7 +48,6 @@ from megatron_ibpo.credit.estimators import (
     leave_one_out,
     maxrl,
 )
-from megatron_ibpo.records import Correction, Group
 
 # -------------------------------------------------------------------------------------------- two stages
 

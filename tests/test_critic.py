@@ -15,7 +15,7 @@ from test_trainer import close_trainer, config_for, layout, open_trainer, sequen
 from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.policy.critic import value_loss
-from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 EPSILON = 100.0
 """Of Adam: far above every gradient, so that a step goes along the gradient, and a weight whose gradient is

@@ -26,15 +26,15 @@ from test_convert_faults import (  # noqa: F401
 )
 from tiny_models import make_qwen3
 
-from megatron_ibpo.cost import Spent
 from megatron_ibpo.models import ModelConfigError, read_hf_config
-from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.weights.formats import publishing
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.formats.finite import check_finite, is_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity, is_inside, write_integrity
 from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 # ------------------------------------------------------------------------------------ Hugging Face's files
 

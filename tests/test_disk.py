@@ -17,7 +17,7 @@ import pytest
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.disk import DiskFullError, DiskWait, append_whole
-from megatron_ibpo.report.metrics import MetricsLog, read_rows
+from megatron_ibpo.report.metrics_log import MetricsLog, read_rows
 from megatron_ibpo.report.run_dir import write_whole
 from megatron_ibpo.report.run_lock import locked
 
@@ -173,7 +173,7 @@ def test_a_row_that_found_no_room_is_nowhere_and_may_be_appended_again(tmp_path,
         disk.write()
         whole(file, data)
 
-    monkeypatch.setattr("megatron_ibpo.report.metrics.append_whole", on_a_full_disk)
+    monkeypatch.setattr("megatron_ibpo.report.metrics_log.append_whole", on_a_full_disk)
     with pytest.raises(OSError, match="No space"):
         log.append("step", 1, {"reward": 0.5}, {})
     assert log.rows == []

@@ -16,12 +16,12 @@ import pytest
 import tyro
 import yaml
 
-from megatron_ibpo.choice import Devices, choose
+from megatron_ibpo.commands import page as report
+from megatron_ibpo.commands.choose_recipe import Devices, choose
+from megatron_ibpo.commands.evaluate import Comparison
+from megatron_ibpo.commands.main import COMMANDS
+from megatron_ibpo.commands.plan import Search
 from megatron_ibpo.config import parse_config
-from megatron_ibpo.evaluate.__main__ import Comparison
-from megatron_ibpo.main import COMMANDS
-from megatron_ibpo.plan.__main__ import Search
-from megatron_ibpo.report import __main__ as report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -89,11 +89,11 @@ def check_ibpo(words: list[str]) -> None:
     python = COMMANDS[" ".join(words[:length])].python
     if words[0] == "evaluate" and not words[1].startswith("-"):
         length += 1  # a policy
-    if python[:2] == ("-m", "megatron_ibpo.report"):
+    if python[:2] == ("-m", "megatron_ibpo.commands.page"):
         tyro.cli(report.Arguments, args=[*python[2:], *words[length:]])
-    elif python[:3] == ("-m", "megatron_ibpo.plan", "search"):
+    elif python[:3] == ("-m", "megatron_ibpo.commands.plan", "search"):
         tyro.cli(Search, args=words[length:])
-    elif python[:3] == ("-m", "megatron_ibpo.plan", "calibrate"):
+    elif python[:3] == ("-m", "megatron_ibpo.commands.plan", "calibrate"):
         parse_config(words[length:])
     elif python[0] == "-m":
         parse_config([*python[2:], *words[length:]])
@@ -189,7 +189,7 @@ def test_every_command_shows_its_help_from_any_directory(tmp_path):
 
 
 def test_an_unknown_command_names_those_that_there_are(tmp_path):
-    command = [sys.executable, "-m", "megatron_ibpo.main", "convert"]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.main", "convert"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -230,4 +230,4 @@ def test_the_citation_and_the_hooks_can_be_read():
     entry = repository["hooks"][0]["entry"]
     assert entry in (ROOT / ".ci/run").read_text(), "the same checks as in CI"
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["ibpo"]
-    assert script == "megatron_ibpo.main:main"
+    assert script == "megatron_ibpo.commands.main:main"

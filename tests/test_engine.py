@@ -26,24 +26,24 @@ from safetensors.torch import load_file
 from test_mtp import with_mtp
 from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.process_group import shared_memory
+from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.config import Config
+from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
+from megatron_ibpo.engines.probe import Probe, compare_probes, probe
+from megatron_ibpo.engines.vllm.arguments import vllm_arguments
+from megatron_ibpo.engines.vllm.engine import _environment
+from megatron_ibpo.engines.vllm.engine_process import _device_arguments, _engine_args
+from megatron_ibpo.engines.vllm.settings import engine_settings, read_eos_token_ids, start_timeout
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.records import Sample, SampleRequest, token_ids
-from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.rollout.engine import _environment
-from megatron_ibpo.rollout.engine_process import _device_arguments, _engine_args
-from megatron_ibpo.rollout.lean import LeanEngine, checkpoint_weights
-from megatron_ibpo.rollout.probe import Probe, compare_probes, probe
-from megatron_ibpo.rollout.process_group import shared_memory
-from megatron_ibpo.rollout.settings import engine_settings, read_eos_token_ids, start_timeout
-from megatron_ibpo.rollout.vllm_arguments import vllm_arguments
-from megatron_ibpo.weights.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.link import Sent
-from megatron_ibpo.weights.transfer.order import Order, choose_transport
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.world import World
+from megatron_ibpo.weights.transfer.update_order import Order, choose_transport
+from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 
 CONTEXT = 256
 SPECULATION = 'speculative_config={"method": "mtp", "num_speculative_tokens": 1}'
@@ -850,7 +850,7 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
     scratch.mkdir()
     here, there = socket.socketpair()
     program = (
-        "import os; from megatron_ibpo.rollout.engine_process import run; "
+        "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
         f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
     )
     engine = subprocess.Popen(

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ibpo.cluster import engines as module
 from megatron_ibpo.cluster.engines import Engines, RemoteEngine
-from megatron_ibpo.rollout import EngineError
-from megatron_ibpo.weights.transfer.order import Order
+from megatron_ibpo.engines import EngineError
+from megatron_ibpo.weights.transfer.update_order import Order
 
 
 class Process:

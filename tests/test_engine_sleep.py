@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from megatron_ibpo.cluster import engines as module
+from megatron_ibpo.cluster.actor import ProcessDiedError
 from megatron_ibpo.cluster.engines import Engines
-from megatron_ibpo.cluster.host import ProcessDiedError
 from megatron_ibpo.config import Config
-from megatron_ibpo.cost import Spent
-from megatron_ibpo.loop import Progress, Run
+from megatron_ibpo.engines import EngineError
 from megatron_ibpo.report import Stages
 from megatron_ibpo.report.disk import DiskWait
-from megatron_ibpo.rollout import EngineError
-from megatron_ibpo.weights.transfer.order import Order
+from megatron_ibpo.run.cost import Spent
+from megatron_ibpo.run.loop import Progress, Run
+from megatron_ibpo.weights.transfer.update_order import Order
 
 
 class Process:

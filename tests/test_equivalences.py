@@ -14,8 +14,8 @@ from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
 from tiny_models import make_qwen3
 
+from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import AlgorithmConfig
-from megatron_ibpo.records import token_ids
 
 
 @pytest.fixture(scope="module")

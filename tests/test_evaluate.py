@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from credit_cases import plain
 
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate import Corrector, eval_sample, evaluate
-from megatron_ibpo.evaluate.estimators import (
+from megatron_ibpo.evaluate.pass_at_k import (
     best_of,
     interval,
     interval_over_prompts,
@@ -19,7 +20,6 @@ from megatron_ibpo.evaluate.estimators import (
     mean_over_prompts,
     pass_at,
 )
-from megatron_ibpo.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.rewards import answer_extractor
 
 

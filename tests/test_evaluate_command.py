@@ -13,16 +13,16 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
-from megatron_ibpo.checks import check_evaluation
+from megatron_ibpo.commands.evaluate import main, policy_of
 from megatron_ibpo.config import Config, ConfigError, EvalSampling, write_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSample, KeptSamples, SetEvaluation, evaluate, open_eval_sets
-from megatron_ibpo.evaluate.__main__ import main, policy_of
-from megatron_ibpo.evaluate.results import finish_results
+from megatron_ibpo.evaluate.results_file import finish_results
 from megatron_ibpo.evaluate.sets import half_of
-from megatron_ibpo.report.evaluated import report_evaluation
+from megatron_ibpo.report.evaluation_report import report_evaluation
 from megatron_ibpo.report.summary import measures
-from megatron_ibpo.study.evaluations import compare_evaluations
+from megatron_ibpo.run.checks import check_evaluation
+from megatron_ibpo.study.paired_evaluations import compare_evaluations
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.evaluate.kept import read_samples
+from megatron_ibpo.evaluate.stored_samples import read_samples
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
-from megatron_ibpo.world import World
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3"
@@ -37,7 +37,7 @@ def start(policy, run_dir):
         "--rollout-max-response-len", 48, "--vllm-dtype", "float32",
     ]  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_ibpo.evaluate", *map(str, words)],
+        [sys.executable, "-m", "megatron_ibpo.commands.evaluate", *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

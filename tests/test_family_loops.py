@@ -49,7 +49,7 @@ def test_three_steps_of_the_loop(tmp_path, name):
         shutil.copy(ROOT / "examples/tiny_qwen3" / file, model)
     experts = ["--expert-model-parallel-size", "2"] if "moe" in name or name == "gpt_oss" else []
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "megatron_ibpo.train", "--config", str(RECIPE)]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", str(RECIPE)]
     command += ["--hf-checkpoint", str(model), "--run-dir", str(run_dir), *FLAGS, *experts]
     subprocess.run(command, cwd=ROOT, check=True, timeout=400, env={**os.environ, "IBPO_CWD": str(tmp_path)})
     rows = rows_of(run_dir)
@@ -71,7 +71,15 @@ NEXT_FLAGS = [
 
 
 def run_next(run_dir, *flags):
-    command = [sys.executable, "-m", "megatron_ibpo.train", *NEXT_FLAGS, "--run-dir", str(run_dir), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ibpo.commands.train",
+        *NEXT_FLAGS,
+        "--run-dir",
+        str(run_dir),
+        *flags,
+    ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=280)
     rows = rows_of(run_dir)
     for row in rows:

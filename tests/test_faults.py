@@ -20,7 +20,7 @@ BAD_INPUT = 2
 
 ANSWER = """
 import contextlib, io, json, sys
-from megatron_ibpo.train import main
+from megatron_ibpo.commands.train import main
 found = []
 for command in json.load(sys.stdin):
     said = io.StringIO()

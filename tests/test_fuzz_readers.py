@@ -31,22 +31,22 @@ from test_run_page import TOKENIZER
 from test_run_page import run_dir as recorded_run
 from tiny_models import make_qwen3
 
-from megatron_ibpo.checks import check_settings
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import DataConfig, config_yaml, named_values, parse_config
-from megatron_ibpo.config.entries import ENTRIES, flag
-from megatron_ibpo.config.errors import ConfigError
+from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.fields import Config, ParallelConfig
 from megatron_ibpo.config.recipes import read_recipe
-from megatron_ibpo.cost import Spent
 from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.report.page.static import build_page
-from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf, model_entries
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
-from megatron_ibpo.world import World
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SEED = 13
 COUNT = 2000

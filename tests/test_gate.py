@@ -18,9 +18,9 @@ from credit_cases import (
 )
 
 from megatron_ibpo.config import Config, check_config
-from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit.gate import success_rate
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.run.cost import CostMeter
 
 WRONG = [10, 11, 12, 14]
 

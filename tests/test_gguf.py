@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from convert_gguf_to_hf import Arguments, main
 
-from megatron_ibpo.command import BAD_INPUT, DONE, command
+from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command
 
 HIDDEN, FEED_FORWARD, VOCABULARY, LAYERS = 32, 64, 40, 2
 

@@ -24,11 +24,11 @@ from test_engine import (
 from tiny_models import make_qwen3
 from transfer_stand_ins import AT_MEETING
 
-from megatron_ibpo.records import Sample, SampleRequest
-from megatron_ibpo.rollout import Engine
-from megatron_ibpo.rollout.settings import engine_settings
-from megatron_ibpo.weights.errors import WeightPlanError
-from megatron_ibpo.weights.transfer.order import Order, TransportName
+from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.weights.transfer.update_order import Order, TransportName
+from megatron_ibpo.weights.weight_errors import WeightPlanError
 
 
 def start(checkpoint: Path, log: Path, transport: TransportName, dies_at: int = 0) -> Engine:

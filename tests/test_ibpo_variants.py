@@ -27,12 +27,12 @@ from credit_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import AlgorithmConfig
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.estimators import group_z_score
-from megatron_ibpo.credit.shown import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.edit_distance import opcodes
-from megatron_ibpo.records import Group
 
 THINK, END_THINK = 80, 81
 MARKS = ThinkingMarks((THINK,), (END_THINK,))

@@ -10,10 +10,10 @@ from credit_cases import EOS, Loop, by_kind, check_algorithm, fix_last, group, i
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.records import token_ids
 
 MASK = 0
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trainer import sequence
 
-from megatron_ibpo.checks import check_settings
 from megatron_ibpo.config import Config, ConfigError, LossConfig
 from megatron_ibpo.policy.importance_correction import (
     Corrected,
@@ -23,6 +22,7 @@ from megatron_ibpo.policy.importance_correction import (
 )
 from megatron_ibpo.policy.packing import pack
 from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.run.checks import check_settings
 
 
 def packed(*ratios, masks=None, token_weights=None, weights=None):

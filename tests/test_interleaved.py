@@ -15,8 +15,8 @@ from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.plan.census import take_census
 from megatron_ibpo.plan.memory import rank_memory
+from megatron_ibpo.plan.parameter_count import take_census
 from megatron_ibpo.policy.overrides import check_overrides, micro_batch_multiple, model_chunks
 from megatron_ibpo.policy.planning import cut_shares, deal, empty_micro_batches, plan_update
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STOPPING = """
 import sys, time
 from pathlib import Path
-from megatron_ibpo.interrupts import StopRequest
+from megatron_ibpo.run.stop_request import StopRequest
 stop = StopRequest(Path(sys.argv[1]))
 def ready():
     print("ready", flush=True)

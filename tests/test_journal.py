@@ -20,6 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal import (
     ClosedBatch,
     ClosedGroup,
@@ -33,8 +34,7 @@ from megatron_ibpo.journal import (
 )
 from megatron_ibpo.journal.entries import Sampled, decode, encode
 from megatron_ibpo.journal.framing import Damage
-from megatron_ibpo.journal.reading import entries
-from megatron_ibpo.records import Sample
+from megatron_ibpo.journal.recovery import entries
 
 KEEP = 1024**3
 PLENTY = 10**6

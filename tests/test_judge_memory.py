@@ -12,9 +12,9 @@ from fit_planner import shape_of
 from judge_memory import config_of, counted_bytes
 
 from megatron_ibpo.models import padded_vocab_size
-from megatron_ibpo.plan.census import estimate_census
 from megatron_ibpo.plan.evidence import Row
 from megatron_ibpo.plan.memory import GIB, rank_memory
+from megatron_ibpo.plan.parameter_count import estimate_census
 
 FACTS = {
     "model": "qwen3_4b", "hardware": "h100", "gpus": 8, "fsdp": True, "micro_batch": 1, "sequence": 8192,

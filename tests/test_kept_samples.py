@@ -8,10 +8,10 @@ import re
 import numpy as np
 import pytest
 
+from megatron_ibpo.basics.records import Prompt, Sample, token_ids
 from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, answered, eval_sample, evaluate
-from megatron_ibpo.evaluate.kept import read_results, read_samples, samples_path
-from megatron_ibpo.records import Prompt, Sample, token_ids
+from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
 
 SETTINGS = {"policy": "aaaa", "--eval-temperature": 0.6, "--seed": 0}
 SAMPLING = EvalSampling(samples=4, max_tokens=8, temperature=0.6, top_p=1.0, top_k=-1)

@@ -16,12 +16,12 @@ import torch
 import yaml
 from tiny_models import EOS_ID, make_qwen3
 
-from megatron_ibpo.checks import check_run
+from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import ConfigError, parse_config
+from megatron_ibpo.engines import EngineError
+from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, checkpoint_weights
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.records import SampleRequest, token_ids
-from megatron_ibpo.rollout import EngineError
-from megatron_ibpo.rollout.lean import LeanEngine, LeanModel, check_shape, checkpoint_weights
+from megatron_ibpo.run.checks import check_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
@@ -261,7 +261,7 @@ def lean_run(run_dir, *flags):
     command = [
         sys.executable,
         "-m",
-        "megatron_ibpo.train",
+        "megatron_ibpo.commands.train",
         "--config",
         str(RECIPE),
         "--run-dir",

@@ -27,7 +27,7 @@ def minus_signs(question, response, label, metadata):
 def test_sixteen_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
     """With a margin: .11 and .43 with the first seed, .10 and .43 with the second."""
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ibpo.train", *FLAGS, "--run-dir", str(tmp_path)],
+        [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)],
         cwd=TESTS.parent,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
         capture_output=True,

@@ -292,7 +292,7 @@ def test_an_engine_that_dies_is_restarted_once(tmp_path):
 
 
 def start_evaluation(*words):
-    command = [sys.executable, "-m", "megatron_ibpo.main", "evaluate", *map(str, words)]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.main", "evaluate", *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command,

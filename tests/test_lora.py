@@ -12,14 +12,14 @@ from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, sequences
 from tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3, make_qwen3_5, make_qwen3_next
 
-from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import ConfigError, parse_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.lora import check_lora, chosen_lora, pairs
 from megatron_ibpo.models.weight_map import weight_map
-from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 RANK, ALPHA = 3, 5.0
 
@@ -80,7 +80,7 @@ TOKENS = torch.randint(2, 64, (1, 30), generator=torch.Generator().manual_seed(0
 def gradients_of_both_forms(world, hf_dir):
     """Of each factor: (its gradient, what the chain rule makes of the gradient of the merged matrix)."""
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.lora import adapter_values, merged_values
+    from megatron_ibpo.policy.adapters import adapter_values, merged_values
 
     parallel.initialize(layout(), world, seed=0)
     (adapted,), shape = built(hf_dir, adapted_config())
@@ -141,7 +141,7 @@ def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(checkpoints,
 def saved_and_computed(world, hf_dir, directory, targets):
     """Logits of the model with adapters, after they were saved for PEFT."""
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.lora import offered_adapters
+    from megatron_ibpo.policy.adapters import offered_adapters
     from megatron_ibpo.weights.formats.peft import save_peft
 
     parallel.initialize(layout(), world, seed=0)
@@ -218,7 +218,7 @@ def training_config(hf_dir, chosen, *, recompute="none", **settings):
 def open_adapted(world, config):
     """(trainer, exports of its adapters and of merged weights, what is saved for PEFT)."""
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.lora import merged_values, offered_adapters
+    from megatron_ibpo.policy.adapters import merged_values, offered_adapters
     from megatron_ibpo.policy.reference import load_reference
     from megatron_ibpo.policy.trainer import Trainer
     from megatron_ibpo.weights.layout.export import HFExport
@@ -455,7 +455,7 @@ def test_settings_that_adapters_cannot_be_had_with_are_refused(flags, message):
 def memory_of(model, *flags):
     """What the dry run says of four GPUs: (census, memory of a rank), and the census by names."""
     from megatron_ibpo.plan.feasibility import make_plan
-    from megatron_ibpo.plan.main_memory import census_by_names
+    from megatron_ibpo.plan.node_memory import census_by_names
     from megatron_ibpo.weights.layout.export import metadata_of
 
     config = parse_config(["--hf-checkpoint", str(model), "--dry-run", *flags])

@@ -14,7 +14,7 @@ from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig, on_device
 from megatron_ibpo.models import ModelShape, read_hf_config
-from megatron_ibpo.plan.main_memory import check_main_memory
+from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.layout.export import metadata_of
 

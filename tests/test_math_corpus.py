@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from answer_pairs import Pair, noise, pairs
 
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import Verifier, open_verifier
 
 

@@ -137,7 +137,7 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_goes_on_from_its_c
     ],
 )
 def test_what_an_optimizer_needs_is_said_before_anything_starts(flags, says):
-    from megatron_ibpo.checks import check_run
+    from megatron_ibpo.run.checks import check_run
 
     with pytest.raises(ConfigError, match=says):
         check_run(parse_config([*flags, "--dry-run"]))

@@ -18,7 +18,7 @@ import pytest
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.rewards import code, exact, final_answer, math, reasoning_gym, study_tasks
-from megatron_ibpo.rewards.errors import ResponseError
+from megatron_ibpo.rewards.reward_errors import ResponseError
 
 DOORS: dict[str, Callable[[str], Any]] = {
     "math": lambda text: math.score([""], [text], ["1,2"], [{}]),

@@ -23,9 +23,9 @@ from test_trainer import EPSILON, LR, close_trainer, config_for, layout, sequenc
 from tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 
 from megatron_ibpo.models import check_layout, read_hf_config
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
-from megatron_ibpo.weights.transfer.order import drafts_with_own_layer
+from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 MIXED = 3
 """The layer of the tiny models that is attention, as the one inside a multi-token prediction layer is."""

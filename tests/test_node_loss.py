@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ibpo import startup, train
-from megatron_ibpo.cluster.host import ProcessDiedError
-from megatron_ibpo.command import FAILED, guarded
+from megatron_ibpo.basics.entry_point import FAILED, guarded
+from megatron_ibpo.cluster.actor import ProcessDiedError
+from megatron_ibpo.commands import train
 from megatron_ibpo.config import Config, on_device
-from megatron_ibpo.opening import sampling_settings
+from megatron_ibpo.run import startup
+from megatron_ibpo.run.opening import sampling_settings
 
 
 @pytest.fixture

@@ -12,15 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
-from megatron_ibpo.records import Prompt, token_ids
-from megatron_ibpo.report.page.sources import open_source
-from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.sampling import LiveRollouts, Sampler
-from megatron_ibpo.study.operator_skill import (
+from megatron_ibpo.report.page.directories import open_source
+from megatron_ibpo.run.operator_skill import (
     Asking,
     Trial,
     Trials,
@@ -32,6 +30,9 @@ from megatron_ibpo.study.operator_skill import (
     success_rate,
     try_corrections,
 )
+from megatron_ibpo.run.rollouts import LiveRollouts
+from megatron_ibpo.sampling import Sampler
+from megatron_ibpo.sampling.requests import group_requests
 
 ROOT = Path(__file__).resolve().parents[1]
 RIGHT, EOS, HEADING = 50, 1, 40

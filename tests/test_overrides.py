@@ -7,10 +7,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from megatron_ibpo.checks import check_settings
 from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig, parse_config
 from megatron_ibpo.plan.feasibility import make_plan
-from megatron_ibpo.plan.uncounted import UNCOUNTED
+from megatron_ibpo.plan.uncounted_overrides import UNCOUNTED
 from megatron_ibpo.policy.overrides import (
     MODEL_OURS,
     OPTIMIZER_OURS,
@@ -20,6 +19,7 @@ from megatron_ibpo.policy.overrides import (
     optimizer_overrides,
 )
 from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.run.checks import check_settings
 
 
 def overriding(*model, optimizer=(), bf16=None):

@@ -218,7 +218,7 @@ def test_a_module_whose_weights_are_read_before_anything_waits_for_them_is_refus
 
 @pytest.mark.parametrize("flags", [["--overlap-grad-reduce"], ["--use-distributed-optimizer"]])
 def test_it_needs_shares_to_gather_and_buckets(flags):
-    from megatron_ibpo.checks import check_run
+    from megatron_ibpo.run.checks import check_run
 
     with pytest.raises(ConfigError, match="--overlap-param-gather: needs --use-distributed-optimizer"):
         check_run(parse_config(["--overlap-param-gather", *flags, "--dry-run"]))

@@ -18,14 +18,11 @@ from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_qwen3_next
 
-from megatron_ibpo.checks import check_run
+from megatron_ibpo.basics.environment_variables import environment_number
 from megatron_ibpo.config import Config, ParallelConfig, parse_config
-from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
-from megatron_ibpo.plan.census import estimate_census
 from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
-from megatron_ibpo.plan.main_memory import census_by_names
 from megatron_ibpo.plan.memory import (
     communicators,
     kv_bytes,
@@ -33,8 +30,11 @@ from megatron_ibpo.plan.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
+from megatron_ibpo.plan.node_memory import census_by_names
+from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
-from megatron_ibpo.plan.uncounted import not_counted
+from megatron_ibpo.plan.uncounted_overrides import not_counted
+from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.weights.layout.export import metadata_of
 
 REPOSITORY = Path(__file__).parents[1]
@@ -474,7 +474,7 @@ def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tupl
     """Of every rank what Megatron says of its place, and what the model that it builds has."""
     from megatron.core import parallel_state
 
-    from megatron_ibpo.plan.census import as_rank
+    from megatron_ibpo.plan.parameter_count import as_rank
     from megatron_ibpo.policy.model import build_model
 
     config, shape = configured(directory, *flags), read_hf_config(directory)

@@ -9,15 +9,15 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from megatron_ibpo.commands.plan import main as plan_command
 from megatron_ibpo.config import parse_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import forward_flops, weight_count
-from megatron_ibpo.plan.__main__ import main as plan_command
-from megatron_ibpo.plan.census import estimate_census
 from megatron_ibpo.plan.efficiencies import Efficiencies
 from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.plan.hardware import read_hardware
 from megatron_ibpo.plan.lengths import fixed, log_normal, recorded, uniform
+from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import changes, lines, setting_of
 from megatron_ibpo.plan.sampling_time import GIB, Engine, sample
 from megatron_ibpo.plan.search import search

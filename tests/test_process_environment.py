@@ -15,7 +15,7 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.process_environment import set_environment
-from megatron_ibpo.policy.start import trainer_rank
+from megatron_ibpo.policy.process_start import trainer_rank
 
 FLA_BACKENDS = """
 import os
@@ -41,7 +41,7 @@ SERVED = """
 import json, os, sys
 from importlib.util import find_spec
 from megatron_ibpo.policy.process_environment import set_environment
-from megatron_ibpo.policy.start import hide_tilelang
+from megatron_ibpo.policy.process_start import hide_tilelang
 if "--as-trainers" in sys.argv:
     set_environment(os.environ, colocate=True)
     hide_tilelang()

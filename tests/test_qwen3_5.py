@@ -34,10 +34,10 @@ from test_loop import ONE_TRAINER, ROOT, rows_of
 from test_weights import assert_same_bytes, round_trip, with_fused_experts
 from tiny_models import make_qwen3_5
 
+from megatron_ibpo.basics.records import SampleRequest, token_ids
+from megatron_ibpo.engines.probe import compare_probes, probe
+from megatron_ibpo.engines.vllm.settings import read_eos_token_ids
 from megatron_ibpo.models import ModelConfigError, read_hf_config
-from megatron_ibpo.records import SampleRequest, token_ids
-from megatron_ibpo.rollout.probe import compare_probes, probe
-from megatron_ibpo.rollout.settings import read_eos_token_ids
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
@@ -317,7 +317,7 @@ def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped,
     model = with_weights(wrapped[kind], tmp_path / "model", drawn_small(wrapped[kind]))
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(ROOT / "examples/tiny_qwen3_next" / file, model)
-    command = [sys.executable, "-m", "megatron_ibpo.train"]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train"]
     command += [
         "--config",
         str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"),

@@ -16,9 +16,9 @@ from test_routing_replay import all_updated, replaying
 from test_trainer import layout
 from tiny_models import make_qwen3_moe, make_qwen3_next
 
-from megatron_ibpo.records import SampleRequest, TrainSequence, no_expert, token_ids
-from megatron_ibpo.rollout import Engine
-from megatron_ibpo.rollout.settings import engine_settings
+from megatron_ibpo.basics.records import SampleRequest, TrainSequence, no_expert, token_ids
+from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.vllm.settings import engine_settings
 
 TIMEOUT = 600.0
 

@@ -24,10 +24,10 @@ from rich.console import Console
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.study import runs
-from megatron_ibpo.study.conduct import conduct
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.study.plan import grid_points, plan_main, plan_tuning
-from megatron_ibpo.study.reading import method_settings, read_study
+from megatron_ibpo.study.study_files import method_settings, read_study
+from megatron_ibpo.study.study_run import conduct
 
 ROOT = Path(__file__).resolve().parents[1]
 

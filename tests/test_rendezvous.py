@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_ibpo.rendezvous import LOOPBACK, STORE_DESCRIPTOR, listen
-from megatron_ibpo.world import start_world
+from megatron_ibpo.basics.distributed import start_world
+from megatron_ibpo.basics.rendezvous import LOOPBACK, STORE_DESCRIPTOR, listen
 
 
 def test_nobody_else_gets_the_port_before_the_ranks_meet_there(monkeypatch):

@@ -25,11 +25,12 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ibpo import report as reporting
+from megatron_ibpo.basics.records import LARGEST_REWARD, Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, EvalSampling, parse_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSample, EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.records import LARGEST_REWARD, Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.report import (
     Report,
     RewardErrorRateError,
@@ -45,10 +46,9 @@ from megatron_ibpo.report import (
     save_groups,
     step_alarms,
 )
-from megatron_ibpo.report.outcomes import load_outcomes, outcomes_path, save_outcomes
+from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
-from megatron_ibpo.words import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLING = EvalSampling(1, 48, 1.0, 1.0, -1)

@@ -23,9 +23,9 @@ from credit_cases import (
 )
 from test_sampling import STEP, SimulatedEngine, in_virtual_time, judge, make_prompts
 
-from megatron_ibpo.records import SampleRequest, token_ids
+from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.sampling import Sampler
-from megatron_ibpo.sampling.begun import with_beginning
+from megatron_ibpo.sampling.continuations import with_beginning
 
 WRONG = [10, 11, 12, 14]
 RESETS = GSPO | {

@@ -19,7 +19,7 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.planning import plan_forward, plan_update
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.transfer.link import Sent
-from megatron_ibpo.weights.transfer.order import Order
+from megatron_ibpo.weights.transfer.update_order import Order
 
 CASES = {
     "dense fp32": ("dense", ParallelConfig(), False),

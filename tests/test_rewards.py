@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.data import make_tiny_tokenizer, open_source, worked_solution
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import (
     LabelError,
     Outcome,
@@ -615,7 +615,7 @@ def killed_after_all(script, users_module, *arguments):
 BEGINNING = """
     import sys, time
     from megatron_ibpo.config import ConfigError, DataConfig
-    from megatron_ibpo.records import Prompt, token_ids
+    from megatron_ibpo.basics.records import Prompt, token_ids
     from megatron_ibpo.rewards import open_verifier
     verifier = open_verifier(DataConfig(rm_type="users_rewards:graded", reward_workers=1, reward_timeout=100))
     def asked(response, metadata={}):

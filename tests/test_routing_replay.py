@@ -16,11 +16,11 @@ from ranks import run_ranks
 from test_trainer import EPSILON, LR, close_trainer, config_for, layout, open_trainer, sequences
 from tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3_next
 
+from megatron_ibpo.basics.records import expert_ids, no_expert
 from megatron_ibpo.config import ConfigError, check_config
+from megatron_ibpo.engines.vllm.routing_record import RoutingRecord
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.planning import plan_forward, plan_update
-from megatron_ibpo.records import expert_ids, no_expert
-from megatron_ibpo.rollout.routing_record import RoutingRecord
 
 LAYERS, EXPERTS, K = 4, 4, 2
 """Of the tiny Qwen3-Next."""
@@ -297,7 +297,7 @@ def test_an_update_replays_the_pass_for_its_old_log_probs(model, parallel):
 
 
 def test_a_dense_model_is_refused_by_name(shapes):
-    from megatron_ibpo.opening import check_model_layout
+    from megatron_ibpo.run.opening import check_model_layout
 
     config = replaying(layout())
     with pytest.raises(ValueError, match="qwen3 is dense and routes"):

@@ -15,13 +15,13 @@ import pytest
 from browser import find_browser, open_page
 from credit_cases import plain
 
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.commands.page import main
 from megatron_ibpo.data import make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.report import load_groups, rollout_path, save_groups
-from megatron_ibpo.report.__main__ import main
-from megatron_ibpo.report.page.code import page_script
-from megatron_ibpo.report.page.samples import group_of_step
+from megatron_ibpo.report.page.html import page_script
+from megatron_ibpo.report.page.recorded_step import group_of_step
 from megatron_ibpo.report.page.static import build_page
 from megatron_ibpo.report.rollout_data import load_step
 
@@ -271,7 +271,7 @@ def test_other_files_among_the_recordings_are_left_alone(run_dir):
 
 
 def test_the_command_writes_the_page(run_dir, capsys):
-    command = [sys.executable, "-m", "megatron_ibpo.report", "page"]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.page", "page"]
     # from a directory that knows nothing of where the run was made
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_qwen3
 
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
@@ -30,14 +31,13 @@ from megatron_ibpo.credit import (
     is_informative,
     leaves_gradient,
 )
+from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineLostError
+from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.rollout import Engine, EngineDiedError, EngineError, EngineLostError
-from megatron_ibpo.rollout.plans import group_requests
-from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
+from megatron_ibpo.sampling.requests import group_requests
 
 STEP = StepTime(fixed=0.01, per_sequence=0.001)
 ROLLOUT = RolloutConfig(rollout_batch_size=6, n_samples_per_prompt=4, rollout_max_response_len=40)

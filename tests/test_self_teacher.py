@@ -22,8 +22,8 @@ from credit_cases import (
     tokens_spent,
 )
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import Config, check_config
-from megatron_ibpo.records import Group
 
 WRONG = [10, 11, 12, 14]
 

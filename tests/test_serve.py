@@ -18,13 +18,13 @@ from browser import open_page
 from starlette.testclient import TestClient
 from test_run_page import HOSTILE, TOKENIZER, needs_browser, run_dir, write_run
 
-from megatron_ibpo.cluster.access import TOKEN_FILE, write_token
-from megatron_ibpo.evaluate.samples import EvalSample
+from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
+from megatron_ibpo.commands.page import main
+from megatron_ibpo.evaluate.eval_sample import EvalSample
 from megatron_ibpo.report import rollout_path
-from megatron_ibpo.report.__main__ import main
 from megatron_ibpo.report.columns import Columns
+from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.server import application
-from megatron_ibpo.report.page.sources import open_source
 from megatron_ibpo.report.page.static import build_page
 
 __all__ = ["run_dir"]
@@ -331,7 +331,7 @@ def test_a_row_that_cannot_be_read_is_named_and_the_rest_goes_on(run_dir):
 def served(*arguments):
     """The command while it runs: (process, first lines, port)."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "megatron_ibpo.report", "serve", *map(str, arguments)]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.page", "serve", *map(str, arguments)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )

@@ -21,7 +21,7 @@ import pip
 import pytest
 from setuptools import find_namespace_packages
 
-from megatron_ibpo import versions
+from megatron_ibpo.basics import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -59,7 +59,7 @@ def checkout(tmp_path):
     for directory in ("tools", "requirements", "csrc"):
         shutil.copytree(ROOT / directory, checkout / directory)
     (checkout / "megatron_ibpo").mkdir()
-    for file in ("setup.py", "pyproject.toml", "megatron_ibpo/versions.py"):
+    for file in ("setup.py", "pyproject.toml", "megatron_ibpo/basics/versions.py"):
         shutil.copy(ROOT / file, checkout / file)
     python = checkout / ".venv/bin/python"
     python.parent.mkdir(parents=True)

@@ -48,7 +48,7 @@ from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.data.word_problems import word_problems
 from megatron_ibpo.report import read_rows
-from megatron_ibpo.task import with_epochs
+from megatron_ibpo.run.task import with_epochs
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))

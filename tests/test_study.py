@@ -25,7 +25,6 @@ from rich.console import Console
 from megatron_ibpo.config import ConfigError, config_yaml, parse_config
 from megatron_ibpo.study import runs
 from megatron_ibpo.study.claims import Claim, compare_all
-from megatron_ibpo.study.conduct import conduct
 from megatron_ibpo.study.curves import band, figure_of_runs
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
@@ -40,8 +39,7 @@ from megatron_ibpo.study.plan import (
     point_name,
 )
 from megatron_ibpo.study.power import analyse, detectable, power, seeds_needed
-from megatron_ibpo.study.reading import read_study
-from megatron_ibpo.study.results import (
+from megatron_ibpo.study.run_results import (
     RunResult,
     compare,
     compare_at_equal_steps,
@@ -56,6 +54,8 @@ from megatron_ibpo.study.statistics import (
     paired_difference,
     shown_p,
 )
+from megatron_ibpo.study.study_files import read_study
+from megatron_ibpo.study.study_run import conduct
 from megatron_ibpo.study.table import markdown, tables
 from megatron_ibpo.study.tuning import Tried, beyond, choose
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tiny_models import make_qwen3_next
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
-from megatron_ibpo.world import World
 
 HERE = Path(__file__).parent
 

@@ -22,10 +22,10 @@ from credit_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit import TokenFactors
 from megatron_ibpo.credit.divergence import normalised
-from megatron_ibpo.records import Group
 
 FREE_TOKEN_CREDITS = (
     "uniform", "wrong-weight", "wrong-weight-by-length",

@@ -19,11 +19,11 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import make_qwen3, make_qwen3_next
 
+from megatron_ibpo.basics.records import TrainSequence, token_ids
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.policy.objective import aggregation
+from megatron_ibpo.policy.loss_objective import aggregation
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
-from megatron_ibpo.records import TrainSequence, token_ids
 
 EPSILON = 10.0
 LR = 1.0

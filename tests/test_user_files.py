@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 from bad_inputs.mutations import spoil
 
-from megatron_ibpo import train
-from megatron_ibpo.checks import check_settings
+from megatron_ibpo.basics.user_files import UserFileError, read_user_file
+from megatron_ibpo.commands import train
+from megatron_ibpo.commands.plan import main as plan
 from megatron_ibpo.config import ConfigError, DataConfig, parse_config, read_yaml
 from megatron_ibpo.data import DataError, generated, load_tokenizer, open_source
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
-from megatron_ibpo.evaluate.kept import read_results
+from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.journal.framing import records
 from megatron_ibpo.models import ModelConfigError, read_hf_config
-from megatron_ibpo.plan.__main__ import main as plan
 from megatron_ibpo.plan.machine import find_machine
-from megatron_ibpo.report.metrics import read_rows
+from megatron_ibpo.report.metrics_log import read_rows
 from megatron_ibpo.report.rollout_data import load_step
+from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.study.findings import read_findings
-from megatron_ibpo.user_files import UserFileError, read_user_file
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import check_checkpoint
 from megatron_ibpo.weights.formats.gguf import gguf_to_hf
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3"
 READERS = {

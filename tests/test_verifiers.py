@@ -12,11 +12,11 @@ import pytest
 from simulated_cluster import simulated_cluster
 from waiting import eventually
 
+from megatron_ibpo.basics.records import Prompt, token_ids
+from megatron_ibpo.cluster.ray_session import open_ray
 from megatron_ibpo.cluster.reservation import cluster_nodes
-from megatron_ibpo.cluster.session import open_ray
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import Verifier, WorkerError, open_pool, worker_count
 
 OWNERS = """

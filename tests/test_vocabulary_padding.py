@@ -26,10 +26,10 @@ from tiny_models import make_qwen3, make_qwen3_next
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 VOCABULARY = 211
 

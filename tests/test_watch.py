@@ -11,7 +11,7 @@ from waiting import eventually
 
 HOLDS_RAY = """
 import time
-from megatron_ibpo.cluster.session import open_ray
+from megatron_ibpo.cluster.ray_session import open_ray
 with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
     print("up", flush=True)
     time.sleep(600)

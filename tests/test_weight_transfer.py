@@ -25,7 +25,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from megatron_ibpo.weights.errors import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.layout.regions import (
     Message,
     Need,
@@ -44,10 +43,11 @@ from megatron_ibpo.weights.layout.regions import (
 from megatron_ibpo.weights.transfer.checksum import checksum, compare_checksums, part_checksums
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, _Outbox, join_group
 from megatron_ibpo.weights.transfer.message_memory import Memory
-from megatron_ibpo.weights.transfer.order import Order
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
+from megatron_ibpo.weights.transfer.update_order import Order
 from megatron_ibpo.weights.transfer.wire import Answer, read_answers
+from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 
 # ----------------------------------------------------------------------------------- who sends what to whom
 

@@ -396,8 +396,8 @@ def load_all(world, paths):
     """The error of loading each directory, as text."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.errors import CheckpointError
     from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.weight_errors import CheckpointError
 
     parallel.initialize(layout(), world, seed=0)
     shape = read_hf_config(paths[0])

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import tyro
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import audit_responses

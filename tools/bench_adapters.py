@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_ibpo.command import run_tool
-from megatron_ibpo.versions import machine
-from megatron_ibpo.weights.errors import first_line
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
+from megatron_ibpo.weights.weight_errors import first_line
 
 TARGETS = {
     "qwen3": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

@@ -22,11 +22,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.plan.fleet import Fleet, bound, simulate
 from megatron_ibpo.plan.simulated_engines import StepTime
 from megatron_ibpo.sampling.ahead import Pace
-from megatron_ibpo.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -224,7 +224,7 @@ def run_steps(staleness: int, steps: int, run_dir: Path) -> list[float]:
     No step is left out: ahead of training the first one samples more than its own batch, and the last less.
     """
     command = [
-        sys.executable, "-m", "megatron_ibpo.train",
+        sys.executable, "-m", "megatron_ibpo.commands.train",
         "--config", str(RECIPE),
         "--max-staleness", str(staleness),
         "--num-rollout", str(steps),

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Prompt, token_ids
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rewards.sandbox import bubblewrap
-from megatron_ibpo.versions import machine
 
 
 @dataclass

@@ -29,10 +29,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
-from megatron_ibpo.versions import machine
 from megatron_ibpo.weights.formats.hugging_face import SafetensorsFile, file_names, write_index
 from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
 

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, token_ids
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
 from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.records import Group, Prompt, Sample, TokenIds, token_ids
-from megatron_ibpo.versions import machine
 
 VOCABULARY = 150_000
 WANTED_MS = 50.0

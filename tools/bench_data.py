@@ -17,8 +17,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ibpo.command import run_tool
-from megatron_ibpo.versions import machine
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 
 ROW_BYTES = 1024
 """A question with its label, about."""

@@ -32,8 +32,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_ibpo.command import run_tool
-from megatron_ibpo.versions import machine
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 
 RANKS = 4
 ENGINES = 2
@@ -121,7 +121,7 @@ class Engine:
 
     def take(self, count: int) -> list[Any]:
         """The next samples, as arrays; their lists are let go."""
-        from megatron_ibpo.records import Sample, token_ids
+        from megatron_ibpo.basics.records import Sample, token_ids
 
         taken, self.lists = self.lists[:count], self.lists[count:]
         samples = []
@@ -173,9 +173,9 @@ def run_arrays(arguments: Arguments) -> Row:
     }
     import ray
 
+    from megatron_ibpo.basics.records import TrainSequence
     from megatron_ibpo.config import Config, ModelConfig
     from megatron_ibpo.policy.planning import plan_update
-    from megatron_ibpo.records import TrainSequence
 
     raw = arguments.samples * arguments.tokens * RAW_BYTES
     ray.init(

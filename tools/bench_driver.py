@@ -37,24 +37,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import AlgorithmConfig, DataConfig, RolloutConfig
-from megatron_ibpo.cost import CostMeter
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, find_operator
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.journal import Journal, read_journal
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.lengths import SIGMA
 from megatron_ibpo.plan.simulated_engines import in_virtual_time
-from megatron_ibpo.records import Prompt, Sample, SampleRequest, TokenIds, token_ids
 from megatron_ibpo.rewards import Outcome, Verifier
-from megatron_ibpo.rollout.plans import group_requests
+from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import GroupSampler, Rules
-from megatron_ibpo.sampling.memory import JournalMemory
+from megatron_ibpo.sampling.journal_memory import JournalMemory
+from megatron_ibpo.sampling.requests import group_requests
 from megatron_ibpo.sampling.scoring import scorer
-from megatron_ibpo.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ROOT / "examples/models/qwen3_next_80b_a3b"
@@ -128,7 +128,7 @@ class Clock:
 
 @dataclass(eq=False)
 class StandIn:
-    """A `rollout.AsyncEngine` that answers each request when its time is over."""
+    """A `engines.AsyncEngine` that answers each request when its time is over."""
 
     tokens: int
     clock: Clock
@@ -414,8 +414,8 @@ def real_calls(tokens: int, responses: int) -> dict[str, Any]:
     and one to take it; Sampler and all threads of Ray's own included."""
     import ray
 
+    from megatron_ibpo.cluster.actor import Host, on_node, result
     from megatron_ibpo.cluster.engines import CALLS_AT_ONCE, RemoteEngine
-    from megatron_ibpo.cluster.host import Host, on_node, result
 
     node = ray.get_runtime_context().get_node_id()
     hosts = {

@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo import _edit_distance
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.edit_distance import batch_distance, unmodified_mask
-from megatron_ibpo.versions import machine
 
 Ids = npt.NDArray[np.int64]
 VOCABULARY = 150_000

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Sample
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.journal import ClosedBatch, ClosedGroup, Journal, SampleKey, read_journal
-from megatron_ibpo.records import Sample
-from megatron_ibpo.versions import machine
 
 
 @dataclass

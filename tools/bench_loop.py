@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import tyro
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
 WARM_UP_STEPS = 3
@@ -65,7 +65,7 @@ def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Pa
     """Seconds by stage of each step after the warm-up."""
     is_moe = "num_experts" in json.loads((checkpoint / "config.json").read_text())
     command = [
-        sys.executable, "-m", "megatron_ibpo.train",
+        sys.executable, "-m", "megatron_ibpo.commands.train",
         "--num-trainers", str(arguments.ranks),
         "--advantage-estimator", "gspo",
         "--hf-checkpoint", str(checkpoint),
@@ -202,7 +202,7 @@ def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
 
 
 def main(arguments: Arguments) -> None:
-    from megatron_ibpo.versions import machine
+    from megatron_ibpo.basics.versions import machine
 
     results = [compare(checkpoint, arguments) for checkpoint in arguments.checkpoints]
     for result in results:

@@ -25,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 
 BYTES, HIDDEN, SEQUENCE_ROWS, CHUNK_ROWS = 2, 2048, 1024, 4096
 COPY_BANDWIDTH, MATMUL_FLOPS = 4.3e12, 790e12
@@ -279,7 +279,7 @@ def measure(arguments: Arguments) -> dict[str, Any]:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
     import torch
 
-    from megatron_ibpo.versions import machine
+    from megatron_ibpo.basics.versions import machine
 
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

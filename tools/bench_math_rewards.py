@@ -22,12 +22,12 @@ from pathlib import Path
 import math_verify
 import psutil
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Prompt, token_ids
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.records import Prompt, token_ids
 from megatron_ibpo.rewards import ResponseError, Verifier, open_verifier
 from megatron_ibpo.rewards.math import is_right
-from megatron_ibpo.versions import machine
 
 WORKERS = 2
 RESPONSES = 8

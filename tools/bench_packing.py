@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.planning import Cost, plan_micro_batches
-from megatron_ibpo.versions import machine
 
 MODELS = Path(__file__).resolve().parents[1] / "examples/models"
 Plan = Sequence[Sequence[Sequence[int]]]

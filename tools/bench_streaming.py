@@ -22,7 +22,9 @@ from typing import Any
 
 import psutil
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
@@ -32,13 +34,11 @@ from megatron_ibpo.credit import (
     Vocabulary,
     any_group,
 )
+from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.rollout import Engine
-from megatron_ibpo.rollout.settings import engine_settings
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
-from megatron_ibpo.versions import machine
 
 CORRECTED = 4
 """Of a group's responses: half of them are wrong."""

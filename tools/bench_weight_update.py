@@ -28,7 +28,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 
 Family = Literal["dense", "moe"]
 MIB = 1024**2
@@ -53,7 +53,7 @@ class Update:
 
 
 def update(arguments: Update) -> None:
-    from megatron_ibpo.versions import machine
+    from megatron_ibpo.basics.versions import machine
 
     results, load = [], [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="weight-update-") as scratch:
@@ -287,7 +287,7 @@ def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int |
 
     from megatron_ibpo.config import Config
     from megatron_ibpo.models import padded_vocab_size, pipeline_layers
-    from megatron_ibpo.plan.census import as_rank
+    from megatron_ibpo.plan.parameter_count import as_rank
     from megatron_ibpo.weights.layout.export import metadata_of, regions_of
     from megatron_ibpo.weights.layout.holdings import my_holding
     from megatron_ibpo.weights.layout.regions import choose_senders
@@ -322,14 +322,14 @@ def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int |
 def _as_trainer(task: dict[str, Any]) -> None:
     import torch
 
+    from megatron_ibpo.basics.distributed import start_world
     from megatron_ibpo.config import Config, ParallelConfig
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.import_warnings import hush_megatron
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.quiet import hush_megatron
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
-    from megatron_ibpo.world import start_world
 
     hush_megatron()
     torch.set_num_threads(1)
@@ -438,8 +438,8 @@ def _rates(seconds: dict[str, float], total: int) -> dict[str, float]:
 
 def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
     """An update of the engine behind `link` (on the driver), after the first one, which meets it."""
-    from megatron_ibpo.weights.transfer.order import Order
     from megatron_ibpo.weights.transfer.update import open_transport, update_engines
+    from megatron_ibpo.weights.transfer.update_order import Order
 
     transport = open_transport("gloo", world, workers_per_engine=1, bucket_bytes=bucket, timeout=300)
     links = {} if link is None else {0: link}
@@ -469,8 +469,8 @@ def _open_rehearsal(source: Any, engine: Any) -> Callable[[], None]:
 
 def _start_engine(checkpoint: Path) -> Any:
     from megatron_ibpo.config import RolloutConfig
-    from megatron_ibpo.rollout.engine import Engine
-    from megatron_ibpo.rollout.settings import engine_settings
+    from megatron_ibpo.engines.vllm.engine import Engine
+    from megatron_ibpo.engines.vllm.settings import engine_settings
 
     rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB, vllm_dtype="bfloat16")
     threads = os.cpu_count() or 1  # the trainers have nothing else to do meanwhile
@@ -553,7 +553,7 @@ def _open_broadcast(peer: _Peer, total: int, bucket: int) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    from megatron_ibpo.rendezvous import LOOPBACK
+    from megatron_ibpo.basics.rendezvous import LOOPBACK
     from megatron_ibpo.weights.transfer.gloo import open_group
 
     sizes = [bucket] * (total // bucket) + [total % bucket] * bool(total % bucket)

@@ -260,7 +260,7 @@ use_python() {
     shift
     local groups=("${@/#/requirements/}")
     groups=("${groups[@]/%/.txt}")
-    "$python" -P megatron_ibpo/versions.py "${groups[@]}" >&2 || exit 1
+    "$python" -P megatron_ibpo/basics/versions.py "${groups[@]}" >&2 || exit 1
     [[ $python == /* ]] || python=$PWD/$python
     build_in_place "$python"
     echo "$python"

@@ -15,9 +15,9 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.rewards.reasoning_gym import UNGRADABLE, label_problem
-from megatron_ibpo.versions import machine
 
 
 @dataclass

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ibpo.command import run_tool
-from megatron_ibpo.quiet import hush_megatron
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.policy.import_warnings import hush_megatron
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -57,11 +57,11 @@ def by_transformers(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list
 
 
 def by_vllm(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    from megatron_ibpo.basics.records import SampleRequest
     from megatron_ibpo.config import Config, RolloutConfig, on_device
+    from megatron_ibpo.engines.vllm.engine import Engine
+    from megatron_ibpo.engines.vllm.settings import engine_settings
     from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.records import SampleRequest
-    from megatron_ibpo.rollout.engine import Engine
-    from megatron_ibpo.rollout.settings import engine_settings
 
     config = Config(rollout=RolloutConfig(vllm_kv_cache_bytes=256 * 1024**2, rollout_max_context_len=512))
     has_delta_nets = read_hf_config(hf_dir).is_recurrent
@@ -85,12 +85,12 @@ def likeliest(hf_dir: Path, prompts: list[list[int]], written: list[list[int]]) 
     """What the trainer's model finds likeliest at every place of the continuations."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from megatron_ibpo.basics.distributed import start_world
     from megatron_ibpo.config import Config, ParallelConfig
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
-    from megatron_ibpo.world import start_world
 
     world = start_world()
     parallel.initialize(ParallelConfig(), world, seed=0)

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.rewards import LabelError, ResponseError
 from megatron_ibpo.rewards.math import is_right
-from megatron_ibpo.versions import machine
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 """GSM8K's calculator marks, which are no part of a solution."""

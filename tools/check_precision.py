@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import tyro
 
-from megatron_ibpo.records import Group
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.report.rollout_data import load_step, rollout_path
 from megatron_ibpo.report.run_dir import run_settings
 
@@ -37,7 +37,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    from megatron_ibpo.versions import machine
+    from megatron_ibpo.basics.versions import machine
 
     rows, before = [], None
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,8 +54,8 @@ def main(arguments: Arguments) -> int:
 
 def policies(run: Path, scratch: Path) -> Iterator[tuple[int, Path]]:
     """(step, directory in Hugging Face format with the weights that the step began with)."""
+    from megatron_ibpo.basics.distributed import World
     from megatron_ibpo.weights.formats.convert import megatron_to_hf
-    from megatron_ibpo.world import World
 
     alone = World(0, 1, torch.device("cpu"), None)
     step, hf_dir = 1, Path(run_settings(run)["hf-checkpoint"])

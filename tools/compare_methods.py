@@ -17,15 +17,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from megatron_ibpo import train
-from megatron_ibpo.command import DONE, FAILED, run_tool
+from megatron_ibpo.basics.entry_point import DONE, FAILED, run_tool
+from megatron_ibpo.commands import train
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study.claims import compare_all
-from megatron_ibpo.study.conduct import conduct
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.study.page import write_page
-from megatron_ibpo.study.reading import read_study
+from megatron_ibpo.study.study_files import read_study
+from megatron_ibpo.study.study_run import conduct
 
 Names = Annotated[list[str], tyro.conf.UseAppendAction]
 

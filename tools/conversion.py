@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_ibpo.command import BAD_INPUT
+from megatron_ibpo.basics.distributed import RemoteError, World, start_world
+from megatron_ibpo.basics.entry_point import BAD_INPUT
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
-from megatron_ibpo.quiet import hush_megatron
+from megatron_ibpo.policy.import_warnings import hush_megatron
 from megatron_ibpo.weights.formats.convert import Report, differing_tensors
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
-from megatron_ibpo.world import RemoteError, World, start_world
 
 LOGITS_BOUND = 1e-3
 """Root mean square of the differences, over that of the logits. Rounding in float32 makes 1e-7 to 1e-4

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from conversion import check_source, checkpoint_bytes, console, progress_bar, run, verify
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
-from megatron_ibpo.world import World
 
 
 @dataclass

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from conversion import check_source, checkpoint_bytes, console, progress_bar, run, verify
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.formats.run_state import find_stored
-from megatron_ibpo.world import World
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 
 import tyro
 
-from megatron_ibpo.command import run_tool
-from megatron_ibpo.versions import machine
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 
 ACCURACIES = ("accuracy_start", "accuracy_end", "greedy_start", "greedy_end")
 STEP_STAGES = ("sample", "score", "credit", "train", "sync")

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import Fields
@@ -36,7 +37,6 @@ from megatron_ibpo.plan.lengths import fixed, log_normal, shuffled, uniform
 from megatron_ibpo.plan.sampling_time import Engine, sample
 from megatron_ibpo.plan.step_time import Task, step_times, update_seconds
 from megatron_ibpo.plan.training_time import Batch, Layout, pass_time
-from megatron_ibpo.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools/results/fit_planner.json"

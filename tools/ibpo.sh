@@ -6,4 +6,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$(bash "$root/tools/bootstrap.sh")
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # this checkout, also where IBPO_PYTHON has another one installed
-exec "$python" -m megatron_ibpo.main "$@"
+exec "$python" -m megatron_ibpo.commands.main "$@"

@@ -18,9 +18,8 @@ import torch
 import tyro
 from rich.console import Console
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.convert import model_entries
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import MANIFEST, changed_files
@@ -32,6 +31,7 @@ from megatron_ibpo.weights.formats.run_state import (
     read_layout,
 )
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, is_weight
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 
 @dataclass

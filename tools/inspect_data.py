@@ -16,7 +16,7 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.config import Config, DataConfig, ModelConfig, RolloutConfig, as_specs
 from megatron_ibpo.data import load_tokenizer, open_pass_rates
 from megatron_ibpo.data.inspection import inspect_source, show_inspection

@@ -25,12 +25,12 @@ from typing import Any
 
 from fit_planner import PAGE, shape_of
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
-from megatron_ibpo.plan.census import Census, StagePart, estimate_census
 from megatron_ibpo.plan.evidence import Row, read_evidence
 from megatron_ibpo.plan.memory import GIB, RankMemory, rank_memory
+from megatron_ibpo.plan.parameter_count import Census, StagePart, estimate_census
 
 RESULTS = Path(__file__).parent / "results/judge_memory.json"
 GATHERED = 2

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
 
 SYSTEM = "Answer with a number."
 

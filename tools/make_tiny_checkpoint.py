@@ -51,7 +51,9 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.distributed import start_world
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Prompt, TokenIds, TrainSequence, token_ids
 from megatron_ibpo.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ibpo.data import (
     CorrectionTemplate,
@@ -71,11 +73,9 @@ from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.planning import data_parallel_rank, plan_update
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.records import Prompt, TokenIds, TrainSequence, token_ids
 from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.world import start_world
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
 BUNDLED = sorted((Path(__file__).resolve().parents[1] / "examples/math").glob("*.jsonl"))

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from make_tiny_checkpoint import initial_model
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.data import CorrectionTemplate, load_tokenizer, make_tiny_tokenizer
 from megatron_ibpo.data.prompts import plain_prompt
-from megatron_ibpo.records import Prompt, token_ids
 
 PHRASES = ("f(0)=", ", f(100)=", "def f(x): return ", "x")
 TRAINING, HELD_OUT = 800, 400

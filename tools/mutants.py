@@ -34,8 +34,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ibpo.command import DONE, FAILED, run_tool
-from megatron_ibpo.versions import machine
+from megatron_ibpo.basics.entry_point import DONE, FAILED, run_tool
+from megatron_ibpo.basics.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = ROOT / "build/coverage_map.json"

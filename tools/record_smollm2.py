@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ibpo.command import run_tool
-from megatron_ibpo.versions import machine
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 
 
 @dataclass

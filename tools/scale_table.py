@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.command import run_tool
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
+from megatron_ibpo.commands.plan import described
 from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.models.cost import weight_count
-from megatron_ibpo.plan.__main__ import described
 from megatron_ibpo.plan.efficiencies import fitted
 from megatron_ibpo.plan.fleet import Fleet, bound, simulate
 from megatron_ibpo.plan.search import Found, search
 from megatron_ibpo.sampling.ahead import Pace
-from megatron_ibpo.versions import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml"

@@ -13,14 +13,14 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.cluster.host import Host, ProcessDiedError, awaited, gather, in_bundle, result
+from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.cluster.actor import Host, ProcessDiedError, awaited, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
-from megatron_ibpo.records import Sample, SampleRequest
-from megatron_ibpo.rollout import EngineDiedError, EngineError, EngineLostError
-from megatron_ibpo.rollout.settings import EngineSettings
-from megatron_ibpo.weights.transfer.order import Order
+from megatron_ibpo.engines import EngineDiedError, EngineError, EngineLostError
+from megatron_ibpo.engines.vllm.settings import EngineSettings
+from megatron_ibpo.weights.transfer.update_order import Order
 
 MOST_DEATHS, WITHIN_S = 3, 60.0
 """So many deaths of one engine within so many seconds, and without a step of the run between, end the run:
@@ -31,7 +31,7 @@ END_TIMEOUT_S = 2.0
 is ended by force. Its successor waits for it, and one that stands still never answers."""
 CLOSE_TIMEOUT_S = 45.0
 """For an engine to be stopped in order: twice the time that it gives vLLM itself, and some more."""
-FACTORY = "megatron_ibpo.rollout.engine:Engine"
+FACTORY = "megatron_ibpo.engines.vllm.engine:Engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
 LOOK_EVERY_S = 0.1
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """An engine as the Sampler asks it (`rollout.protocol.AsyncEngine`), whichever process it is now."""
+    """An engine as the Sampler asks it (`engines.protocol.AsyncEngine`), whichever process it is now."""
 
     hosts: Mapping[int, Host]
     index: int

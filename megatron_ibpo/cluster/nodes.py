@@ -24,16 +24,8 @@ from pathlib import Path
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
-from megatron_ibpo.cluster.access import (
-    TOKEN_FILE,
-    makes_token,
-    new_token,
-    own_token,
-    read_token,
-    use_token,
-    write_token,
-)
-from megatron_ibpo.cluster.session import (
+from megatron_ibpo.basics.entry_point import command
+from megatron_ibpo.cluster.ray_session import (
     QUIET,
     RAY_DIRECTORY,
     RAYLET_WAIT,
@@ -46,7 +38,15 @@ from megatron_ibpo.cluster.session import (
     ray_directory,
     twice,
 )
-from megatron_ibpo.command import command
+from megatron_ibpo.cluster.ray_token import (
+    TOKEN_FILE,
+    makes_token,
+    new_token,
+    own_token,
+    read_token,
+    use_token,
+    write_token,
+)
 from megatron_ibpo.config import path_of_user
 
 LOOK_EVERY_S = 1.0

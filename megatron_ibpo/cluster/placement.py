@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.words import listed
+from megatron_ibpo.basics.text import listed
 
 _MOST_NAMED = 32
 """Nodes that a message names before it only counts."""

@@ -7,16 +7,16 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.cluster.host import Host, Where, gather, in_bundle, result
+from megatron_ibpo.basics.rendezvous import STORE_DESCRIPTOR
+from megatron_ibpo.cluster.actor import Host, Where, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import NodeLostError, lost_nodes
 from megatron_ibpo.config import user_directory
 from megatron_ibpo.policy import process_environment
-from megatron_ibpo.rendezvous import STORE_DESCRIPTOR
 
 START_TIMEOUT_S = 300.0
 """For a process to come up, before it imports anything large."""
-FACTORY = "megatron_ibpo.policy.start:trainer_rank"
+FACTORY = "megatron_ibpo.policy.process_start:trainer_rank"
 
 
 class Trainers:

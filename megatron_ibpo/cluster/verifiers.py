@@ -15,11 +15,11 @@ from typing import Any
 
 import ray
 
-from megatron_ibpo.cluster.host import Host, on_node, result
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.cluster.actor import Host, on_node, result
 from megatron_ibpo.cluster.placement import Node
 from megatron_ibpo.config import ConfigError, DataConfig, user_directory
 from megatron_ibpo.rewards import Outcome, Pool, WorkerError, open_pool, worker_count
-from megatron_ibpo.words import counted
 
 FACTORY = "megatron_ibpo.cluster.verifiers:NodePool"
 CALLS_AT_ONCE = 4

@@ -1,9 +1,10 @@
 """What a run is told: fields with range and reason, flags, recipes, presets, and what cannot work."""
 
 from megatron_ibpo.config.checks import check_config
+from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.device import on_device
-from megatron_ibpo.config.errors import ConfigError, nearest
 from megatron_ibpo.config.eval_sampling import EVAL_PRESETS, EvalSampling, eval_sampling
+from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
 from megatron_ibpo.config.fields import (
     AlgorithmConfig,
     Config,
@@ -20,7 +21,6 @@ from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, u
 from megatron_ibpo.config.presets import PRESETS
 from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
-from megatron_ibpo.config.specs import EvalSpec, as_specs
 
 __all__ = [
     "EVAL_PRESETS",

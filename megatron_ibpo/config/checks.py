@@ -4,16 +4,16 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable
 
-from megatron_ibpo.config.entries import ENTRIES, flag
-from megatron_ibpo.config.errors import ConfigError, nearest
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.eval_sampling import EVAL_PRESETS, eval_sampling
+from megatron_ibpo.config.eval_specs import as_specs
 from megatron_ibpo.config.fields import AlgorithmConfig, Config, LossConfig, ModelConfig
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import searched
 from megatron_ibpo.config.presets import PRESETS, unknown_preset
 from megatron_ibpo.config.ranges import named_values
-from megatron_ibpo.config.specs import as_specs
-from megatron_ibpo.words import shown
 
 
 def check_config(

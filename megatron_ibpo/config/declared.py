@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron_ibpo.config.errors import nearest
+from megatron_ibpo.config.config_error import nearest
 
 Fields = Mapping[str, ast.expr]
 """Field → its type, as written."""

@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from megatron_ibpo.config.entries import ENTRIES, flag
-from megatron_ibpo.config.errors import ConfigError
+from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.fields import Config
 from megatron_ibpo.config.paths import path_of_user
 from megatron_ibpo.config.presets import resolve
@@ -24,7 +24,7 @@ later file wins, flags win over files); --print-config prints the resolved recip
 
 
 def parse_config(
-    argv: Sequence[str], *, program: str = "megatron_ibpo.train", description: str = _TRAINING
+    argv: Sequence[str], *, program: str = "megatron_ibpo.commands.train", description: str = _TRAINING
 ) -> Config:
     """The configuration that a command line means, with absolute paths (see `megatron_ibpo.config.paths`).
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from megatron_ibpo.config.errors import ConfigError, nearest
+from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.paths import user_directory
 
 T = TypeVar("T")

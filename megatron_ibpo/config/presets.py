@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_ibpo.config.entries import ENTRIES
-from megatron_ibpo.config.errors import ConfigError, nearest
-from megatron_ibpo.words import shown
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.config.config_error import ConfigError, nearest
 
 # the paper's base variant: compare-and-correct credit, corrections trained jointly
 _IBPO: dict[str, Any] = {

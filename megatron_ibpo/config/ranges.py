@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ibpo.config.specs import are_distinct, as_specs
-from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.config.eval_specs import are_distinct, as_specs
 
 
 @dataclass(frozen=True)

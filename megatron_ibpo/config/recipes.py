@@ -11,11 +11,11 @@ from urllib.parse import urlencode
 
 import yaml
 
-from megatron_ibpo.config.entries import ENTRIES, Entry
-from megatron_ibpo.config.errors import ConfigError, nearest
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import RECIPE_BYTES, UserFileError, read_user_file
+from megatron_ibpo.config.all_fields import ENTRIES, Entry
+from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.fields import Config
-from megatron_ibpo.user_files import RECIPE_BYTES, UserFileError, read_user_file
-from megatron_ibpo.words import shown
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

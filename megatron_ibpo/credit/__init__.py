@@ -1,6 +1,7 @@
 """Credit assignment: everything between scored responses and training sequences; one file an idea."""
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, shown
 from megatron_ibpo.credit.estimators import CRITIC, ESTIMATORS, Estimator, find_estimator
 from megatron_ibpo.credit.group_filters import (
     AfterCredit,
@@ -20,10 +21,9 @@ from megatron_ibpo.credit.operator import (
     Operator,
     Vocabulary,
 )
-from megatron_ibpo.credit.operators import OPERATORS, find_operator
-from megatron_ibpo.credit.shown import ThinkingMarks, shown
+from megatron_ibpo.credit.operator_registry import OPERATORS, find_operator
 from megatron_ibpo.credit.token_credit import TokenCredit, TokenFactors
-from megatron_ibpo.credit.token_credits import TOKEN_CREDITS, find_token_credit
+from megatron_ibpo.credit.token_credit_registry import TOKEN_CREDITS, find_token_credit
 
 __all__ = [
     "CRITIC",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.credit.operator import (
     CreditContext,
     Judgement,
@@ -16,7 +17,6 @@ from megatron_ibpo.credit.operator import (
 )
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
-from megatron_ibpo.records import Group, Sample
 
 
 class Agreement(Operator):

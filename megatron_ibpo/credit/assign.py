@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from megatron_ibpo.basics.records import Group, TrainSequence
+from megatron_ibpo.credit.correction_advantages import correction_advantages, correction_rewards
 from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator, is_degenerate
 from megatron_ibpo.credit.gae import critic_credit
-from megatron_ibpo.credit.joint import correction_advantages, correction_rewards
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator
-from megatron_ibpo.credit.operators import find_operator
+from megatron_ibpo.credit.operator_registry import find_operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.credit.plain_prompt import joining_rewards, plain_prompt_sequences
-from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import shaped_rewards
 from megatron_ibpo.credit.token_credit import weigh_tokens
-from megatron_ibpo.credit.token_credits import find_token_credit
-from megatron_ibpo.records import Group, TrainSequence
+from megatron_ibpo.credit.token_credit_registry import find_token_credit
+from megatron_ibpo.credit.train_sequences import train_sequences
 
 T = TypeVar("T")
 

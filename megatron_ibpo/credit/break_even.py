@@ -30,8 +30,8 @@ mean of p is more than its mean over prompts (Jensen's inequality: (1 - p)^κ is
 
 from collections.abc import Sequence
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import AlgorithmConfig
-from megatron_ibpo.records import Group
 
 ALONE, ACCOMPANIED = "alone", "accompanied"
 """Compositions: no correct response among the others, or some."""

@@ -4,9 +4,12 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
+from megatron_ibpo.basics.records import Flags, Group, SampleRequest, TokenIds
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
+from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
 from megatron_ibpo.credit.gate import gate_metrics, is_worth_asking, remember
-from megatron_ibpo.credit.joint import degenerate_correction_groups
 from megatron_ibpo.credit.leakage import mark_leakage
 from megatron_ibpo.credit.metrics import correction_metrics
 from megatron_ibpo.credit.operator import (
@@ -20,9 +23,6 @@ from megatron_ibpo.credit.operator import (
 )
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.shaping import correction_bonus, counts
-from megatron_ibpo.credit.shown import ThinkingMarks, compared_pairs, shown
-from megatron_ibpo.records import Flags, Group, SampleRequest, TokenIds
-from megatron_ibpo.seeds import derive_seed
 
 
 class CompareAndCorrect(Operator):

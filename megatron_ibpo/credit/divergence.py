@@ -12,10 +12,10 @@ from functools import cache
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group, Sample, TokenIds
 from megatron_ibpo.credit.operator import CreditContext, TokenTexts, TokenWeights, lent
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
-from megatron_ibpo.records import Group, Sample, TokenIds
 
 Step = tuple[int, int, str | None]
 """(first token, token after the last, text as it is compared); the end-of-sequence id is one without text."""

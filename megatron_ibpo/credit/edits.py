@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.credit.shown import ComparedPairs, Part, ThinkingMarks, compared
+from megatron_ibpo.basics.records import Correction, Flags, Sample, Weights
+from megatron_ibpo.credit.compared_parts import ComparedPairs, Part, ThinkingMarks, compared
 from megatron_ibpo.edit_distance import rewrite_test, unmodified_mask
-from megatron_ibpo.records import Correction, Flags, Sample, Weights
 
 
 def find_edits(pairs: ComparedPairs, *, mark_insertions: bool) -> tuple[list[Flags], npt.NDArray[np.int64]]:

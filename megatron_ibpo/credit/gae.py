@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Flags, TrainSequence, Weights
 from megatron_ibpo.credit.operator import CreditContext, lent
-from megatron_ibpo.records import Flags, TrainSequence, Weights
 
 
 def generalised_advantages(

@@ -6,9 +6,9 @@ help, or if q̂ > κ·p̂: if a correction is likelier to be right than as many 
 
 from collections.abc import Mapping, Sequence
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.credit.operator import CreditContext, lent
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.records import Group
 
 Tally = Mapping[str, Sequence[float]]
 """Composition of a group, such as "1/8" → (successes, corrections), both fading."""

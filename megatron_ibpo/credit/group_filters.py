@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import AlgorithmConfig, load_hook
 from megatron_ibpo.credit.assign import assign_credit
 from megatron_ibpo.credit.estimators import CRITIC
 from megatron_ibpo.credit.operator import CreditContext, Operator
-from megatron_ibpo.records import Group
 
 GroupFilter = Callable[[Group], bool]
 """Whether a group, scored and not yet corrected, is used."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.credit.estimators import is_degenerate
 from megatron_ibpo.credit.operator import (
     CreditContext,
@@ -23,7 +24,6 @@ from megatron_ibpo.credit.operator import (
     no_phi,
 )
 from megatron_ibpo.credit.spans import written_spans
-from megatron_ibpo.records import Group, Sample
 
 FLOOR = 0.01
 """Nats. The same answer's log-prob differs by that much between two batches in bfloat16: less is no drop."""

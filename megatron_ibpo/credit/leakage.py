@@ -3,10 +3,10 @@ or below none, says nothing about where the wrong response went wrong."""
 
 from collections.abc import Sequence
 
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TokenIds
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared
 from megatron_ibpo.credit.operator import AnswerStart
-from megatron_ibpo.credit.shown import ThinkingMarks, compared
 from megatron_ibpo.edit_distance import unmodified_mask
-from megatron_ibpo.records import Correction, Group, Prompt, Sample, TokenIds
 
 OWN_SHARE = 0.1
 """Of a derivation; less than that is no derivation of a correction's own."""

@@ -6,9 +6,9 @@ A rate without a denominator is left out of the result; counts are always there.
 import math
 from collections.abc import Iterable, Sequence
 
+from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.credit.estimators import is_degenerate
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.records import Group, Sample
 
 _COUNTED = "response_error"
 """A detail that counts responses (`megatron_ibpo.rewards.ResponseError`) and measures none of them."""

@@ -13,10 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit.estimators import Estimator
-from megatron_ibpo.credit.shown import ThinkingMarks
-from megatron_ibpo.records import (
+from megatron_ibpo.basics.records import (
     Correction,
     Floats,
     Group,
@@ -27,6 +24,9 @@ from megatron_ibpo.records import (
     TrainSequence,
     Weights,
 )
+from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.credit.compared_parts import ThinkingMarks
+from megatron_ibpo.credit.estimators import Estimator
 
 CorrectionPrompt = Callable[[Prompt, TokenIds, Sequence[TokenIds]], TokenIds]
 """Token ids of x̃ from the prompt, the wrong response and the references, all without end-of-sequence ids."""

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.credit.operator import CreditContext
-from megatron_ibpo.records import Sample
 
 
 def overlong_penalty(length: int, max_length: int, buffer: float) -> float:

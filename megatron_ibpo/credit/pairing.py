@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from megatron_ibpo.records import Sample
+from megatron_ibpo.basics.records import Sample
 
 
 def is_wrong(response: Sample) -> bool:

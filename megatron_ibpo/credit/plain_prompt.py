@@ -10,10 +10,10 @@ trained on.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_ibpo.basics.records import Correction, Group, TrainSequence
 from megatron_ibpo.credit.operator import CreditContext
-from megatron_ibpo.credit.sequences import train_sequences
 from megatron_ibpo.credit.shaping import counts
-from megatron_ibpo.records import Correction, Group, TrainSequence
+from megatron_ibpo.credit.train_sequences import train_sequences
 
 
 def joining_rewards(group: Group, context: CreditContext) -> list[float | None]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.credit.operator import CreditContext, TokenWeights
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
-from megatron_ibpo.records import Group
-from megatron_ibpo.seeds import derive_seed
 
 
 def random_window(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:

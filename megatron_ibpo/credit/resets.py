@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group, SampleRequest
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.divergence import shared_tokens
 from megatron_ibpo.credit.estimators import group_mean
-from megatron_ibpo.credit.joint import degenerate_correction_groups
 from megatron_ibpo.credit.operator import CreditContext, FollowUp, Judgement, Operator, no_phi
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.records import Group, SampleRequest
-from megatron_ibpo.seeds import derive_seed
 
 
 class ResetGroups(Operator):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Floats, Group, Sample, Weights
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.credit.operator import CreditContext, LogProbQuery, TokenWeights, lent
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors
-from megatron_ibpo.records import Floats, Group, Sample, Weights
-from megatron_ibpo.seeds import derive_seed
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from megatron_ibpo.basics.records import Correction, Group
 from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.records import Correction, Group
 
 
 def counts(correction: Correction) -> bool:

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from megatron_ibpo.records import Sample, TokenIds
+from megatron_ibpo.basics.records import Sample, TokenIds
 
 _ENDS = re.compile(
     r"\n+"

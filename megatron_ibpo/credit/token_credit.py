@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.credit.operator import CreditContext, Judgement, TokenWeights
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.records import Group, Sample
 
 Advantages = Sequence[Sequence[float | None]]
 """Of every response of every group; None where the verifier failed."""

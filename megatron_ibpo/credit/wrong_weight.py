@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.credit.operator import CreditContext, TokenWeights
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
-from megatron_ibpo.records import Group
 
 
 def wrong_weight(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:

@@ -8,13 +8,13 @@ from typing import Literal
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data.files import chosen_files, open_table, small_rows
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
-from megatron_ibpo.data.large import prompts_of_table
+from megatron_ibpo.data.large_files import prompts_of_table
+from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.mixture import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import PromptSource
-from megatron_ibpo.data.rows import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows
+from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows
 from megatron_ibpo.data.sources import SourceSpec, read_spec
-from megatron_ibpo.data.tally import Tally
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
 from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer, make_word_tokenizer
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer, thinking_marks, token_texts

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_ibpo.basics.user_files import check_user_file
 from megatron_ibpo.config import nearest, searched
-from megatron_ibpo.data.rows import LARGEST_COMPRESSED, Rows, read_jsonl
+from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Rows, read_jsonl
 from megatron_ibpo.data.tables import ArrowFile, Files, JsonLines, Parquet, Row, Table
 from megatron_ibpo.data.tokenizer import DataError, read_object
-from megatron_ibpo.user_files import check_user_file
 
 SMALL_ROWS = 8192
 """Up to so many rows are read and checked whole before anything starts."""

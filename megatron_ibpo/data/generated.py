@@ -22,15 +22,15 @@ from functools import cache, lru_cache
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.config import DataConfig, nearest
+from megatron_ibpo.data.left_out import TOO_LONG, Tally
 from megatron_ibpo.data.prompts import PromptSource, TooLongError, chat_prompt, check_prompt, plain_prompt
-from megatron_ibpo.data.rows import template_settings, with_system_prompt
+from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
 from megatron_ibpo.data.sources import SourceSpec
-from megatron_ibpo.data.tally import TOO_LONG, Tally
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
-from megatron_ibpo.records import Prompt
-from megatron_ibpo.seeds import derive_seed
-from megatron_ibpo.strict_json import read_json
 
 SCHEME = "reasoning_gym://"
 

@@ -16,17 +16,17 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data.files import LazyRow, chosen_files, each_row, lazy
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.layouts import is_rl_layout
+from megatron_ibpo.data.left_out import DUPLICATE, Tally
 from megatron_ibpo.data.pass_rates import PassRates
-from megatron_ibpo.data.rows import OWN_SCHEME, Reader, normalised, own_rows
+from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, normalised, own_rows
 from megatron_ibpo.data.sources import read_spec
-from megatron_ibpo.data.tally import DUPLICATE, Tally
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
-from megatron_ibpo.records import Prompt
-from megatron_ibpo.words import counted
 
 BINS = 10
 _BAR = 40

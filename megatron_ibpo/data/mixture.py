@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.data.prompts import PromptSource
-from megatron_ibpo.records import Prompt
 
 LONGEST_CYCLE = 10_000
 """Positions after which the pattern of sources repeats, at most: shares are exact to this fraction."""

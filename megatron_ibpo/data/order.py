@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.data.tables import Counted, Table
-from megatron_ibpo.seeds import derive_seed
 
 Place = tuple[int, int]
 """(block, row of it)."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from megatron_ibpo.basics.policy_digest import policy_digest
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.tally import NOT_MEASURED, PASS_RATE
+from megatron_ibpo.data.left_out import NOT_MEASURED, PASS_RATE
 from megatron_ibpo.data.tokenizer import DataError
-from megatron_ibpo.policy_digest import policy_digest
-from megatron_ibpo.records import Prompt
-from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ibpo.data.tally import Tally
+from megatron_ibpo.basics.records import Prompt, TokenIds, token_ids
+from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unknown
-from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
 _CHARACTERS_OF_A_TOKEN = 128

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.data.tokenizer import DataError
-from megatron_ibpo.strict_json import read_json
 
 Row = dict[str, Any]
 

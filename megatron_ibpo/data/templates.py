@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Prompt, TokenIds, token_ids
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, has_unknown
-from megatron_ibpo.records import Prompt, TokenIds, token_ids
 
 _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 

@@ -6,20 +6,13 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Prompt, SampleRequest
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate.estimators import (
-    Outcomes,
-    best_of,
-    interval,
-    majority,
-    mean_over_prompts,
-    pass_at,
-)
+from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key, Kind
 from megatron_ibpo.evaluate.inference import Corrector, corrections_asked
-from megatron_ibpo.evaluate.samples import Asked, EvalSample, Key, Kind
-from megatron_ibpo.records import Prompt, SampleRequest
-from megatron_ibpo.seeds import derive_seed
-from megatron_ibpo.words import counted
+from megatron_ibpo.evaluate.pass_at_k import Outcomes, best_of, interval, majority, mean_over_prompts, pass_at
 
 Ask = Callable[[Sequence[Asked]], Sequence[EvalSample]]
 """The samples that are asked for, scored, in order. What was kept before is not asked of an engine again."""

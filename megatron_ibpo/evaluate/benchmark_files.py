@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_user_file, user_lines
 from megatron_ibpo.config import path_in_recipe, searched
 from megatron_ibpo.data import DataError
-from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import RECORD_BYTES, check_user_file, read_user_file, user_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 

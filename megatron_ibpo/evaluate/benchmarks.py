@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.data import DataError
 from megatron_ibpo.evaluate import livecodebench
 from megatron_ibpo.evaluate.benchmark_files import Row, benchmark_rows
-from megatron_ibpo.words import counted, listed
 
 PAGE = "docs/evaluation.md#benchmarks"
 

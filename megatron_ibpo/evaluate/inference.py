@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate.samples import Asked, EvalSample
-from megatron_ibpo.records import Prompt, Sample, SampleRequest, TokenIds
-from megatron_ibpo.seeds import derive_seed
+from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample
 
 
 @dataclass(frozen=True)

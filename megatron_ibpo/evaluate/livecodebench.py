@@ -9,7 +9,7 @@ import zlib
 from datetime import date
 from typing import Any
 
-from megatron_ibpo.strict_json import read_json
+from megatron_ibpo.basics.strict_json import read_json
 
 FIRST_DAY, LAST_DAY = date(2025, 2, 1), date(2025, 5, 31)
 """Of the window 25.02-25.05, by contest_date."""

@@ -7,20 +7,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.config import Config, DataConfig, EvalSampling, EvalSpec, as_specs, eval_sampling, nearest
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.generated import told_if_slow
 from megatron_ibpo.data.layouts import COLUMNS
-from megatron_ibpo.data.rows import prompts_of_rows, read_jsonl
+from megatron_ibpo.data.row_prompts import prompts_of_rows, read_jsonl
 from megatron_ibpo.evaluate.accuracy import Evaluation
 from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
-from megatron_ibpo.evaluate.kept import Settings, prompts_digest
-from megatron_ibpo.evaluate.samples import EvalSample, problem_id
-from megatron_ibpo.records import Prompt
+from megatron_ibpo.evaluate.eval_sample import EvalSample, problem_id
+from megatron_ibpo.evaluate.stored_samples import Settings, prompts_digest
 from megatron_ibpo.rewards import answer_extractor, extracted_answer, main_rm_type
 from megatron_ibpo.rewards.verifier import rm_type_of
-from megatron_ibpo.words import counted, listed
 
 _OTHER_SCHEMES = ("reasoning_gym", "import")
 _MOST_LOOKED_AT = 100

@@ -8,7 +8,7 @@ from megatron_ibpo.journal.entries import (
     LostStepError,
     SampleKey,
 )
-from megatron_ibpo.journal.reading import Recovered, read_journal
+from megatron_ibpo.journal.recovery import Recovered, read_journal
 from megatron_ibpo.journal.writer import Journal
 
 __all__ = [

@@ -7,7 +7,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.records import ExpertIds, Sample
+from megatron_ibpo.basics.records import ExpertIds, Sample
 
 FORMAT = 1
 GroupId = tuple[int, int]

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ibpo.user_files import check_user_file
+from megatron_ibpo.basics.user_files import check_user_file
 
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ibpo.journal.entries import Begin, ClosedBatch, Entry, GroupId, Sampled, SampleKey
-from megatron_ibpo.journal.reading import settle
+from megatron_ibpo.journal.recovery import settle
 
 
 @dataclass

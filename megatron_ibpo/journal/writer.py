@@ -10,11 +10,11 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import Begin, ClosedBatch, JournalError, Sampled, SampleKey, encode
 from megatron_ibpo.journal.framing import Damage, framed
 from megatron_ibpo.journal.index import Index
-from megatron_ibpo.journal.reading import Recovered, entries, segment_numbers, segment_path
-from megatron_ibpo.records import Sample
+from megatron_ibpo.journal.recovery import Recovered, entries, segment_numbers, segment_path
 
 SEGMENT_BYTES = 64 * 1024**2
 """From this size on a new segment begins: small against --journal-keep, since only whole ones are deleted."""

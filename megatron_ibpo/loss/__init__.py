@@ -4,7 +4,7 @@ from megatron_ibpo.loss.backend import ChosenBackend, choose_backend
 from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_packed_sequence_loss
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective, make_objective
-from megatron_ibpo.loss.rows import LossRows, RowIndex
+from megatron_ibpo.loss.packed_rows import LossRows, RowIndex
 from megatron_ibpo.loss.segments import weighted_value
 from megatron_ibpo.loss.sequence_loss import LossStats, packed_sequence_loss
 from megatron_ibpo.loss.variants import VARIANTS, Parameter, Variant, resolve_variant

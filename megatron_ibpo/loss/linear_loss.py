@@ -22,7 +22,7 @@ from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, schedule
 from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions
 from megatron_ibpo.loss.objective import Objective
-from megatron_ibpo.loss.rows import LossRows
+from megatron_ibpo.loss.packed_rows import LossRows
 from megatron_ibpo.loss.segments import segment_loss
 from megatron_ibpo.loss.sequence_loss import LossStats
 

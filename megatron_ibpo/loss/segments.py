@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.off_policy import shaped_surrogate
-from megatron_ibpo.loss.rows import LossRows
+from megatron_ibpo.loss.packed_rows import LossRows
 
 
 def segment_loss(

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ibpo.loss.backend import choose_backend
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
-from megatron_ibpo.loss.rows import LossRows
+from megatron_ibpo.loss.packed_rows import LossRows
 from megatron_ibpo.loss.segments import segment_loss
 
 

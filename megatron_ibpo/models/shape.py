@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, read_user_file
 from megatron_ibpo.models.families import FAMILIES, family_part
 from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
-from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import JSON_BYTES, UserFileError, read_user_file
-from megatron_ibpo.words import shown
 
 
 class ModelConfigError(ValueError):

@@ -13,6 +13,7 @@ import psutil
 import torch
 from scipy.optimize import least_squares
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.efficiencies import Efficiencies, Fitted
@@ -22,7 +23,6 @@ from megatron_ibpo.plan.lengths import recorded
 from megatron_ibpo.plan.machine import Machine, Seen, workload_of
 from megatron_ibpo.plan.prediction import setting_of
 from megatron_ibpo.plan.sampling_time import GIB
-from megatron_ibpo.records import Group
 from megatron_ibpo.report.prediction_error import SAMPLING, STEP, TRAINING, WEIGHTS, measured_seconds
 
 _QUANTILES = 16

@@ -12,7 +12,6 @@ from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.models.lora import check_lora
-from megatron_ibpo.plan.census import Census, take_census
 from megatron_ibpo.plan.memory import (
     GIB,
     EngineMemory,
@@ -25,6 +24,7 @@ from megatron_ibpo.plan.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
+from megatron_ibpo.plan.parameter_count import Census, take_census
 from megatron_ibpo.policy.overrides import model_chunks
 
 USABLE_SHARE = 0.97

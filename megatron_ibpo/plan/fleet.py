@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, find_operator
 from megatron_ibpo.plan.lengths import SIGMA
 from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
-from megatron_ibpo.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import GroupSampler, Rules

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from megatron_ibpo.basics.user_files import RECIPE_BYTES, read_user_file
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.efficiencies import Efficiencies, Fitted, fitted
 from megatron_ibpo.plan.hardware import Hardware, hardware_of, read_hardware
-from megatron_ibpo.user_files import RECIPE_BYTES, read_user_file
 
 _HEAD = "# Made by `ibpo calibrate`; megatron_ibpo/plan/machine.py says what is what.\n"
 

@@ -14,7 +14,7 @@ from megatron_ibpo.config import Config, ParallelConfig, named_values
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
-from megatron_ibpo.plan.census import Census, Place, StagePart
+from megatron_ibpo.plan.parameter_count import Census, Place, StagePart
 from megatron_ibpo.policy.overrides import (
     micro_batch_multiple,
     model_chunks,

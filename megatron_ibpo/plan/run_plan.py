@@ -7,12 +7,12 @@ from itertools import accumulate
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ibpo.basics.environment_variables import environment_number
+from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.config import Config
-from megatron_ibpo.environment import environment_number
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
-from megatron_ibpo.plan.census import Census
 from megatron_ibpo.plan.feasibility import (
     Plan,
     full_contexts,
@@ -30,12 +30,12 @@ from megatron_ibpo.plan.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
+from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
-from megatron_ibpo.plan.uncounted import not_counted
+from megatron_ibpo.plan.uncounted_overrides import not_counted
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes, kept_at_once
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.words import counted, listed
 
 FITS, REFUSED = 0, 2
 

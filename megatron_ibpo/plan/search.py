@@ -7,9 +7,9 @@ from typing import Literal
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
-from megatron_ibpo.plan.census import estimate_census
 from megatron_ibpo.plan.feasibility import Plan, make_plan
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
+from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import Setting, setting_of
 from megatron_ibpo.plan.training_time import pass_time
 

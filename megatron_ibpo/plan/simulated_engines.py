@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_ibpo.records import Sample, SampleRequest, TokenIds, token_ids
-from megatron_ibpo.rollout import EngineDiedError
+from megatron_ibpo.basics.records import Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.engines import EngineDiedError
 
 __all__ = ["SimulatedEngine", "StepTime", "in_virtual_time"]
 
@@ -74,7 +74,7 @@ class StepTime:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """A `rollout.AsyncEngine` in virtual time: its requests run at once, a token with each step."""
+    """A `engines.AsyncEngine` in virtual time: its requests run at once, a token with each step."""
 
     step_time: StepTime
     write: Callable[[SampleRequest], Sequence[int] | TokenIds]

@@ -16,17 +16,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models.weight_map import mtp_layers
+from megatron_ibpo.policy.adapters import sharded_adapters
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gathering import gathered_by_kind
-from megatron_ibpo.policy.lora import sharded_adapters
 from megatron_ibpo.policy.mtp import Mtp
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
+from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 CRITIC = "critic"
 """Directory in a checkpoint: tensors of both models have the same names."""

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.records import Floats
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy.forward_backward import (
     Observed,
@@ -20,8 +22,6 @@ from megatron_ibpo.policy.forward_backward import (
 from megatron_ibpo.policy.packing import PackedBatch, packed
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
-from megatron_ibpo.records import Floats
-from megatron_ibpo.world import World
 
 
 class ValueHead(torch.nn.Module):

@@ -20,6 +20,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.records import ExpertIds, Floats
 from megatron_ibpo.config import Config, OptimizerConfig
 from megatron_ibpo.policy.overrides import OPTIMIZER, as_megatron, blaming, optimizer_overrides
 from megatron_ibpo.policy.packing import (
@@ -36,8 +38,6 @@ from megatron_ibpo.policy.packing import (
 from megatron_ibpo.policy.param_gather import Waits, find_uncalled, wait_around
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.policy.routing_replay import RoutingReplay
-from megatron_ibpo.records import ExpertIds, Floats
-from megatron_ibpo.world import World
 
 QUANTIZED_ROWS = 128
 """Under fp8 and fp4 a rank's rows come in multiples of it: blocks of scales have 32 or 128, others need 8."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_ibpo.loss import Objective
-from megatron_ibpo.policy.objective import aggregation, gspo_objective
+from megatron_ibpo.policy.loss_objective import aggregation, gspo_objective
 from megatron_ibpo.policy.packing import PackedArrays, packed
 from megatron_ibpo.policy.planning import Block, RankMeasure
 from megatron_ibpo.policy.trainer import Trainer

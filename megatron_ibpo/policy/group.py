@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy.overrides import micro_batch_multiple
 from megatron_ibpo.policy.planning import (
@@ -22,7 +23,6 @@ from megatron_ibpo.policy.planning import (
     plan_value_update,
     update_metrics,
 )
-from megatron_ibpo.records import Floats, TrainSequence
 from megatron_ibpo.weights.formats.retention import Keep
 
 

@@ -87,7 +87,7 @@ def build_model(
                 parameter.data = parameter.data.to(core.params_dtype)
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     if lora := chosen_lora(config.model, shape):
-        from megatron_ibpo.policy.lora import add_adapters
+        from megatron_ibpo.policy.adapters import add_adapters
 
         add_adapters(chunks, shape, lora, config.run.seed)
     return [chunk.to(device) for chunk in chunks]

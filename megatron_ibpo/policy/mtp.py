@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import packed_logprobs
 from megatron_ibpo.policy.forward_backward import Loss, Observed, make_trainable, packed_sequences
-from megatron_ibpo.policy.head import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.mtp_model import MtpModel
+from megatron_ibpo.policy.output_layer import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.packing import PackedBatch
 
 HEAD_ROWS = 1024

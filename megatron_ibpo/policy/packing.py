@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ibpo.basics.records import ExpertIds, Flags, Floats, TokenIds, TrainSequence, Weights, no_expert
 from megatron_ibpo.loss import LossRows, RowIndex
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.planning import MicroBatch
-from megatron_ibpo.records import ExpertIds, Flags, Floats, TokenIds, TrainSequence, Weights, no_expert
 
 Lengths = npt.NDArray[np.int64]
 

@@ -1,8 +1,8 @@
 """Which rank holds which part of the model: Megatron's model-parallel groups."""
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.world import World
 
 
 def initialize(parallel: ParallelConfig, world: World, seed: int) -> None:

@@ -12,32 +12,32 @@ from typing import Any
 
 import torch
 
+from megatron_ibpo.basics.distributed import World, start_world
+from megatron_ibpo.basics.records import Floats
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import find_backends, served_by
 from megatron_ibpo.policy import parallel
-from megatron_ibpo.policy.answers import About, Sent
+from megatron_ibpo.policy.adapters import merged_values, offered_adapters
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
-from megatron_ibpo.policy.lora import merged_values, offered_adapters
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.mtp_model import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
+from megatron_ibpo.policy.reports import About, Sent
 from megatron_ibpo.policy.residence import Held, Residence
 from megatron_ibpo.policy.saving import Order as SaveOrder
 from megatron_ibpo.policy.saving import Saver
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.records import Floats
 from megatron_ibpo.weights.formats.load import load_hf, load_mtp
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
-from megatron_ibpo.weights.transfer.order import Order, TransportName, drafts_with_own_layer
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.world import World, start_world
+from megatron_ibpo.weights.transfer.update_order import Order, TransportName, drafts_with_own_layer
 
 
 class TrainerRank:

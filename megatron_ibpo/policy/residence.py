@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, UntypedStorage
 
-from megatron_ibpo.world import World
+from megatron_ibpo.basics.distributed import World
 
 ALIGNMENT = 256
 """Bytes. Between what waits side by side: a multiple of every element's size, and fast to copy from."""

@@ -22,8 +22,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_ibpo.basics.records import ExpertIds, expert_ids, no_expert
 from megatron_ibpo.policy.packing import PackedBatch
-from megatron_ibpo.records import ExpertIds, expert_ids, no_expert
 
 CHANGED, LIVE, CHOICES = "routing_changed", "routing_live", "routing_choices"
 """What is counted, of choices (one of a token in a layer) in passes that train: those where the router would

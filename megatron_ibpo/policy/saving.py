@@ -26,10 +26,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch import Tensor
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.directories import disk_error
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 from megatron_ibpo.weights.formats.integrity import write_integrity
@@ -44,7 +44,7 @@ from megatron_ibpo.weights.formats.retention import (
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
 from megatron_ibpo.weights.formats.same_adapters import describe_adapters
-from megatron_ibpo.world import World
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SMALL_FILES_BYTES = 4 * 1024**2
 """Of a checkpoint: metadata, configuration, tokenizer."""

@@ -14,6 +14,8 @@ from typing import Any
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.records import ExpertIds, Floats
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import (
     LossStats,
@@ -32,11 +34,11 @@ from megatron_ibpo.policy.forward_backward import (
     is_reporting_rank,
     make_trainable,
 )
-from megatron_ibpo.policy.head import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
+from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.mtp import Mtp, mtp_metrics
 from megatron_ibpo.policy.mtp_model import MtpModel
-from megatron_ibpo.policy.objective import aggregation, backend_in_use, check_loss, run_objective
+from megatron_ibpo.policy.output_layer import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.packing import (
     PackedArrays,
     PackedBatch,
@@ -48,8 +50,6 @@ from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
 from megatron_ibpo.policy.routing_replay import CHANGED, CHOICES, LIVE, RoutingReplay
-from megatron_ibpo.records import ExpertIds, Floats
-from megatron_ibpo.world import World
 
 
 def _as_it_is(loss: Loss) -> Loss:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, named_values
 from megatron_ibpo.report.columns import Array, Columns
-from megatron_ibpo.words import counted
 
 REWARD_ERROR_SHARE = 0.05
 """Verifier failures from which on there is an alarm: a time-out now and then is no news, one in twenty is."""

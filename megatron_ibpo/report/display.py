@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_ibpo.words import counted
+from megatron_ibpo.basics.text import counted
 
 SHOWN = {
     "reward": "reward",

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_ibpo.report.curves import STYLE
+from megatron_ibpo.report.run_curves import STYLE
 from megatron_ibpo.report.run_dir import whole
 
 _SHOWN = {

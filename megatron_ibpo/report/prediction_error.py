@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from megatron_ibpo.cost import FREE_STAGES
+from megatron_ibpo.report.stages import FREE_STAGES
 
 SAMPLING, TRAINING, WEIGHTS, STEP = "sampling", "training", "weights", "step"
 _STAGES = {SAMPLING: ("sample",), TRAINING: ("log-probs", "train"), WEIGHTS: ("sync",)}
-"""What is compared → stages of the loop. A step is all of them that train (`cost.FREE_STAGES`)."""
+"""What is compared → stages of the loop. A step is all of them that train (`report.stages.FREE_STAGES`)."""
 
 Row = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.records import (
+from megatron_ibpo.basics.records import (
     LARGEST_REWARD,
     Correction,
     ExpertIds,
@@ -28,9 +28,9 @@ from megatron_ibpo.records import (
     Weights,
     token_ids,
 )
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.report.run_dir import write_whole
-from megatron_ibpo.user_files import RECORD_BYTES, read_user_file
-from megatron_ibpo.words import shown
 
 _FORMAT = 2
 _HALF = re.compile("[\ud800-\udfff]")

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.versions import installed_versions, warn_on_differences
 from megatron_ibpo.config import Config, ConfigError, read_yaml, write_config
 from megatron_ibpo.data import Tokenizer, load_tokenizer
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
-from megatron_ibpo.versions import installed_versions, warn_on_differences
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -15,11 +15,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.report.break_even import break_even_line
+from megatron_ibpo.report.correction_value import break_even_line
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
-from megatron_ibpo.report.metrics import MetricsLog
+from megatron_ibpo.report.metrics_log import MetricsLog
 from megatron_ibpo.report.prediction_error import Forecast, error_line
 from megatron_ibpo.report.run_dir import (
     METRICS_FILE,
@@ -31,7 +32,6 @@ from megatron_ibpo.report.run_dir import (
 )
 from megatron_ibpo.report.summary import summarise
 from megatron_ibpo.report.warnings import warnings_shown
-from megatron_ibpo.words import counted
 
 
 class Report:
@@ -128,7 +128,7 @@ class Report:
             status: how the run ended: finished, interrupted, failed: …
             seconds: by stage, of what came after the last row (saving).
         """
-        from megatron_ibpo.report.curves import plot_curves  # slow to import, and for the driver only
+        from megatron_ibpo.report.run_curves import plot_curves  # slow to import, and for the driver only
 
         self._count(seconds or {})
         self._display.close()

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, LossConfig, named_values
 from megatron_ibpo.report.display import Size
-from megatron_ibpo.words import counted
 
 
 def run_sizes(

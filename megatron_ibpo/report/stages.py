@@ -4,6 +4,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+FREE_STAGES = frozenset(
+    {"start", "evaluate", "save", "report", "record", "check weights", "gradient meter", "operator skill"}
+)
+"""Stages of the loop that observe and do not train."""
+
 
 class Stages:
     """Names where the time goes.

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from megatron_ibpo.report.curves import STYLE
+from megatron_ibpo.report.run_curves import STYLE
 from megatron_ibpo.report.run_dir import whole
 
 

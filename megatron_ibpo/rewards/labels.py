@@ -4,11 +4,11 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.records import Prompt
-from megatron_ibpo.rewards.errors import LabelError
+from megatron_ibpo.rewards.reward_errors import LabelError
 from megatron_ibpo.rewards.verifier import Pool, functions_of, rm_type_of
-from megatron_ibpo.words import counted, shown
 
 CHECKED_AT_START = 64
 """Prompts of each source whose labels are checked before anything else starts."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ibpo.rewards.errors import ResponseError
+from megatron_ibpo.rewards.reward_errors import ResponseError
 
 _REPEAT_S = 0.2
 """Until the next try, where a library has swallowed the exception."""

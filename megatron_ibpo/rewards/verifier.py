@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_hook
-from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool

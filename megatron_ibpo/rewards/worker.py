@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
+from megatron_ibpo.basics.records import LARGEST_REWARD
 from megatron_ibpo.config import ConfigError, load_hook
-from megatron_ibpo.records import LARGEST_REWARD
-from megatron_ibpo.rewards.errors import RESPONSE_ERROR, ResponseError
+from megatron_ibpo.rewards.reward_errors import RESPONSE_ERROR, ResponseError
 
 Answer = tuple[float | None, dict[str, float], str | None]
 """(the reward, further numbers, None), or (None, {}, why there is no reward)."""

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.rewards.sandbox.control_groups import remove_groups
-from megatron_ibpo.words import counted
 
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start: the imports of the reward function are in them."""

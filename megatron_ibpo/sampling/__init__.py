@@ -1,16 +1,11 @@
 """From prompts to scored and corrected groups, as a stream; the one way of asking engines and verifiers."""
 
-from megatron_ibpo.sampling.rollouts import LiveRollouts, RecordedRollouts, Rollouts, open_rollouts
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer
 from megatron_ibpo.sampling.threaded import ThreadedEngine
 
 __all__ = [
-    "LiveRollouts",
-    "RecordedRollouts",
-    "Rollouts",
     "Sampler",
     "ThreadedEngine",
-    "open_rollouts",
     "scorer",
 ]

@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import CreditContext
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.sampling.groups import Batch, Drawn, GroupSampler
-from megatron_ibpo.sampling.memory import EXPIRED
+from megatron_ibpo.sampling.journal_memory import EXPIRED
 
 DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditContext]]
 """(ordinal, attempt) → the prompt, the requests of its responses, and what its corrections are drawn by."""

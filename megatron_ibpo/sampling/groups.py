@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import AfterCredit, CreditContext, GroupFilter, Operator, fill_batch
 from megatron_ibpo.journal import SampleKey
-from megatron_ibpo.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.tasks import together
 

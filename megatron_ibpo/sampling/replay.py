@@ -1,7 +1,7 @@
 """Recorded samples in the place of engines."""
 
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.credit import CreditContext, Operator
-from megatron_ibpo.records import Group
 
 
 def replay(groups: list[Group], operator: Operator, context: CreditContext) -> list[Group]:

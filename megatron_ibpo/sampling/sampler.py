@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from megatron_ibpo.records import Prompt, Sample, SampleRequest
-from megatron_ibpo.rollout import AsyncEngine, EngineDiedError, EngineError, EngineLostError
-from megatron_ibpo.sampling.begun import with_beginning
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
+from megatron_ibpo.sampling.continuations import with_beginning
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.scoring import Score
 from megatron_ibpo.sampling.tasks import together
-from megatron_ibpo.words import counted
 
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""

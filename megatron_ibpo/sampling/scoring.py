@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-from megatron_ibpo.records import Prompt, Sample
+from megatron_ibpo.basics.records import Prompt, Sample
 from megatron_ibpo.rewards import Verifier
 
 Score = Callable[[Prompt, Sample], Awaitable[None]]

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.records import Sample, SampleRequest
-from megatron_ibpo.rollout import Engine
+from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.engines import Engine
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadedEngine:
-    """A `rollout.AsyncEngine` whose blocking calls wait in threads."""
+    """A `engines.AsyncEngine` whose blocking calls wait in threads."""
 
     engine: Engine
 

@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_ibpo.basics.records import Correction, Flags, Group, Prompt, Sample, SampleRequest
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import Config, as_specs, parse_config
 from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group
+from megatron_ibpo.credit.compared_parts import compared_pairs
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.shaping import counts
-from megatron_ibpo.credit.shown import compared_pairs
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.data import (
     CorrectionTemplate,
@@ -27,14 +29,12 @@ from megatron_ibpo.data import (
     token_texts,
 )
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.records import Correction, Flags, Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.rewards import open_verifier
-from megatron_ibpo.rollout.plans import group_requests
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
-from megatron_ibpo.seeds import derive_seed
+from megatron_ibpo.sampling.requests import group_requests
 from megatron_ibpo.study.credit_audit import AuditedResponse
-from megatron_ibpo.study.own_engine import open_engine
+from megatron_ibpo.study.single_engine import open_engine
 
 
 def audit_responses(

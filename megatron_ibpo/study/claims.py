@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.study.findings import Findings
-from megatron_ibpo.study.results import compare, compare_at_equal_steps, compare_overall, dose_response
-from megatron_ibpo.words import counted
+from megatron_ibpo.study.run_results import compare, compare_at_equal_steps, compare_overall, dose_response
 
 LEVEL = 0.05
 FEWEST_SEEDS = 8

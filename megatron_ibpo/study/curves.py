@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from megatron_ibpo.study.plan import Study
-from megatron_ibpo.study.results import RunResult
+from megatron_ibpo.study.run_results import RunResult
 from megatron_ibpo.study.statistics import running_mean
 
 Points = list[tuple[float, float]]

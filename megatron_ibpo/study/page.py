@@ -9,13 +9,13 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from megatron_ibpo.study.break_even import break_even_figure, break_even_points
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
 from megatron_ibpo.study.claims import Comparison
 from megatron_ibpo.study.curves import dose_figure, figure_of_runs
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.power import in_words
 from megatron_ibpo.study.table import Table, markdown, tables
-from megatron_ibpo.words import counted
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; }

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import yaml
 
-from megatron_ibpo.checks import check_run
 from megatron_ibpo.config import Config, ConfigError, config_yaml, parse_config, path_of_user
+from megatron_ibpo.run.checks import check_run
 
 Settings = dict[str, Any]
 """Recipe keys and their values."""
@@ -96,7 +96,7 @@ class PlannedRun:
     seed: int
     directory: Path
     arguments: tuple[str, ...]
-    """The flags of megatron_ibpo.train."""
+    """The flags of megatron_ibpo.commands.train."""
     config: str
     """The resolved configuration, by which a finished run is known again."""
     budget: float

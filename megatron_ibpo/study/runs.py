@@ -16,18 +16,18 @@ from typing import Any, Literal
 
 import yaml
 
+from megatron_ibpo.basics.process_group import end_group
+from megatron_ibpo.basics.text import listed
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import read_rows
-from megatron_ibpo.rollout.process_group import end_group
 from megatron_ibpo.study.plan import PlannedRun, Study
-from megatron_ibpo.words import listed
 
 Program = Callable[[Sequence[str]], int]
-"""What a child runs (`train.main`): given the flags of a run, it returns the exit status."""
+"""What a child runs (`commands.train.main`): given the flags of a run, it returns the exit status."""
 PRELOADED = [
     __name__,
-    "megatron_ibpo.lean_run",
-    "megatron_ibpo.report.curves",
+    "megatron_ibpo.run.lean_run",
+    "megatron_ibpo.report.run_curves",
     "transformers.tokenization_utils_tokenizers",
 ]
 """Imported once, in the process that all children are forked from: seven seconds of each run's start."""
@@ -111,7 +111,7 @@ def _in_child(program: Program, arguments: list[str], log: Path) -> None:
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = ["megatron_ibpo.train", *arguments]  # what the run notes as its command
+    sys.argv = ["megatron_ibpo.commands.train", *arguments]  # what the run notes as its command
     sys.exit(program(arguments))
 
 

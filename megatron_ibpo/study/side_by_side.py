@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.runs import Outcome, Program, execute, is_finished, summary
-from megatron_ibpo.words import counted
 
 
 def run_all(

@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs
 from megatron_ibpo.credit import ThinkingMarks, Vocabulary
 from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source, thinking_marks
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.records import Prompt
 from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
-from megatron_ibpo.study.operator_skill import Asking, operator_skill, try_corrections
-from megatron_ibpo.study.own_engine import open_engine
+from megatron_ibpo.study.single_engine import open_engine
 
 
 def skill_of_checkpoint(

@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from megatron_ibpo.main import COMMANDS
+from megatron_ibpo.commands.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 20.0
@@ -33,7 +33,7 @@ LOOK_S = 0.02
 DOORS: dict[str, tuple[str, ...]] = {
     **{name: command.python for name, command in COMMANDS.items()},
     "convert-gguf": (str(ROOT / "tools/convert_gguf_to_hf.py"),),
-    "choice": ("-m", "megatron_ibpo.choice"),
+    "choice": ("-m", "megatron_ibpo.commands.choose_recipe"),
 }
 """Name of a command → what Python runs for it."""
 _CRASH = re.compile(r"^Traceback \(most recent call last\)|internal error|please report it", re.MULTILINE)

@@ -34,7 +34,7 @@ from bad_inputs.place import (
     TASK,
     Place,
 )
-from megatron_ibpo.config.entries import ENTRIES, flag
+from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.fields import Config
 
 Words = list[str]

@@ -111,9 +111,9 @@ class Place:
         import torch
         from tiny_models import make_qwen3
 
+        from megatron_ibpo.basics.distributed import World
         from megatron_ibpo.config import ParallelConfig
         from megatron_ibpo.weights.formats.convert import hf_to_megatron
-        from megatron_ibpo.world import World
 
         make_qwen3(self.hf, 1, vocabulary=LETTERS)
         _save_tokenizer(self.hf)

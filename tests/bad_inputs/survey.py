@@ -58,12 +58,12 @@ def _import_all() -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401
     from transformers.integrations import ggml  # noqa: F401
 
-    import megatron_ibpo.lean_run
     import megatron_ibpo.plan.run_plan
     import megatron_ibpo.plan.search
     import megatron_ibpo.report.page.static
-    import megatron_ibpo.startup
-    import megatron_ibpo.study.conduct
+    import megatron_ibpo.run.lean_run
+    import megatron_ibpo.run.startup
+    import megatron_ibpo.study.study_run
     import megatron_ibpo.weights.formats.convert
     import megatron_ibpo.weights.formats.gguf  # noqa: F401
 

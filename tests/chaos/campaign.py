@@ -23,7 +23,7 @@ from chaos.journal_audit import audit
 from chaos.processes import by_kind, end_all, gone_within
 from chaos.replacements import Engines, NewTrainer, Replacement
 from chaos.trial import HANGS_S, RESPONSES, STEPS, StuckError, Trial, environment_within
-from megatron_ibpo.cluster.session import QUIET
+from megatron_ibpo.cluster.ray_session import QUIET
 
 Record = dict[str, Any]
 DISK_MB = 200

@@ -18,7 +18,7 @@ from chaos.processes import RAY_SERVERS, engine_index, raylets_above
 from chaos.trial import Trial
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import Record, records
-from megatron_ibpo.journal.reading import segment_numbers, segment_path
+from megatron_ibpo.journal.recovery import segment_numbers, segment_path
 from megatron_ibpo.weights.formats.run_state import newest_step
 
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"

@@ -85,7 +85,7 @@ class Trial:
         self.starts += 1
         self.start_seconds = None
         goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
-        command = [sys.executable, "-m", "megatron_ibpo.train", *FLAGS, "--seed", str(self.seed)]
+        command = [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--seed", str(self.seed)]
         if self.cluster is not None:
             command += ["--ray-address", self.cluster.address]
         with self.log.open("wb") as log:

@@ -13,9 +13,9 @@ import torch
 from job import Job
 from random_models import SHAPES, TINY_SHAPES, make_random_model
 
+from megatron_ibpo.basics.records import TrainSequence, token_ids
 from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
 from megatron_ibpo.models import forward_flops, read_hf_config
-from megatron_ibpo.records import TrainSequence, token_ids
 
 __all__ = ["Load", "OneRank", "load_of", "make_config", "make_sequences", "model_of", "start_policy"]
 
@@ -94,7 +94,7 @@ class OneRank:
     """`policy.group.RankCalls` for a single trainer in this process."""
 
     def __init__(self, config: Config, checkpoint: Path | None = None):
-        from megatron_ibpo.policy.start import trainer_rank
+        from megatron_ibpo.policy.process_start import trainer_rank
 
         self.rank = trainer_rank(config, checkpoint)
 

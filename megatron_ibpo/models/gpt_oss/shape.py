@@ -1,7 +1,7 @@
 """gpt-oss's dimensions."""
 
+from megatron_ibpo.basics.text import shown
 from megatron_ibpo.models.shape import MOST_REPEATED, Fields, ModelShape, common_fields
-from megatron_ibpo.words import shown
 
 SIGMOID_GAIN = 1.702
 """Of the gate's activation; megatron-core has it written into its code (`quick_gelu`)."""

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from megatron_ibpo.basics.text import shown
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields
 from megatron_ibpo.models.shape import Fields, expert_fields
-from megatron_ibpo.words import shown
 
 TEXT = "_text"
 """Ends the `model_type` of a text model that is not wrapped."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ibpo.models.delta_net.entries import (
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape
+from megatron_ibpo.models.delta_net.weight_map import (
     IN_PROJ,
     IN_PROJ_SECTIONS,
     gated_delta_net,
@@ -13,7 +14,6 @@ from megatron_ibpo.models.delta_net.entries import (
     mlp,
     mtp_entries,
 )
-from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 from megatron_ibpo.models.shared_entries import attention
 from megatron_ibpo.models.weight_map import ROWS, Entry, Piece
 

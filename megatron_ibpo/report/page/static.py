@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.data import Tokenizer
-from megatron_ibpo.report.page.code import embedded, page
 from megatron_ibpo.report.page.comparison import comparison
-from megatron_ibpo.report.page.sources import RunSource, Source, open_source
+from megatron_ibpo.report.page.directories import RunSource, Source, open_source
+from megatron_ibpo.report.page.html import embedded, page
 
 MOST_BYTES = 32 * 2**20
 """Of samples in a page: above it browsers take seconds to open the file."""

@@ -23,8 +23,8 @@ import torch
 from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_ibpo.user_files import RECORD_BYTES, check_user_file, read_user_file
-from megatron_ibpo.weights.errors import CheckpointError, listed
+from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_user_file
+from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 _COMMON_FILE = "common.pt"
 """Where older versions of Megatron keep what is no tensor."""

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import (
     ModelShape,
@@ -30,7 +31,6 @@ from megatron_ibpo.models import (
     read_hf_config,
 )
 from megatron_ibpo.models.weight_map import Entry, carried_entry, is_carried, mtp_layers, weight_map
-from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.directories import write_directory
 from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, Turn, run_jobs
 from megatron_ibpo.weights.formats.hugging_face import (
@@ -50,7 +50,7 @@ from megatron_ibpo.weights.formats.run_state import (
 from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
 from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
 from megatron_ibpo.weights.layout.regions import TensorMeta, consecutive_runs
-from megatron_ibpo.world import World
+from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 logger = logging.getLogger(__name__)
 

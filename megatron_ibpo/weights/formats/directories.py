@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.formats.integrity import ALGORITHM, write_integrity
 from megatron_ibpo.weights.formats.publishing import publish
-from megatron_ibpo.world import World
 
 T = TypeVar("T")
 

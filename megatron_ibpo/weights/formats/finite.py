@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -8,9 +8,9 @@ import torch
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.families import FAMILIES
-from megatron_ibpo.weights.errors import CheckpointError
 from megatron_ibpo.weights.formats.gguf_header import Header, read_header
 from megatron_ibpo.weights.formats.publishing import publish
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 LONGEST = 300
 """Characters of another library's message."""

@@ -14,17 +14,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import JSON_BYTES, check_user_file, read_user_file
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, Piece, is_carried, is_ignored
-from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import JSON_BYTES, check_user_file, read_user_file
-from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.formats.mxfp4 import BLOCKS, SCALES, PackedSlice
 from megatron_ibpo.weights.layout.regions import TensorMeta
-from megatron_ibpo.words import shown
+from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

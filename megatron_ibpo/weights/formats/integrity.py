@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
-from megatron_ibpo.weights.errors import CheckpointError, listed
-from megatron_ibpo.words import shown
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
+from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 MANIFEST = "integrity.json"
 ALGORITHM = "sha256"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
-from megatron_ibpo.weights.errors import CheckpointError, listed
 from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.layout.holdings import (
@@ -21,6 +20,7 @@ from megatron_ibpo.weights.layout.holdings import (
     vocab_rows_of,
     weights_by_global_name,
 )
+from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_ibpo.user_files import check_user_file
+from megatron_ibpo.basics.user_files import check_user_file
 
 MAPPED_BYTES = 64 * 1024**2
 """Read from files before they are unmapped: pages that were read count as this process's memory."""

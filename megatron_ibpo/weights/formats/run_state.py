@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import JSON_BYTES, KIB, read_user_file
-from megatron_ibpo.weights.errors import CheckpointError
-from megatron_ibpo.words import shown
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import JSON_BYTES, KIB, read_user_file
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 RUN_STATE = "run_state.json"
 """JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.lora import chosen_lora
-from megatron_ibpo.weights.errors import CheckpointError
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 BLOCKS, BLOCK_BYTES = 256, 64 * 1024
 """What is read of a file of weights to know it again: evenly spaced blocks; all of it where it is small."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import Piece
 from megatron_ibpo.weights.formats.directories import write_directory
@@ -19,7 +20,6 @@ from megatron_ibpo.weights.formats.hugging_face import (
 from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
-from megatron_ibpo.world import World
 
 SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file."""

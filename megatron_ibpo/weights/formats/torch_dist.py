@@ -25,16 +25,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import JSON_BYTES, RECORD_BYTES, check_user_file, read_user_file
 from megatron_ibpo.models.weight_map import Block, Entry
-from megatron_ibpo.strict_json import read_json
-from megatron_ibpo.user_files import JSON_BYTES, RECORD_BYTES, check_user_file, read_user_file
-from megatron_ibpo.weights.errors import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
 from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
 from megatron_ibpo.weights.formats.integrity import is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import CONFIG, METADATA
-from megatron_ibpo.words import shown
+from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for what is no tensor."""

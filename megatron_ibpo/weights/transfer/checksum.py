@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_ibpo.weights.errors import WeightMismatchError, listed
 from megatron_ibpo.weights.layout.regions import Message, TensorMeta, box_name, unpack
+from megatron_ibpo.weights.weight_errors import WeightMismatchError, listed
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd, as a signed 64-bit number
 CHUNK_WORDS = 16 * 1024**2

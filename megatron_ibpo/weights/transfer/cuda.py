@@ -24,13 +24,13 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.weights.layout.gather import Gather
 from megatron_ibpo.weights.layout.one_stream import on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined, say_lost
-from megatron_ibpo.world import World, open_store, own_address
 
 PACKED_BUFFERS = 1
 """Of vLLM's, on either side. With two it loads a layer under one stream while a layer's memory that was

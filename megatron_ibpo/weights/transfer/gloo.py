@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.weights.layout.regions import (
     Message,
     Need,
@@ -33,7 +34,6 @@ from megatron_ibpo.weights.transfer.checksum import part_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
 from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.wire import WirePlan, read_answers
-from megatron_ibpo.world import World, open_store, own_address
 
 BUCKETS_UNDERWAY = 2
 """Messages of so many buckets travel while one more is packed or loaded."""

@@ -25,7 +25,7 @@ class Sent:
 
 
 class EngineLink(Protocol):
-    """An engine as its owner holds it (`megatron_ibpo.rollout.engine.Engine`)."""
+    """An engine as its owner holds it (`megatron_ibpo.engines.vllm.engine.Engine`)."""
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Ask without waiting. Raises RuntimeError when the engine is gone."""

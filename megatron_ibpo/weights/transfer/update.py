@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from megatron_ibpo.weights.errors import WeightPlanError, listed
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.layout.regions import WeightSource
 from megatron_ibpo.weights.transfer.checksum import compare_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, without
-from megatron_ibpo.weights.transfer.order import Order, TransportName
-from megatron_ibpo.world import World
+from megatron_ibpo.weights.transfer.update_order import Order, TransportName
+from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
 
 class Transport(Protocol):

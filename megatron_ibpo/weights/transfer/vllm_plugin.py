@@ -24,8 +24,8 @@ from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.gpt_oss_updates import take_updates_whole
 from megatron_ibpo.weights.transfer.loading import Drafter, Loading
 from megatron_ibpo.weights.transfer.nccl_worker import NcclWorker
-from megatron_ibpo.weights.transfer.order import NCCL_BACKEND
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
+from megatron_ibpo.weights.transfer.update_order import NCCL_BACKEND
 from megatron_ibpo.weights.transfer.wire import Answer
 
 

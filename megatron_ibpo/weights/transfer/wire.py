@@ -5,8 +5,8 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.weights.errors import WeightPlanError, listed
 from megatron_ibpo.weights.layout.regions import Buckets, Need, Sender, TensorMeta, plan_buckets
+from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
 
 @dataclass(frozen=True)

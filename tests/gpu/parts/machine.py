@@ -8,7 +8,7 @@ import subprocess
 import torch
 from job import Job
 
-from megatron_ibpo.versions import differences, installed_versions, machine
+from megatron_ibpo.basics.versions import differences, installed_versions, machine
 
 LIBRARIES = ("fla-core", "liger-kernel", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
 

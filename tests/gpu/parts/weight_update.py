@@ -52,7 +52,7 @@ def run(job: Job) -> None:
 
 def send(rank: Any, link: PipeLink, *, version: int, check_sums: bool) -> dict[str, Any]:
     """One update; with `check_sums`, `update_engines` raises where something else came than was sent."""
-    from megatron_ibpo.weights.transfer.order import Order
+    from megatron_ibpo.weights.transfer.update_order import Order
 
     order = Order(version, sleeping=False, check=check_sums, timeout=TIMEOUT_S)
     started = time.perf_counter()

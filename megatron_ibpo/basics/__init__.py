@@ -1,0 +1,1 @@
+"""What every room may use: records, text, seeds, files of the user, the trainers' processes."""

@@ -1,0 +1,169 @@
+"""The handler at the top of every command: what goes wrong ends in one line on stderr and an exit status.
+
+The line says what is wrong, where, and what to do. The traceback goes to a file that the line names, except
+where the user's input is at fault and the line says it all.
+"""
+
+import os
+import re
+import select
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED, STDOUT_CLOSED = 0, 1, 2, 130, 141
+"""Exit statuses. After FAILED another try may help, after BAD_INPUT it does not."""
+OF_PATHS = (
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+"""Errors of the system that come from a path of the user's, unless it lies in the run's own directory."""
+SOURCES = (Path(__file__).parents[1], Path(__file__).parents[2] / "tools")
+PACKAGE = __name__.partition(".")[0]
+READERS = ("json", "yaml")
+"""Libraries whose errors mean that a file is malformed."""
+FRAME = re.compile(r'File "(.+)", line \d+, in .*\n +(.*)')
+LOG = "driver.log"
+INTERNAL, UNREADABLE = "internal error", "something that was given cannot be read"
+LONGEST = 500
+"""Characters of the message of an internal error."""
+
+P = ParamSpec("P")
+
+
+def command(main: Callable[P, int | None]) -> Callable[P, int]:
+    """Decorate the main function of a command: it returns the exit status, whatever happens."""
+
+    @wraps(main)
+    def run(*arguments: P.args, **named: P.kwargs) -> int:
+        return guarded(partial(main, *arguments, **named))
+
+    return run
+
+
+def run_tool(
+    main: Callable[[Any], int | None], arguments: Any, description: str | None, stopped: str = "stopped"
+) -> NoReturn:
+    """Parse the command line as the dataclass `arguments`, run `main` with it, and exit."""
+    import tyro
+
+    sys.exit(guarded(lambda: main(tyro.cli(arguments, description=description)), stopped=stopped))
+
+
+def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped: str = "stopped") -> int:
+    """Run `work` and return the exit status; an error has been printed.
+
+    Args:
+        logs: folder for tracebacks in the directory of a run, which may not be there yet; None: they go to
+            the temporary directory.
+        stopped: printed after a Ctrl-C.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the shell, and the next file would get its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    before, threading.excepthook = threading.excepthook, partial(_answer_thread, logs)
+    try:
+        status = work() or DONE
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say(stopped)
+        status = INTERRUPTED
+    except SystemExit:  # of the parser
+        if not _reader_is_gone():
+            raise
+        status = STDOUT_CLOSED
+    except BaseException as error:  # PanicException of libraries in Rust is no Exception
+        cut_off = isinstance(error, BrokenPipeError) and _reader_is_gone()
+        status = STDOUT_CLOSED if cut_off else _answer(error, logs)
+    finally:
+        threading.excepthook = before
+    if _reader_is_gone():  # Python would complain at its end about what is left to print
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return status
+
+
+def _reader_is_gone() -> bool:
+    """Tell whether stdout is a pipe that nothing reads any more, as after `| head -1`."""
+    stdout = select.poll()
+    stdout.register(1, 0)
+    return any(event & select.POLLERR for _, event in stdout.poll(0))
+
+
+def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
+    """Print the error that ended a thread; the command goes on."""
+    if isinstance(failed.exc_value, Exception):
+        _answer(failed.exc_value, logs)
+
+
+def _answer(error: BaseException, logs: Path | None) -> int:
+    """Print an error; returns the exit status."""
+    said, status = _judged(error, logs)
+    # a note is the traceback in another process
+    if status == FAILED or said.startswith(UNREADABLE) or hasattr(error, "__notes__"):
+        kept = _kept(error, logs)
+        said = said.partition("\n")[0] + (f"; the traceback is in {kept}" if kept else "")
+    _say(f"error: {said}{'; please report it' if said.startswith(INTERNAL) else ''}")
+    return status
+
+
+def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
+    """Return what to say of an error, and the exit status."""
+    if isinstance(error, OSError) and error.errno is not None:
+        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+        within_run = logs and Path(name).is_relative_to(logs.parent)
+        if logs and within_run and not logs.parent.is_dir():
+            return f"{logs.parent}: the run's directory is gone", FAILED
+        where = f"{name}: " if name else ""
+        status = BAD_INPUT if isinstance(error, OF_PATHS) and not within_run else FAILED
+        return f"{where}{error.strerror}", status
+    library, kind = type(error).__module__.partition(".")[0], type(error).__name__
+    if isinstance(error, ValueError | OSError) and (library == PACKAGE or _is_raised_here(error)):
+        return str(error), BAD_INPUT
+    if library == PACKAGE:
+        return str(error), FAILED
+    if library in READERS or isinstance(error, UnicodeError):
+        return f"{UNREADABLE}: {kind}: {error}", BAD_INPUT
+    if kind in ("MemoryError", "OutOfMemoryError"):  # torch has one of its own
+        return str(error) or "out of memory", FAILED
+    return f"{INTERNAL}: {kind}: {str(error)[:LONGEST]}", FAILED
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Tell whether a `raise` of this project made it. A ValueError that comes from a library or from Python
+    itself is a bug of ours, since what the user gives is checked before."""
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
+    file, line = FRAME.findall(stack)[-1]  # of the process that raised it: notes come last
+    return line.startswith("raise ") and any(Path(file).is_relative_to(place) for place in SOURCES)
+
+
+def _kept(error: BaseException, logs: Path | None) -> Path | None:
+    """The file that the traceback is added to; None where no disk takes it."""
+    trace = "".join(traceback.format_exception(error))
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{trace}\n".encode(errors="replace")
+    if logs is not None and logs.parent.is_dir():
+        with suppress(OSError):
+            logs.mkdir(exist_ok=True)
+            with (logs / LOG).open("ab") as file:
+                file.write(text)
+            return logs / LOG
+    with suppress(OSError):
+        descriptor, name = tempfile.mkstemp(prefix="ibpo-", suffix=".log")
+        with open(descriptor, "wb") as file:
+            file.write(text)
+        return Path(name)
+    return None
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        print(text, file=sys.stderr, flush=True)

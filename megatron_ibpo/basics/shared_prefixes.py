@@ -1,0 +1,28 @@
+"""Beginnings that token sequences share."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_ibpo.basics.records import TokenIds
+
+
+def repeated_prefixes(sequences: Sequence[TokenIds]) -> list[int]:
+    """For each sequence the tokens at its beginning that others before it in a fixed order begin with too.
+
+    A pass that computes every shared beginning once computes the rest alone: the sum of the lengths less the
+    sum of these is the number of nodes of the sequences' prefix tree. Of equal sequences one is computed.
+    """
+    # in any order of whole tokens those with the longest shared beginning are neighbours
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
+    repeated = [0] * len(sequences)
+    for before, here in pairwise(order):
+        repeated[here] = _shared(sequences[before], sequences[here])
+    return repeated
+
+
+def _shared(first: TokenIds, second: TokenIds) -> int:
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if differs.size else length

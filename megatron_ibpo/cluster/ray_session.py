@@ -1,0 +1,353 @@
+"""Ray for the length of a run: one of its own on this machine, or a place in a cluster that exists.
+
+A Ray of the run's own listens on the loopback interface only, asks for a token, keeps its files in a private
+temporary directory and leaves nothing behind, however the run ends: a small process waits for the end of the
+driver, kills what is left of that Ray and removes its directory.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+from megatron_ibpo.basics.rendezvous import LOOPBACK
+from megatron_ibpo.basics.temporary_directory import private_directory
+from megatron_ibpo.cluster.orphan_watch import ended_with_ray
+from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
+
+SWEEP_TIMEOUT_S = 15.0
+"""For the process that clears up, once Ray itself has been told to stop."""
+OBJECT_STORE_BYTES = 1024**3
+"""Of a Ray of the run's own. It holds what is on its way between processes, the packed arrays of a step above
+all: 16 bytes for each token of 67 million."""
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without GPUs of Ray's may be given some by us
+    "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_task_events_report_interval_ms": "0",  # a record of every call, for a dashboard: 5 MB per 100 steps
+    # engines and verifiers end with their owner by themselves and clear up; killed by Ray they could not
+    "RAY_kill_child_processes_on_worker_exit": "0",
+}
+START_WAIT_S = 120.0
+"""How long Ray may take to start. Its own limit for each part is 30 s, which a busy machine exceeds."""
+RAYLET_WAIT = "RAY_raylet_start_wait_time_s"
+GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
+"""For a head that chooses its port. Elsewhere it would multiply Ray's waits."""
+RAY_DIRECTORY = "r"
+"""Within a private directory: Ray makes its own directory writable for every user."""
+SOCKET_BYTES = len(f"/{RAY_DIRECTORY}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+SERVERS_NOT_USED = ("start_log_monitor", "start_monitor", "start_api_server")
+"""Methods of Ray's node that start processes for a terminal, an autoscaler and a dashboard. A Ray of a run's
+own has none of these, and on two cores the processes take a second of every start."""
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
+
+CONNECT_TIMEOUT_S = 10.0
+NO_CLUSTER = (
+    "start a cluster with `ray start --head`, or leave out --ray-address and RAY_ADDRESS for a Ray of the "
+    "run's own"
+)
+
+
+OTHER_TOKEN = (
+    "that Ray asks for another token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as it was started with "
+    "(RUN_DIR/.ray_token for a cluster of examples/run.sh)"
+)
+LOOK_EVERY_S = 0.2
+T = TypeVar("T")
+_abandoned = threading.Event()
+
+
+class ClusterError(ValueError):
+    """Ray cannot be used as the command asks; the user can mend that."""
+
+
+class ClusterFailedError(RuntimeError):
+    """Ray, or a node, failed or took too long. The command is not at fault, and may work another time."""
+
+
+class RayStartError(ClusterFailedError):
+    """Ray did not start, or could not be joined. Another try may succeed."""
+
+
+@contextmanager
+def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | None = None) -> Iterator[None]:
+    """Connect this process to Ray, and disconnect it on the way out.
+
+    Args:
+        address: of an existing cluster (host:port, or "auto" for the one on this machine); None starts one.
+        num_cpus: processes that a Ray of the run's own may hold at once. They share the processors.
+        object_store_bytes: shared memory of a Ray of the run's own.
+
+    Raises:
+        ClusterError: there is no such cluster, it runs another version of Ray or Python, asks for another
+            token, or Ray has no room on this machine.
+        RayStartError: Ray does not start, or not in time.
+    """
+    os.environ |= QUIET
+    _abandoned.clear()
+    if address is None:
+        with twice(lambda: _start_own(num_cpus, object_store_bytes or OBJECT_STORE_BYTES)):
+            yield
+        return
+    use_token()
+    twice(lambda: _connect(address))
+    try:
+        yield
+    finally:
+        _disconnect()
+
+
+def twice(start: Callable[[], T]) -> T:
+    """Call `start`, and once more where Ray did not start."""
+    try:
+        return start()
+    except RayStartError as error:
+        if _abandoned.is_set():
+            raise
+        print(f"{error}; trying once more", file=sys.stderr, flush=True)
+        return start()
+
+
+def _start_own(num_cpus: int, object_store_bytes: int) -> ExitStack:
+    """Start a Ray of the run's own. Returns what ends it."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(ray_directory())
+        stack.enter_context(own_token(directory))
+        stack.callback(_disconnect)
+        _start(directory / RAY_DIRECTORY, num_cpus, object_store_bytes)
+        stack.enter_context(ended_with_ray())
+        return stack.pop_all()
+
+
+@contextmanager
+def ray_directory() -> Iterator[Path]:
+    """A private directory for a Ray, which is gone afterwards, as are the processes that use it.
+
+    Raises:
+        ClusterError: none can be made.
+    """
+    try:
+        directory = private_directory("ibpo-ray-", SOCKET_BYTES)
+    except OSError as error:
+        raise ClusterError(str(error)) from error
+    with swept(directory):
+        yield directory
+
+
+def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
+    import ray
+
+    room = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    if room < object_store_bytes:
+        raise ClusterError(
+            f"--object-store-bytes: /dev/shm has {room / 1024**2:.0f} MiB free and Ray is to take "
+            f"{object_store_bytes / 1024**2:.0f} MiB of it; enlarge it (docker: --shm-size), or ask for less"
+        )
+    try:
+        with _apart():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                # for another address of 127.0.0.0/8 Ray's servers would listen on all interfaces
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(directory),
+            )
+    except Exception as error:
+        raise RayStartError(f"Ray does not start on this machine: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """What Ray starts keeps to this machine, and gets a process group of its own. A Ctrl-C, a closed
+    terminal, `kill %1` and `timeout` reach the whole group of the driver, which is to finish its step with
+    the processes that it has. Ray keeps nothing but SIGINT from them."""
+    from ray._private import ray_constants, services
+    from ray._private.node import Node
+
+    started: list[subprocess.Popen[bytes]] = []
+    popen = services.ConsolePopen
+
+    def start(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        started.append(popen(*arguments, process_group=0, **options))
+        return started[-1]
+
+    with (
+        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience(GCS_WAIT)),
+        mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        mock.patch.object(services, "ConsolePopen", start),
+        mock.patch.object(services, "get_node", _patient(services.get_node)),
+        _deadline(started),
+        ExitStack() as patches,
+    ):
+        for name in SERVERS_NOT_USED:
+            if hasattr(Node, name):  # another version of Ray may have other names, and then starts them
+                patches.enter_context(mock.patch.object(Node, name))
+        read_settings_again()
+        yield
+
+
+def patience(*limits: str) -> dict[str, str]:
+    """Return longer limits for Ray's start, where the user has not set them."""
+    return {name: f"{START_WAIT_S:.0f}" for name in limits if name not in os.environ}
+
+
+def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask for the node for as long as it may take to start; Ray stops after 30 s."""
+    deadline = time.monotonic() + START_WAIT_S
+
+    def get(*arguments: Any) -> Any:
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError as error:
+                if _abandoned.is_set() or time.monotonic() > deadline:
+                    raise TimeoutError("its node manager did not start in time") from error
+
+    return get
+
+
+@contextmanager
+def _deadline(started: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
+    """Kill the processes of a Ray that takes too long: its own waits follow each other for a quarter of an
+    hour."""
+
+    over = threading.Event()
+
+    def watch() -> None:
+        deadline = time.monotonic() + START_WAIT_S
+        while not over.wait(LOOK_EVERY_S):
+            if _abandoned.is_set() or time.monotonic() > deadline:
+                for process in started:
+                    process.kill()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def abandon_start() -> None:
+    """Let a Ray that another thread starts fail soon, and not be started again."""
+    _abandoned.set()
+
+
+def _connect(address: str) -> None:
+    import ray
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.exceptions import AuthenticationError
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit() and not answers(host, int(port), CONNECT_TIMEOUT_S):  # Ray would try for minutes
+        raise ClusterError(f"--ray-address {address}: nothing answers there; {NO_CLUSTER}")
+    try:
+        if port.isdigit() and "://" not in address:
+            GcsClient(address=address)  # says at once what ray.init repeats for minutes
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except AuthenticationError as error:
+        raise ClusterError(f"--ray-address {address}: {OTHER_TOKEN}") from error
+    except Exception as error:
+        text = str(error)
+        if "ersion mismatch" in text:
+            said = " ".join(text.split())  # the versions of both are on lines of their own
+            raise ClusterError(
+                f"--ray-address {address}: {said}; start both from the same environment"
+            ) from error
+        if not port.isdigit():  # "auto", or no address at all
+            raise ClusterError(f"--ray-address {address}: {_first_line(error)}; {NO_CLUSTER}") from error
+        raise RayStartError(f"--ray-address {address}: Ray cannot be joined: {_first_line(error)}") from error
+
+
+def answers(host: str, port: int, timeout: float) -> bool:
+    """Whether something listens there."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout):
+            return True
+    except OSError:
+        return False
+
+
+def take_back_signals() -> None:
+    """In the main thread, once Ray is up: it takes SIGTERM for a crash, whoever listens for it, and ends the
+    process three seconds later."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+# ------------------------------------------------------------------------------------------ clearing up
+
+SWEEP = """
+import os, shutil, signal, sys, time
+directory, spared = sys.argv[1], {int(sys.argv[2]), os.getpid()}
+sys.stdin.read()  # until the driver has closed it, or is no more
+def held(pid):
+    try:
+        files = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+        command = open(f"/proc/{pid}/cmdline").read()
+    except OSError:
+        return False
+    return directory in command or any(file.startswith(directory) for file in files)
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline:
+    left = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in spared and held(pid)]
+    if not left:
+        break
+    for pid in left:
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except OSError:
+            pass
+    time.sleep(0.1)
+shutil.rmtree(directory, ignore_errors=True)
+"""
+"""Ends what still uses the directory of a Ray whose driver is gone. After an orderly end that is nothing;
+after a kill Ray's own agents would stay."""
+
+
+@contextmanager
+def swept(directory: Path) -> Iterator[None]:
+    """`directory`, and what still uses it, are gone when this block or this process has ended."""
+    sweeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", SWEEP, str(directory), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C is not for it
+    )
+    assert sweeper.stdin is not None
+    try:
+        yield
+    finally:
+        sweeper.stdin.close()
+        try:
+            sweeper.wait(SWEEP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            sweeper.kill()
+            shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,125 @@
+"""Measure this machine with a few steps of a run, so that the run itself can be predicted.
+
+    bash tools/ibpo.sh calibrate FLAGS…
+
+The flags are those of `train`, with --dry-run-hardware naming the file that is written (NAME.yaml). The run
+goes into a directory that is removed in the end; nothing is saved or evaluated. `train` with the same flags
+says at its start what a step will take, and at its end how far that was from the truth (docs/planner.md).
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ibpo.basics.entry_point import command
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.commands.train import check_installed, opened
+from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.run.checks import check_settings
+
+if TYPE_CHECKING:
+    from megatron_ibpo.plan.calibration import MeasuredStep
+    from megatron_ibpo.run.loop import Run
+
+SMALL = 4
+"""Steps of the smaller size have one prompt for so many of a whole step."""
+EACH = 3
+"""Steps of each size, after one that warms up."""
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure as the flags say. Returns the exit status."""
+    config = parse_config(
+        sys.argv[1:] if argv is None else argv,
+        program="megatron_ibpo.plan calibrate",
+        description=str(__doc__),
+    )
+    with tempfile.TemporaryDirectory(prefix="ibpo-calibrate-") as scratch:
+        config, path = settings_of(config, Path(scratch))
+        check_settings(config)
+        calibrate(config, path)
+
+
+def settings_of(config: Config, scratch: Path) -> tuple[Config, Path]:
+    """(what the run is started with, the file to write).
+
+    Raises:
+        ConfigError: no such file is named.
+    """
+    named = config.run.dry_run_hardware
+    if named is None or not named.endswith(".yaml"):
+        raise ConfigError("--dry-run-hardware: required, the file to write, NAME.yaml")
+    run = replace(
+        config.run,
+        run_dir=scratch / "run",
+        dry_run_hardware=None,
+        save=False,
+        load=None,
+        load_debug_rollout_data=None,
+        save_debug_rollout_data=False,
+        debug_rollout_only=False,
+        eval_num_prompts=0,
+        operator_skill_prompts=0,
+        use_wandb=False,
+    )
+    rollout = replace(config.rollout, max_staleness=0, over_sampling_batch_size=None)
+    return replace(config, run=run, rollout=rollout), Path(named)
+
+
+def calibrate(config: Config, path: Path) -> None:
+    """The whole measurement."""
+    check_installed()
+    # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.plan.calibration import calibrated, measure_rates
+    from megatron_ibpo.plan.machine import write_machine
+
+    rates = measure_rates()
+    with ExitStack() as stack:
+        run = stack.enter_context(opened(config))
+        steps = list(measured_steps(run))
+        config = run.config
+    hf_dir, world_size = config.model.hf_checkpoint, config.cluster.num_trainers
+    assert hf_dir is not None  # the run has started
+    assert world_size is not None
+    about = f"a machine measured on {date.today()}, in {len(steps)} steps of a run"
+    machine = calibrated(steps, rates, config, read_hf_config(hf_dir), world_size, about=about)
+    write_machine(machine, path)
+    print(f"{path}: for --dry-run-hardware with {machine.workload}")
+
+
+def measured_steps(run: "Run") -> Iterator["MeasuredStep"]:
+    """Whole steps and smaller ones in turn; those that had nothing to train on are left out."""
+    from megatron_ibpo.plan.calibration import measured_step
+
+    whole = run.config.rollout.rollout_batch_size
+    _step(run)
+    run.stages.take()
+    for size in EACH * [max(1, whole // SMALL), whole]:
+        groups, metrics = _step(_of_size(run, size))
+        seconds = run.stages.take()
+        if metrics["tokens_trained"]:
+            yield measured_step(seconds, groups, metrics["tokens_trained"])
+
+
+def _step(run: "Run") -> tuple[list[Group], dict[str, float]]:
+    """As `train` takes one, without a report."""
+    groups = run.sample()
+    metrics = run.update(run.credit(groups).sequences)
+    run.sync()
+    return groups, metrics
+
+
+def _of_size(run: "Run", prompts: int) -> "Run":
+    """The same run with as many prompts a step."""
+    from megatron_ibpo.run.rollouts import LiveRollouts
+
+    config = replace(run.config, rollout=replace(run.config.rollout, rollout_batch_size=prompts))
+    assert isinstance(run.rollouts, LiveRollouts)  # nothing is replayed
+    return replace(run, config=config, rollouts=replace(run.rollouts, config=config, memory=None))

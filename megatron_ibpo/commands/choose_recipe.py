@@ -1,0 +1,262 @@
+"""Which recipe and layout a model gets on the devices at hand: what `examples/run.sh` asks first.
+
+    python -m megatron_ibpo.commands.choose_recipe --hf-checkpoint DIR -- FLAGS…
+
+Prints the choice for a shell, one word per line: recipe, nodes, trainers per node, flags of the layout. What
+was chosen and how to choose otherwise goes to stderr.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_ibpo.basics.entry_point import command
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples/recipes"
+LARGEST_ON_CPUS = 1e9
+"""Parameters. A step of more takes longer on CPUs than anybody waits for."""
+LARGEST_TINY = 1e8
+"""Parameters up to which a model takes the recipe for CPUs on GPUs too: its texts are as short there."""
+ROOM = 0.05
+"""Of a GPU's memory: what estimates of a plan may be wrong by."""
+IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+PER_NODE = 8
+"""GPUs of a node, to plan for where none was found and nobody says how many there are."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file of `FOLDER` for GPUs, with what it is written for."""
+
+    name: str
+    mixture: bool
+    """Of experts; else dense."""
+    largest: float
+    """Parameters of the models that take it, up to."""
+    gpus: int
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.yaml"
+
+    def __str__(self) -> str:
+        kind = "mixtures of experts" if self.mixture else "dense models"
+        size = f" up to {self.largest / 1e9:g} B parameters" if self.largest < math.inf else ""
+        return f"for {kind}{size}, written for {counted(self.gpus, 'GPU')}"
+
+
+RECIPES = (
+    Recipe("qwen3_0_6b_ibpo", mixture=False, largest=9e9, gpus=1),
+    Recipe("qwen3_4b_ibpo", mixture=False, largest=9e9, gpus=8),
+    Recipe("qwen3_32b_ibpo", mixture=False, largest=math.inf, gpus=32),
+    Recipe("qwen3_30b_a3b_ibpo", mixture=True, largest=40e9, gpus=8),
+    Recipe("qwen3_next_80b_a3b_ibpo", mixture=True, largest=120e9, gpus=32),
+    Recipe("qwen3_235b_a22b_ibpo", mixture=True, largest=math.inf, gpus=64),
+)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a run may use."""
+
+    nodes: int
+    gpus_per_node: int
+    """0: CPUs alone."""
+    gpu_memory_gib: float
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        if self.gpus == 0:
+            return "CPUs alone"
+        where = f" on {counted(self.nodes, 'node')}" if self.nodes > 1 else ""
+        return f"{counted(self.gpus, 'GPU')} of {self.gpu_memory_gib:.0f} GiB{where}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe and how it is laid out."""
+
+    recipe: Path
+    why: str
+    """What the recipe is for."""
+    trainers_per_node: int
+    layout: tuple[str, ...]
+    """Flags that follow the recipe."""
+
+
+def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
+    """The recipe for the model in `hf_dir`, and the first layout under which its plan fits the devices: the
+    recipe's own, then least tensor parallelism first, which sends least between GPUs; the same again with the
+    optimizer's steps in main memory, which take longer. One that leaves `ROOM` is preferred.
+
+    Args:
+        hf_dir: only config.json is read.
+        flags: the user's own, which win over recipe and layout.
+
+    Raises:
+        ValueError: there is no recipe for such a model on such devices, or none fits.
+    """
+    shape = read_hf_config(hf_dir)
+    parameters = count_parameters(shape)
+    if devices.gpus == 0 and parameters > LARGEST_ON_CPUS:
+        raise ValueError(
+            f"about {parameters / 1e9:.1f} B parameters are too many for CPUs, and no GPU was found here. To "
+            "plan for a cluster add --dry-run; NNODES=… and GPUS_PER_NODE=… say which"
+        )
+    if devices.gpus == 0 or parameters <= LARGEST_TINY:
+        return _tiny(shape, devices)
+    from megatron_ibpo.config import parse_config  # slow to import, and for GPUs only
+    from megatron_ibpo.plan.feasibility import make_plan, tightest
+
+    recipe = choose_recipe(shape, devices.gpus)
+    problems: list[str] = []
+    tight: Choice | None = None
+    layouts = list(_layouts(shape, devices))
+    for layout in [*layouts, *((*layout, *IN_MAIN_MEMORY) for layout in layouts)]:
+        arguments = ["--config", str(recipe.path), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
+        config = parse_config(arguments)
+        config.run.dry_run_gpus_per_node = devices.gpus_per_node
+        config.run.dry_run_gpu_memory_gib = devices.gpu_memory_gib
+        plan = make_plan(config, devices.gpus)
+        problems = plan.problems
+        if not problems:
+            found = Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
+            if tightest(plan).left >= ROOM * devices.gpu_memory_gib * 1024**3:
+                return found
+            tight = tight or found
+    if tight is not None:
+        return tight
+    raise ValueError(
+        f"{hf_dir.name} (about {parameters / 1e9:.1f} B parameters) does not fit on {devices} with "
+        f"{recipe.path.name} ({recipe}): " + "; ".join(problems) + ". More devices: NNODES=… and "
+        "GPUS_PER_NODE=…; --dry-run plans without having them"
+    )
+
+
+def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
+    """Of those for models of this kind and size the one for most GPUs, of as many as there are."""
+    parameters = count_parameters(shape)
+    for_kind = [one for one in RECIPES if one.mixture == shape.is_moe and parameters <= one.largest]
+    size = min(one.largest for one in for_kind)
+    for_size = sorted((one for one in for_kind if one.largest == size), key=lambda recipe: recipe.gpus)
+    within = [one for one in for_size if gpus is None or one.gpus <= gpus]
+    return (within or for_size[:1])[-1]
+
+
+def count_parameters(shape: ModelShape) -> float:
+    """About how many parameters a model has: those that take part in matrix products."""
+    every_expert = replace(shape, experts_per_token=shape.num_experts)
+    return forward_flops(every_expert, 1) / 2
+
+
+def _tiny(shape: ModelShape, devices: Devices) -> Choice:
+    """The recipes for CPUs, with one trainer or the recipe's own two."""
+    if not shape.is_moe:
+        return Choice(FOLDER / "small_dense_cpu.yaml", "for small dense models", 1, ())
+    if not shape.is_recurrent:
+        raise ValueError(
+            f"there is no recipe for so small a {shape.family}; write one (examples/recipes/ has the others) "
+            "and give it to `bash tools/ibpo.sh train --config FILE`"
+        )
+    recipe, why = FOLDER / "tiny_qwen3_next_ibpo.yaml", "for tiny models of this family"
+    two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
+    if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
+        return Choice(recipe, why, 2, ())  # the recipe's own
+    return Choice(recipe, why, 1, _flags(tensor=1, expert=1))
+
+
+def _layouts(shape: ModelShape, devices: Devices) -> Iterator[tuple[str, ...]]:
+    """Layouts to try, in order; of no flags, the recipe's own."""
+    yield ()
+    per_node = devices.gpus_per_node
+    heads = shape.num_key_value_heads
+    tensor_sizes = [size for size in (1, 2, 4, 8) if per_node % size == 0 and heads % size == 0]
+    if not shape.is_moe:
+        yield from (_flags(tensor=size, engine=size) for size in tensor_sizes)
+        return
+    stages = [size for size in (1, 2, 4, 8) if devices.nodes % size == 0]
+    yield from (
+        _flags(tensor=tensor, expert=per_node, pipeline=pipeline, engine=per_node)
+        for pipeline in stages
+        for tensor in tensor_sizes[:2]
+    )
+
+
+def _flags(*, tensor: int, expert: int = 1, pipeline: int = 1, engine: int = 1) -> tuple[str, ...]:
+    return (
+        "--tensor-model-parallel-size", str(tensor),
+        "--expert-model-parallel-size", str(expert),
+        "--pipeline-model-parallel-size", str(pipeline),
+        "--sequence-parallel" if tensor > 1 else "--no-sequence-parallel",
+        "--rollout-num-gpus-per-engine", str(engine),
+    )  # fmt: skip
+
+
+def find_devices(nodes: int | None, gpus_per_node: int | None, planned: ModelShape | None) -> Devices:
+    """What the user named, else what this machine has.
+
+    Args:
+        planned: a model to plan for. Where no GPU was found, one that is too large for CPUs gets those that
+            its recipe is written for.
+    """
+    memories = _gpu_memories()
+    found, memory = len(memories), min(memories, default=80.0)
+    if planned is not None and not found and count_parameters(planned) > LARGEST_ON_CPUS:
+        gpus = choose_recipe(planned).gpus
+        per_node = min(gpus, PER_NODE) if gpus_per_node is None else gpus_per_node
+        return Devices(nodes or -(-gpus // PER_NODE), per_node, memory)
+    return Devices(nodes or 1, found if gpus_per_node is None else gpus_per_node, memory)
+
+
+def _gpu_memories() -> list[float]:
+    """GiB of each GPU of this machine that CUDA_VISIBLE_DEVICES leaves. nvidia-smi answers before torch would
+    be imported."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    memories = [float(line) / 1024 for line in done.stdout.splitlines()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return memories if visible is None else memories[: len([gpu for gpu in visible.split(",") if gpu])]
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the choice. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="megatron_ibpo.commands.choose_recipe", description=__doc__)
+    parser.add_argument("--hf-checkpoint", type=Path, required=True)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--gpus-per-node", type=int)
+    parser.add_argument("flags", nargs="*", help="of the training run, after --")
+    known = parser.parse_args(argv)
+    shape = read_hf_config(known.hf_checkpoint)
+    devices = find_devices(known.nodes, known.gpus_per_node, shape if "--dry-run" in known.flags else None)
+    choice = choose(known.hf_checkpoint, devices, known.flags)
+    layout = " ".join(choice.layout) or "the recipe's own"
+    trainers = devices.nodes * choice.trainers_per_node
+    print(
+        f"{known.hf_checkpoint.name} on {devices}:\n"
+        f"  recipe  {choice.recipe}\n"
+        f"          {choice.why}\n"
+        "          (any key of it is a flag, --config FILE adds another recipe)\n"
+        f"  layout  {counted(trainers, 'trainer')}, {layout}\n"
+        "          (flags of yours win; NNODES and GPUS_PER_NODE name other devices)",
+        file=sys.stderr,
+    )
+    print(choice.recipe, devices.nodes, choice.trainers_per_node, *choice.layout, sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

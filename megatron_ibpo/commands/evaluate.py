@@ -1,0 +1,257 @@
+"""How well a policy does on held-out prompts, without training: engines and verifiers alone.
+
+    bash tools/ibpo.sh evaluate POLICY FLAGS…  a run's directory (its policy, by its settings), a Hugging Face
+                                               checkpoint, or a Megatron one, which is converted for it
+    bash tools/ibpo.sh evaluate FLAGS…         the policy of --hf-checkpoint
+    bash tools/ibpo.sh evaluate compare A B    two evaluations problem by problem, from their directories
+
+The flags are those of `train`; what concerns training alone has no effect. An evaluation that was interrupted
+goes on when the same command is given again.
+"""
+
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from megatron_ibpo.basics.entry_point import DONE, command, guarded
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.commands.train import check_installed
+from megatron_ibpo.config import Config, ConfigError, parse_config, path_of_user
+from megatron_ibpo.run.checks import check_evaluation
+from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
+
+if TYPE_CHECKING:
+    from megatron_ibpo.run.startup import OpenEvaluation
+
+_BAR = (TextColumn("{task.description}"), BarColumn())
+OF_TRAINING = {"--load", "--load-debug-rollout-data", "--dry-run"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is evaluated."""
+
+    config: Config
+    """--hf-checkpoint is the policy, or what has the configuration and tokenizer of a Megatron checkpoint."""
+    stored: Path | None = None
+    """The Megatron checkpoint with its weights; None: --hf-checkpoint has them."""
+
+    @property
+    def name(self) -> str:
+        return str(self.stored or self.config.model.hf_checkpoint)
+
+
+@dataclass
+class Comparison:
+    """Two evaluations problem by problem."""
+
+    first: Annotated[Path, tyro.conf.Positional]
+    """Directory of an evaluation (--run-dir), the one compared with."""
+    second: Annotated[Path, tyro.conf.Positional]
+    """Directory of another one of the same problems."""
+    measure: str = "accuracy"
+    """What is compared, by its name in results.json: accuracy, greedy_accuracy, majority_accuracy, …"""
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate as the flags say. Returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["compare"]:
+        compare(tyro.cli(Comparison, args=words[1:], prog="megatron_ibpo.evaluate compare"))
+        return DONE
+    policy = policy_of(words)
+    check_evaluation(policy.config)
+    logs = policy.config.run.run_dir / "logs"
+    return guarded(
+        lambda: evaluate_policy(policy), logs=logs, stopped="stopped; the same command goes on from here"
+    )
+
+
+def compare(asked: Comparison) -> None:
+    """Show how two evaluations differ."""
+    from megatron_ibpo.report.display import open_console
+    from megatron_ibpo.study.paired_evaluations import compare_evaluations, comparison_notes, comparison_table
+
+    first, second = path_of_user(asked.first), path_of_user(asked.second)
+    compared = compare_evaluations(first, second, asked.measure)
+    console = open_console()
+    title = f"{asked.measure}, first: {asked.first}, second: {asked.second}"
+    for text in (title, *comparison_notes(compared)):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(comparison_table(compared))
+
+
+def evaluate_policy(policy: Policy) -> None:
+    """The whole evaluation."""
+    check_installed()
+    # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.report import Stages
+    from megatron_ibpo.report.evaluation_report import report_evaluation
+    from megatron_ibpo.run.startup import open_evaluation
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does
+    stages = Stages()
+    with ExitStack() as stack:
+        with stages("convert"):
+            config = stack.enter_context(_with_weights(policy))
+        with stages("start"):
+            opened = stack.enter_context(open_evaluation(config, policy.name))
+        print(opened.where, flush=True)
+        for note in opened.task.notes:
+            print(note, flush=True)
+        assert opened.kept is not None  # the policy has a name
+        if found := opened.kept.num_found:
+            print(f"{counted(found, 'sample')} of an earlier start are not asked again", flush=True)
+        with stages("evaluate"), _progress(opened, config) as meanwhile:
+            evaluated = opened.rollouts.evaluation(opened.task, meanwhile, opened.kept)
+        report_evaluation(
+            config.run.run_dir,
+            policy.name,
+            evaluated,
+            seconds=stages.take(),
+            counts={
+                "engine_restarts": opened.engines.restarts,
+                "verifier_deaths": opened.verifiers.deaths,
+            },
+        )
+
+
+def policy_of(words: Sequence[str]) -> Policy:
+    """The policy and configuration that a command line means.
+
+    Raises:
+        ConfigError: no such policy, or what `parse_config` refuses.
+    """
+    flags, of_policy, stored = list(words), list[str](), None
+    if flags and not flags[0].startswith("-"):
+        of_policy, stored = _named_policy(flags.pop(0))
+    if strays := OF_TRAINING & {word.partition("=")[0] for word in flags}:
+        raise ConfigError(f"{', '.join(sorted(strays))}: only training has it")
+    config = parse_config([*of_policy, *flags], program="megatron_ibpo.evaluate", description=str(__doc__))
+    config = replace(
+        config,
+        run=replace(config.run, load=None, load_debug_rollout_data=None, dry_run=False),
+        rollout=replace(config.rollout, colocate=False),  # there is no trainer to share with
+    )
+    names_another = of_policy and any(word.startswith("--hf-checkpoint") for word in flags)
+    is_run = "--config" in of_policy
+    return Policy(config, None if is_run and names_another else stored)
+
+
+def _named_policy(name: str) -> tuple[list[str], Path | None]:
+    """(flags that a policy stands for, the Megatron checkpoint with its weights if it is one); flags that the
+    user gives win over these."""
+    path = path_of_user(name)
+    if (path / "config.yaml").is_file():
+        return _of_run(path)
+    if (path / "config.json").is_file():
+        return ["--hf-checkpoint", str(path)], None
+    stored = _stored(path)
+    if stored is None:
+        raise ConfigError(
+            f"{path} is no policy: a run's directory has a config.yaml, a Hugging Face checkpoint a "
+            "config.json, a Megatron checkpoint a metadata.json or latest_checkpointed_iteration.txt"
+        )
+    has_hf_files = (stored / HF_FILES).is_dir()
+    return ["--hf-checkpoint", str(stored / HF_FILES)] if has_hf_files else [], stored
+
+
+def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
+    """What a run of training sets for the evaluation of its policy: the one that it exported, else that of
+    its newest checkpoint."""
+    exported, stored = run_dir / "hf", None
+    if not exported.is_dir():
+        stored = newest_step(run_dir)
+        if stored is None:
+            raise ConfigError(
+                f"{exported}: there is no policy; a run exports its own when it ends, unless --no-save, and "
+                "it has no checkpoint either"
+            )
+        exported = stored / HF_FILES
+    settings = {
+        "--config": run_dir / "config.yaml",
+        "--hf-checkpoint": exported,
+        "--run-dir": run_dir / "evaluate",
+        "--ray-address": None,  # that of the run may be gone
+    }
+    return [word for flag, value in settings.items() for word in (flag, str(value))], stored
+
+
+def _stored(path: Path) -> Path | None:
+    if not path.is_dir():
+        return None
+    found = find_stored(path)
+    return found if (found / CONFIG).is_file() else None
+
+
+@contextmanager
+def _with_weights(policy: Policy) -> Iterator[Config]:
+    """The configuration with a Hugging Face checkpoint of the policy: a Megatron checkpoint is converted into
+    a directory that is there as long as it is used.
+
+    Raises:
+        ValueError, OSError: it cannot be converted.
+    """
+    config = policy.config
+    if policy.stored is None:
+        yield config
+        return
+    import torch
+
+    from megatron_ibpo.basics.distributed import World
+    from megatron_ibpo.weights.formats.convert import megatron_to_hf
+
+    config.run.run_dir.mkdir(parents=True, exist_ok=True)
+    # beside the results and not in the system's temporary directory: engines on other nodes read it too
+    with tempfile.TemporaryDirectory(prefix="policy-", dir=config.run.run_dir) as scratch:
+        target = Path(scratch) / "hf"
+        print(f"converting {policy.stored} into {target}, which is removed at the end", flush=True)
+        with Progress(*_BAR, DownloadColumn(), disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task("converting", total=None)
+            megatron_to_hf(
+                policy.stored,
+                target,
+                World(0, 1, torch.device("cpu"), None),
+                origin=config.model.hf_checkpoint,
+                report=lambda now, total: bar.update(task, advance=now, total=total),
+            )
+        yield replace(config, model=replace(config.model, hf_checkpoint=target))
+
+
+@contextmanager
+def _progress(opened: "OpenEvaluation", config: Config) -> Iterator[Callable[[], None]]:
+    """What to call while the evaluation goes: engines that are ready again are taken in, and a terminal shows
+    how many samples there are."""
+    kept = opened.kept
+    assert kept is not None  # the policy has a name
+    ways = 2 if config.run.eval_compare_and_correct else 1
+    total = sum(len(own.prompts) * (ways * own.sampling.samples + 1) for own in opened.task.eval_sets)
+    with Progress(*_BAR, MofNCompleteColumn(), TimeRemainingColumn(), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("samples", total=total)
+
+        def meanwhile() -> None:
+            opened.engines.admit()
+            bar.update(task, completed=kept.num_found + kept.num_added)
+
+        yield meanwhile
+
+
+if __name__ == "__main__":
+    sys.exit(main())

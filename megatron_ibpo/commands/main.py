@@ -1,0 +1,88 @@
+"""ibpo COMMAND …: one entry point to everything that this project does.
+
+    bash tools/ibpo.sh COMMAND …    from a fresh clone; sets up what is missing first
+    .venv/bin/ibpo COMMAND …        once that is there
+
+Each command is a program of its own that this one turns into; COMMAND --help lists its flags.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ibpo.basics.entry_point import BAD_INPUT, command
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command of ibpo runs."""
+
+    python: tuple[str, ...]
+    """Arguments of Python; the user's follow them."""
+    meaning: str
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    return ("-m", f"{__package__}.{name}", *arguments)
+
+
+def _tool(name: str) -> tuple[str, ...]:
+    return (str(_ROOT / "tools" / name),)
+
+
+COMMANDS = {
+    "train": Command(_module("train"), "train a policy"),
+    "evaluate": Command(
+        _module("evaluate"),
+        "benchmarks and held-out prompts, without training; comparison of two results",
+    ),
+    "plan": Command(_module("train", "--dry-run"), "what a run would need, without running it"),
+    "search": Command(
+        _module("plan", "search"),
+        "layouts that fit a cluster, by the predicted time of a step",
+    ),
+    "calibrate": Command(
+        _module("plan", "calibrate"),
+        "measure this machine, so that runs on it can be predicted",
+    ),
+    "convert to-megatron": Command(
+        _tool("convert_hf_to_megatron.py"), "Hugging Face checkpoint → Megatron's distributed checkpoint"
+    ),
+    "convert to-hf": Command(
+        _tool("convert_megatron_to_hf.py"), "a run or Megatron checkpoint → Hugging Face checkpoint"
+    ),
+    "inspect": Command(_tool("inspect_checkpoint.py"), "what a checkpoint holds, and what is missing"),
+    "compare": Command(_tool("compare_methods.py"), "methods under one budget, over several seeds"),
+    "audit": Command(_tool("audit_credit.py"), "does value fall where corrections change a response?"),
+    "skill": Command(_tool("operator_skill.py"), "do corrections succeed more often than another try?"),
+    "data": Command(
+        _tool("inspect_data.py"), "prompts as the model will see them, and what is left out and why"
+    ),
+    "pass-rates": Command(_module("pass_rates"), "how often a policy solves each prompt, for a filter"),
+    "serve": Command(_module("page", "serve"), "read runs in a browser, also while they train"),
+    "page": Command(_module("page", "page"), "the same as one HTML file"),
+}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Become the program that the command names. Returns only without one: 0 for --help, 2 for bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    length = 2 if words[:1] == ["convert"] else 1
+    name, arguments = " ".join(words[:length]), words[length:]
+    if name in COMMANDS:
+        os.execv(sys.executable, [sys.executable, *COMMANDS[name].python, *arguments])
+    if name in ("", "-h", "--help"):
+        print(__doc__)
+        print("\n".join(f"  {known:<20} {command.meaning}" for known, command in COMMANDS.items()))
+        return 0
+    print(f"error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

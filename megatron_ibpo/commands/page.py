@@ -1,0 +1,82 @@
+"""Read a run: live in a browser, or as one HTML file.
+
+    bash tools/ibpo.sh serve runs/a                 follows the run while it trains
+    bash tools/ibpo.sh serve runs/a runs/b          both, and what they have different
+    bash tools/ibpo.sh page runs/a                  writes runs/a/page.html, which needs no server
+
+Samples are shown of runs with --save-debug-rollout-data. What `evaluate` wrote can be read as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megatron_ibpo.basics.entry_point import command
+
+
+@dataclass
+class Serve:
+    """Follow runs in a browser on this machine."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs or evaluations."""
+    port: int = 8800
+    """On 127.0.0.1; a free one is taken where it is not."""
+
+
+@dataclass
+class Page:
+    """Write runs as one HTML file."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs or evaluations."""
+    save: Path | None = None
+    """The file to write; page.html in the first directory when None."""
+    steps: tuple[int, ...] | None = None
+    """Show these of the recorded steps only; when None as many of all as a browser opens at once."""
+
+
+Arguments = Annotated[Serve, tyro.conf.subcommand("serve")] | Annotated[Page, tyro.conf.subcommand("page")]
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Show runs as the flags say. Returns the exit status."""
+    arguments: Serve | Page = tyro.cli(Arguments, args=argv, description=__doc__)
+    if not arguments.runs:
+        raise ValueError("which run? Name the directory of one, as in: bash tools/ibpo.sh serve runs/a")
+    if isinstance(arguments, Serve):
+        _serve(arguments)
+    else:
+        _write(arguments)
+
+
+def _serve(arguments: Serve) -> None:
+    from megatron_ibpo.report.page.directories import open_source
+    from megatron_ibpo.report.page.server import (
+        serve,
+    )  # imported late, so that wrong flags are answered at once
+
+    sources = [open_source(directory) for directory in arguments.runs]
+    for source in sources:
+        source.overview()  # what cannot be read is said now
+    serve(sources, arguments.port, say=lambda line: print(line, flush=True))
+
+
+def _write(arguments: Page) -> None:
+    from megatron_ibpo.report.page.static import build_page
+
+    path = arguments.save or arguments.runs[0] / "page.html"
+    text = build_page(arguments.runs, steps=arguments.steps)
+    path.write_text(text, encoding="utf-8")
+    print(f"{path} ({len(text.encode()) / 2**20:.1f} MiB)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

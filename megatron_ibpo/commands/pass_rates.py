@@ -1,0 +1,159 @@
+"""How often a policy solves each training prompt, measured before training for --filter-pass-rate.
+
+    bash tools/ibpo.sh pass-rates FLAGS…
+
+The flags are those of `train`, with --pass-rates naming the file that is written: every prompt of
+--prompt-data is answered --n-samples-per-prompt times by the policy of --hf-checkpoint. What the file already
+has of this policy and these settings is not measured again, so that a stopped measurement goes on."""
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from rich.progress import track
+
+from megatron_ibpo.basics.entry_point import command, guarded
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.commands.train import check_installed
+from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.data import PromptSource, Tokenizer
+from megatron_ibpo.data.pass_rates import (
+    Rate,
+    open_for_more,
+    policy_fingerprint,
+    prompt_fingerprint,
+    rate_line,
+    read_pass_rates,
+)
+from megatron_ibpo.run.checks import check_settings
+
+AT_ONCE = 128
+"""Prompts that are asked, and then written down, together."""
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as the flags say. Returns the exit status."""
+    config = parse_config(
+        sys.argv[1:] if argv is None else argv,
+        program="megatron_ibpo.commands.pass_rates",
+        description=str(__doc__),
+    )
+    config, path = settings_of(config)
+    check_settings(config)
+    logs = config.run.run_dir / "logs"
+    return guarded(lambda: measure(config, path), logs=logs, stopped="stopped; what was measured is kept")
+
+
+def settings_of(config: Config) -> tuple[Config, Path]:
+    """(what engines are started with, the file to write).
+
+    Raises:
+        ConfigError: no file is named.
+    """
+    path = config.data.pass_rates
+    if path is None:
+        raise ConfigError("--pass-rates: required, the file to write")
+    run = replace(
+        config.run,
+        run_dir=config.run.run_dir / "pass_rates",
+        eval_num_prompts=0,
+        load=None,
+        load_debug_rollout_data=None,
+    )
+    data = replace(config.data, pass_rates=None, filter_pass_rate=None)
+    rollout = replace(config.rollout, colocate=False)  # there is no trainer to share with
+    return replace(config, run=run, data=data, rollout=rollout), path
+
+
+def measure(config: Config, path: Path) -> None:
+    """The whole measurement."""
+    check_installed()
+    # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.run.rollouts import LiveRollouts
+    from megatron_ibpo.run.startup import open_evaluation
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does
+    with ExitStack() as stack:
+        policy = policy_fingerprint(config)
+        known = read_pass_rates(path, policy)
+        opened = stack.enter_context(open_evaluation(config))
+        source = _prompts(config, opened.task.tokenizer)
+        for note in (*source.notes, opened.where):
+            print(note, flush=True)
+        assert isinstance(opened.rollouts, LiveRollouts)  # there are engines
+        sampler = opened.rollouts.sampler
+        sampler.version = opened.engines.version
+        file = stack.enter_context(open_for_more(path))
+        most = -(-max(0, source.num_prompts() - len(known)) // AT_ONCE)
+        for batch in track(_unknown(source, set(known)), f"{len(known)} prompts known, measuring", most):
+            asked = [(prompt, request) for prompt in batch for request in _requests(prompt, config)]
+            samples = sampler.run(sampler.answers(asked), opened.engines.admit)
+            file.writelines(rate_line(policy, prompt, rate) for prompt, rate in _rates(batch, samples))
+            file.flush()
+    print(f"{path}: {len(read_pass_rates(path, policy))} prompts of this policy")
+
+
+def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
+    """Those of training, without the filter."""
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.run.task import training_prompts
+
+    hf_dir = config.model.hf_checkpoint
+    assert hf_dir is not None  # check_settings saw to it
+    context = config.rollout.rollout_max_context_len or read_hf_config(hf_dir).max_position_embeddings
+    rollout = replace(config.rollout, rollout_max_context_len=context)
+    source = training_prompts(replace(config, rollout=rollout), tokenizer)
+    if not source.num_prompts():
+        raise ValueError(
+            "--prompt-data: a generated task never repeats, so no prompt could be chosen by its rate"
+        )
+    return source
+
+
+def _unknown(source: PromptSource, known: set[str]) -> Iterator[list[Prompt]]:
+    """The prompts that are not known, each once, in batches."""
+    batch: list[Prompt] = []
+    for position in range(source.num_prompts()):
+        prompt = source.at(position)
+        if (fingerprint := prompt_fingerprint(prompt)) in known:
+            continue
+        known.add(fingerprint)
+        batch.append(prompt)
+        if len(batch) == AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:
+    rollout = config.rollout
+    return [
+        SampleRequest(
+            prompt.token_ids,
+            derive_seed("pass rate", config.run.seed, prompt.index, number),
+            rollout.rollout_max_response_len,
+            rollout.rollout_temperature,
+            rollout.rollout_top_p,
+            rollout.rollout_top_k,
+        )
+        for number in range(rollout.n_samples_per_prompt)
+    ]
+
+
+def _rates(batch: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[tuple[Prompt, Rate]]:
+    """Of each prompt, whose samples follow one another; one that the verifier failed on does not count."""
+    size = len(samples) // len(batch)
+    for number, prompt in enumerate(batch):
+        own = [sample for sample in samples[number * size : (number + 1) * size] if sample.reward is not None]
+        yield prompt, Rate(sum(sample.correct for sample in own), len(own))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

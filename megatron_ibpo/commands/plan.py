@@ -1,0 +1,107 @@
+"""Search the layouts of a run before it is started.
+
+    python -m megatron_ibpo.commands.plan search --gpus 64 --hardware h100 --hf-checkpoint DIR
+    python -m megatron_ibpo.commands.plan calibrate FLAGS…
+
+Only config.json of the checkpoint is read. docs/planner.md says what predictions are worth. calibrate, with
+the flags of a run on this machine, measures what its predictions need.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command
+from megatron_ibpo.commands.choose_recipe import choose_recipe
+from megatron_ibpo.config import parse_config, write_config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.plan.prediction import lines
+from megatron_ibpo.plan.search import Found, search
+from megatron_ibpo.run.checks import check_settings
+
+
+@dataclass
+class Search:
+    """Layouts of a run on so many GPUs, fastest first, and the best as a recipe."""
+
+    gpus: int
+    """GPUs in all, trainers' and engines'."""
+    hardware: str
+    """Kind of GPU; docs/planner.md lists them."""
+    hf_checkpoint: Path
+    """Directory with the model's config.json."""
+    config: Path | None = None
+    """Recipe with batch and lengths; that for the model and the GPUs when None."""
+    response_len: int | None = None
+    """Mean tokens of a response; half of the longest when None."""
+    top: int = 8
+    """Layouts that are shown."""
+    save: Path | None = None
+    """File for the best as a recipe."""
+    picture: Path | None = None
+    """PNG file that shows a step of the best, who works when."""
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search or calibrate. Returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["calibrate"]:
+        from megatron_ibpo.commands.calibrate import main as calibrate  # with all that a run imports
+
+        return calibrate(words[1:])
+    if words[:1] != ["search"]:
+        print(__doc__)
+        return 0 if words in (["-h"], ["--help"]) else BAD_INPUT
+    run(tyro.cli(Search, args=words[1:], description=__doc__))
+    return DONE
+
+
+def run(arguments: Search) -> None:
+    """Print the layouts found, and write what else is asked for."""
+    shape = read_hf_config(arguments.hf_checkpoint)
+    recipe = arguments.config or choose_recipe(shape, arguments.gpus).path
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(arguments.hf_checkpoint)])
+    config.run.dry_run_response_len = arguments.response_len
+    planned = replace(config.run, dry_run=True, dry_run_world_size=arguments.gpus)
+    check_settings(replace(config, run=planned))
+    found = search(config, arguments.gpus, arguments.hardware, arguments.top)
+    for place, layout in enumerate(found, 1):
+        print(f"{place}. {layout.seconds:,.1f} s a step: {described(layout)}")
+    best = found[0]
+    print("\nThe first:")
+    print("\n".join(lines(best.setting, best.config.run.num_rollout)))
+    if arguments.save is not None:
+        write_config(best.config, arguments.save)
+        print(f"its recipe: {arguments.save}")
+    if arguments.picture is not None:
+        from megatron_ibpo.plan.timeline import LANES, timeline  # with matplotlib, which takes its time
+        from megatron_ibpo.report.step_picture import plot_step
+
+        plot_step(timeline(best.setting), LANES, arguments.picture, title=described(best))
+        print(f"its step: {arguments.picture}")
+
+
+def described(found: Found) -> str:
+    """A layout in a line."""
+    layout, engine, task = found.setting.layout, found.setting.engine, found.setting.task
+    shared = f" CP{layout.context}" if layout.context > 1 else ""
+    words = [f"TP{layout.tensor} PP{layout.pipeline}{shared} EP{layout.expert} DP{layout.data}"]
+    if layout.recompute != "none":
+        words.append("recomputed")
+    if layout.offload_optimizer:
+        words.append("optimizer in main memory")
+    where = (
+        "on the same GPUs" if found.setting.colocated else f"on {found.setting.engine_gpus} GPUs of their own"
+    )
+    words.append(f"engines of {engine.tensor} {where}")
+    if task.staleness:
+        words.append(f"staleness {task.staleness}")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The loop: sample, credit, update, sync, report, save.
+
+This process is the driver. It starts trainers, engines and verifiers, holds prompts, samples and credit, and
+has no model itself.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
+from megatron_ibpo.basics.versions import missing
+from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.run.checks import check_run, check_settings
+from megatron_ibpo.run.stop_request import StopRequest
+
+if TYPE_CHECKING:
+    from megatron_ibpo.run.loop import Run
+
+STARTS = 3
+"""Of a run that has lost a node: another one may be lost while it starts again."""
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the flags say. Returns the exit status."""
+    config = parse_config(sys.argv[1:] if argv is None else argv)
+    check_settings(config)
+    return _plan(config) if config.run.dry_run else train(config)
+
+
+def train(config: Config) -> int:
+    """The whole run."""
+    check_installed()
+    stop = StopRequest(config.run.run_dir / "hangup.log")
+    logs = config.run.run_dir / "logs"
+    return guarded(lambda: _train(config, stop), logs=logs, stopped="stopped at once")
+
+
+def _train(config: Config, stop: StopRequest) -> int:
+    # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.cluster.actor import ProcessDiedError
+    from megatron_ibpo.run.startup import NODE_ERRORS, going_on
+
+    starts_left, node_wait = 1, 0.0
+    while True:
+        with ExitStack() as stack:
+            try:
+                run = stop.cuts_short(partial(stack.enter_context, opened(config, node_wait)))
+            except ProcessDiedError as error:
+                starts_left -= 1
+                if starts_left == 0:
+                    raise
+                print(f"{error}; starting once more", file=sys.stderr, flush=True)
+                continue
+            if run is None:
+                return INTERRUPTED
+            try:
+                return _steps(run, stop)
+            except NODE_ERRORS as lost:
+                config = going_on(run, config)
+                run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
+        starts_left, node_wait = STARTS, config.cluster.node_wait
+
+
+def opened(config: Config, node_wait: float = 0.0) -> AbstractContextManager["Run"]:
+    """The run in one process where --rollout-backend asks for that, which takes torch in this one."""
+    if config.rollout.rollout_backend == "lean":
+        from megatron_ibpo.run.lean_run import open_lean_run
+
+        return open_lean_run(config)
+    from megatron_ibpo.run.startup import open_run
+
+    return open_run(config, node_wait)
+
+
+def _steps(run: "Run", stop: StopRequest) -> int:
+    stop.cuts_short(run.evaluate_if_due)
+    stop.cuts_short(run.measure_corrections_if_due)
+    while not (run.done() or stop.requested):
+        groups = run.sample()
+        credit = run.credit(groups)
+        metrics = run.measure_gradient_if_due(groups, credit.sequences)
+        metrics |= run.update(credit.sequences)
+        metrics |= run.sync()
+        run.report(groups, credit, metrics)
+        run.save_if_due()
+        stop.cuts_short(run.evaluate_if_due)
+    run.finish("interrupted" if stop.requested else "finished")
+    return INTERRUPTED if stop.requested else DONE
+
+
+def _plan(config: Config) -> int:
+    """The plan of a run, printed."""
+    from megatron_ibpo.plan.run_plan import plan_run
+
+    check_run(config)
+    return plan_run(config)
+
+
+def check_installed() -> None:
+    """
+    Raises:
+        ConfigError: packages that a run needs are not installed.
+    """
+    if names := missing():
+        raise ConfigError(
+            f"not installed: {', '.join(names)}; `bash tools/bootstrap.sh` installs what a run needs"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The fields of all sections by their own names, which are unique: what flags, recipes and checks go by."""
+
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from megatron_ibpo.config.eval_specs import relocated
+from megatron_ibpo.config.fields import Config
+from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user, source_located
+from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One field of one section."""
+
+    name: str
+    section: str
+    type: Any
+    ranges: tuple[Range, ...]
+    kind: Kind | None
+    """None also of fields whose type says whether they hold a path."""
+
+    def get(self, config: Config) -> Any:
+        return getattr(getattr(config, self.section), self.name)
+
+    def put(self, config: Config, value: Any) -> None:
+        setattr(getattr(config, self.section), self.name, value)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether it holds "name=value" settings, of which a later one adds to earlier ones."""
+        return NAMED_VALUES in self.ranges
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether it holds sources of prompts."""
+        return SOURCES in self.ranges
+
+    @property
+    def is_json(self) -> bool:
+        """Whether it holds a JSON object as text."""
+        return JSON_OBJECT in self.ranges
+
+    @property
+    def is_path(self) -> bool:
+        """Whether its type says that it holds a path."""
+        return Path in (self.type, *typing.get_args(self.type))
+
+    def located(self, value: Any, *, in_recipe: bool) -> Any:
+        """`value` with an absolute path where it is one; what is no path is returned as it is."""
+        if value is None or not (self.kind or isinstance(value, Path)):
+            return value
+        locate = path_in_recipe if in_recipe and self.kind is not Kind.WRITTEN else path_of_user
+        if self.kind is Kind.NAME_OR_YAML and not value.endswith(".yaml"):
+            return value
+        if self.kind is not Kind.FILE_OR_URL:
+            return type(value)(locate(value))
+        if EVAL_SETS in self.ranges:
+            return relocated(value, lambda spec: source_located(spec, locate))
+        if isinstance(value, tuple):
+            return tuple(source_located(spec, locate) for spec in value)
+        return source_located(value, locate)
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _entry(name: str, section: str, hint: Any) -> Entry:
+    plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    ranges = (*OF_ALL, *(extra for extra in extras if isinstance(extra, Range)))
+    kinds = [extra for extra in extras if isinstance(extra, Kind)]
+    return Entry(name, section, plain, ranges, kinds[0] if kinds else None)
+
+
+def _entries() -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for section, kind in typing.get_type_hints(Config).items():
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            if name in entries:
+                raise AssertionError(f"two configuration fields are called {name}")
+            entries[name] = _entry(name, section, hint)
+    return entries
+
+
+ENTRIES = _entries()

@@ -1,0 +1,113 @@
+"""Which part of a solution a correction prompt shows, and so which part is compared (ibpo step 4)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ibpo.basics.records import Correction, Flags, Group, Sample, TokenIds, token_ids
+
+Indices = npt.NDArray[np.intp]
+Ragged = tuple[TokenIds, npt.NDArray[np.int64]]
+"""(values, offsets) of several parts, as megatron_ibpo.edit_distance takes them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some of a response's tokens."""
+
+    ids: TokenIds
+    places: Indices | None
+    """Index in the response of each of them; None: it is the whole content, from the first token on."""
+
+
+@dataclass(frozen=True)
+class ThinkingMarks:
+    """Token ids of <think> and </think>."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedPairs:
+    """Every correction of a step with its target, as they are compared."""
+
+    members: list[tuple[Group, Correction]]
+    targets: list[Part]
+    y: Ragged
+    """What is compared of the targets."""
+    y_hat: Ragged
+    """What is compared of the corrections."""
+
+
+def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
+    """What a correction prompt shows of a response: all but the end-of-sequence id, or, given marks, all but
+    that and what lies between them, marks included.
+
+    A prompt whose last mark is an opening one puts the response inside from its start. Thinking that is
+    never closed is hidden to its end; a closing mark that nothing opened hides all that stands before it.
+    """
+    if marks is None:
+        return Part(response.content_ids, None)
+    return _part(response, _outside_thinking(response, marks))
+
+
+def compared(response: Sample, marks: ThinkingMarks | None) -> Part:
+    """The part of what is shown that the policy wrote: tool output that two solutions share brings them no
+    nearer."""
+    if response.num_trained_tokens == len(response.token_ids):
+        return shown(response, marks)
+    written = response.loss_mask[: response.num_content_tokens]
+    return _part(response, written if marks is None else written & _outside_thinking(response, marks))
+
+
+def compared_pairs(groups: Sequence[Group], marks: ThinkingMarks | None) -> ComparedPairs:
+    """Made once for all comparisons: joining the tokens takes as long as finding few edits."""
+    members = [(group, correction) for group in groups for correction in group.corrections]
+    targets = [compared(group.responses[c.target], marks) for group, c in members]
+    corrected = [compared(c.response, marks) for _, c in members]
+    return ComparedPairs(members, targets, _join(targets), _join(corrected))
+
+
+def _part(response: Sample, keep: Flags) -> Part:
+    places = np.flatnonzero(keep)
+    return Part(response.content_ids[places], places)
+
+
+def _join(parts: Sequence[Part]) -> Ragged:
+    offsets = np.cumsum([0, *(len(part.ids) for part in parts)], dtype=np.int64)
+    return np.concatenate([part.ids for part in parts] or [token_ids([])]), offsets
+
+
+def _outside_thinking(response: Sample, marks: ThinkingMarks) -> Flags:
+    """Which tokens of the content are no thinking."""
+    content = response.content_ids
+    hidden_from: int | None = 0 if _ends_inside(response.prompt_token_ids, marks) else None
+    keep = np.ones(len(content), bool)
+    for place, closes in _marks_in(content, marks):
+        if closes:
+            keep[(hidden_from or 0) : place + len(marks.closing)] = False
+            hidden_from = None
+        elif hidden_from is None:
+            hidden_from = place
+    if hidden_from is not None:
+        keep[hidden_from:] = False
+    return keep
+
+
+def _ends_inside(prompt_ids: TokenIds, marks: ThinkingMarks) -> bool:
+    found = _marks_in(prompt_ids, marks)
+    return bool(found) and not found[-1][1]
+
+
+def _marks_in(ids: TokenIds, marks: ThinkingMarks) -> list[tuple[int, bool]]:
+    """(index, whether it is a closing mark) of every mark, in order."""
+    opening = [(place, False) for place in _occurrences(ids, marks.opening)]
+    return sorted(opening + [(place, True) for place in _occurrences(ids, marks.closing)])
+
+
+def _occurrences(ids: TokenIds, mark: tuple[int, ...]) -> list[int]:
+    starts = np.flatnonzero(ids[: max(0, len(ids) - len(mark) + 1)] == mark[0])
+    return [int(start) for start in starts if tuple(ids[start : start + len(mark)].tolist()) == mark]

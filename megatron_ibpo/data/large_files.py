@@ -1,0 +1,178 @@
+"""Prompts of files that are too large to be read whole: checked in part at the start, and the rest when
+drawn."""
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from rich.progress import track
+
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.data.layouts import is_rl_layout
+from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, Tally
+from megatron_ibpo.data.order import Place, TableOrder
+from megatron_ibpo.data.prompts import PromptSource
+from megatron_ibpo.data.row_prompts import Reader, layout_note, normalised
+from megatron_ibpo.data.tables import Counted, Row, Table, WithoutRows
+from megatron_ibpo.data.tokenizer import DataError
+
+FIRST_CHECKED, SAMPLE_CHECKED = 64, 192
+"""Rows that are looked at before anything starts: the first ones, and some from everywhere."""
+MOST_ATTEMPTS = 1000
+"""Rows that are tried for one position; where so many in a row are left out, next to none can be used."""
+
+
+def prompts_of_table(table: Table, reader: Reader, *, shuffled: bool) -> PromptSource:
+    """The rows of a table, over and over.
+
+    Shuffled, a row that is left out gives its position to another one, drawn at random, since which rows will
+    be left out is not known beforehand. In the file's own order the next one takes it.
+
+    Raises:
+        DataError: no rows, or one of those that are looked at first cannot be used.
+    """
+    if reader.data.deduplicate:
+        table = _without_duplicates(table, reader)
+    order = TableOrder(table, reader.data.data_seed)
+    notes = _checked(table, order, reader)
+    at = _shuffled(table, order, reader) if shuffled else _in_order(table, order.counted, reader)
+    return PromptSource(
+        at, count=lambda: order.counted.total, notes=notes, tallies=(reader.tally,), grows=True
+    )
+
+
+def _prompt(table: Table, reader: Reader, place: Place) -> Prompt | None:
+    return reader.prompt(place, lambda: table.where(*place), lambda: table.row(*place))
+
+
+def _shuffled(table: Table, order: TableOrder, reader: Reader) -> Callable[[int], Prompt]:
+    def prompt_at(position: int) -> Prompt:
+        place: Place | None = order.place(position)
+        for attempt in range(MOST_ATTEMPTS):
+            if place is not None and (prompt := _prompt(table, reader, place)) is not None:
+                return replace(prompt, index=position)
+            place = order.substitute(position, attempt)
+        raise _nothing_left(reader)
+
+    return prompt_at
+
+
+def _in_order(table: Table, counted: Counted, reader: Reader) -> Callable[[int], Prompt]:
+    kept: list[Place] = []
+    rest = _places(table, counted)
+
+    def prompt_at(position: int) -> Prompt:
+        while len(kept) <= position:
+            place = next(rest, None)
+            if place is None:
+                break
+            if _prompt(table, reader, place) is not None:
+                kept.append(place)
+        if not kept:
+            raise _nothing_left(reader)
+        prompt = _prompt(table, reader, kept[position % len(kept)])
+        assert prompt is not None  # it was kept
+        return replace(prompt, index=position)
+
+    return prompt_at
+
+
+def _nothing_left(reader: Reader) -> DataError:
+    left = "; ".join(reader.tally.lines())
+    return DataError(f"{reader.source.location}: next to no prompt is left ({left})")
+
+
+def _places(table: Table, counted: Counted) -> Iterator[Place]:
+    """All of them, in the order of the file."""
+    return ((block, number) for block in range(table.num_blocks) for number in range(counted[block]))
+
+
+def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]:
+    """Read some rows. Returns what to say of them."""
+    looked = replace(reader, tally=Tally(reader.source.location))
+    places = list(itertools.islice(_places(table, order.counted), FIRST_CHECKED))
+    if not places:
+        raise DataError(f"{reader.source.location}: no prompts in it")
+    is_rl = is_rl_layout(table.row(*places[0]), reader.label_key)
+    rng = random.Random(derive_seed("check", reader.source.location))
+    for _ in range(SAMPLE_CHECKED):
+        block = rng.randrange(table.num_blocks)
+        if count := order.counted[block]:
+            places.append((block, rng.randrange(count)))
+    ids: set[int] = set()
+    for place in dict.fromkeys(places):
+        looked.prompt(place, partial(table.where, *place), partial(_row_with_new_id, table, place, ids))
+    left = looked.tally.lines()
+    count = len(set(places))
+    note = f"{reader.source.location}: large, so {count} rows are checked now and the others when drawn"
+    return (note, *layout_note(reader.source, is_rl), *(f"of the rows checked now, {line}" for line in left))
+
+
+def _without_duplicates(table: Table, reader: Reader) -> Table:
+    """The table without rows whose question an earlier one has; reads it through, with progress, and so finds
+    ids that two rows share, too."""
+    seen: set[int] = set()
+    ids: set[int] = set()
+    left_out: dict[int, list[int]] = {}
+    duplicates = 0
+    blocks = track(range(table.num_blocks), f"comparing the questions of {reader.source.location}")
+    for block in blocks:
+        for number in range(table.count(block)):
+            try:
+                row = table.row(block, number)
+            except DataError:
+                continue  # it is told when it is drawn
+            question = _question(row, reader.input_key)
+            if question is None:
+                continue
+            key = derive_seed(normalised(question))
+            if key in seen:
+                duplicates += 1
+                left_out.setdefault(block, []).append(number)
+                continue
+            seen.add(key)
+            try:
+                _check_id(row, ids)
+            except DataError as error:
+                _refuse(reader, (block, number), f"{table.where(block, number)}: {error}")
+                left_out.setdefault(block, []).append(number)
+    reader.tally.counts[DUPLICATE] = duplicates
+    return WithoutRows(table, {block: np.array(numbers, np.int64) for block, numbers in left_out.items()})
+
+
+def _refuse(reader: Reader, place: Place, why: str) -> None:
+    if not reader.data.skip_bad_rows:
+        raise DataError(why)
+    reader.tally.add(BAD_ROW, ("id", place), lambda: why)
+
+
+def _row_with_new_id(table: Table, place: Place, ids: set[int]) -> Row:
+    row = table.row(*place)
+    _check_id(row, ids)
+    return row
+
+
+def _check_id(row: Row, ids: set[int]) -> None:
+    """Add the row's id to `ids`: hashes, since they may be many.
+
+    Raises:
+        DataError: it is there already.
+    """
+    if (own := row.get("id")) is not None:
+        key = derive_seed(json.dumps(own, default=str))
+        if key in ids:
+            raise DataError(f"id {own!r} is that of an earlier row too")
+        ids.add(key)
+
+
+def _question(row: Row, input_key: str) -> str | None:
+    """The text that the user asks, None where the row has none that can be compared."""
+    question = row.get(input_key)
+    if isinstance(question, list) and question and isinstance(question[-1], dict):
+        question = question[-1].get("content")
+    return question if isinstance(question, str) else None

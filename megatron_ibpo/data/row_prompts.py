@@ -1,0 +1,268 @@
+"""Prompts from rows: of files, or what a function of the user's own gives."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
+from megatron_ibpo.config import DataConfig, load_hook, searched
+from megatron_ibpo.data.layouts import COLUMNS, PlainRow, has_value, is_rl_layout, plain_row
+from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, NOT_CHOSEN, TOO_LONG, Tally
+from megatron_ibpo.data.order import shuffled as in_random_order
+from megatron_ibpo.data.pass_rates import PassRates
+from megatron_ibpo.data.prompts import (
+    PromptSource,
+    TooLongError,
+    chat_prompt,
+    check_prompt,
+    check_size,
+    plain_prompt,
+)
+from megatron_ibpo.data.sources import SourceSpec
+from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, parsed_row
+from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
+
+OWN_SCHEME = "import://"
+"""Starts the URL of rows that a function of the user's own gives: `import://package.module:function`."""
+LARGEST_COMPRESSED = 1024**3
+"""Bytes of a compressed file's content, which is held in memory."""
+
+Rows = Iterable[tuple[str, "Row | DataError"]]
+"""Each with where it is from, for messages; an error in the place of a row that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes prompts of the rows of one source, and leaves out what is to be left out."""
+
+    tokenizer: Tokenizer
+    data: DataConfig
+    source: SourceSpec
+    tally: Tally
+    max_prompt_len: int | None
+    rates: PassRates | None = None
+
+    @property
+    def input_key(self) -> str:
+        return self.source.input_key or self.data.input_key
+
+    @property
+    def label_key(self) -> str:
+        return self.source.label_key or self.data.label_key
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of a table's columns those that prompts may be made of."""
+        chosen = () if self.source.only is None else (self.source.only[0].partition(".")[0],)
+        return (self.input_key, self.label_key, *COLUMNS, *chosen)
+
+    def prompt(self, key: Hashable, where: Callable[[], str], read: Callable[[], Row]) -> Prompt | None:
+        """The prompt of a row, whose `index` is 0; None where the row is left out, which is counted.
+
+        Args:
+            key: of the row, to count it once.
+            where: it is, for messages.
+            read: gives the row, or raises DataError.
+
+        Raises:
+            DataError: a row that cannot be used, without --skip-bad-rows; with where it is.
+        """
+        try:
+            row = read()
+            if self.source.only is not None and not has_value(row, *self.source.only):
+                self.tally.add(NOT_CHOSEN, key, where)
+                return None
+            prompt = self._made(plain_row(row, self.input_key, self.label_key))
+            check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)
+        except DataError as error:
+            is_long = isinstance(error, TooLongError)
+            if not (self.data.drop_long_prompts if is_long else self.data.skip_bad_rows):
+                raise DataError(f"{where()}: {error}") from error
+            said = str(error)
+            self.tally.add(TOO_LONG if is_long else BAD_ROW, key, lambda: f"{where()}: {said}")
+            return None
+        refusal = None if self.rates is None else self.rates.refusal(prompt)
+        if refusal is not None:
+            self.tally.add(refusal, key, where)
+            return None
+        return prompt
+
+    def _made(self, row: PlainRow) -> Prompt:
+        data = self.data
+        messages = self._messages(row.messages)
+        check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)
+        if data.apply_chat_template:
+            token_ids, head_length = chat_prompt(messages, self.tokenizer, template_settings(data))
+        elif row.is_chat:
+            raise DataError(f"field {self.input_key!r} has chat messages: add --apply-chat-template")
+        else:
+            token_ids, head_length = plain_prompt(messages[-1]["content"], self.tokenizer)
+        metadata = row.metadata
+        if self.source.rm_type is not None:
+            metadata = {"rm_type": self.source.rm_type, **metadata}
+        task = row.task or self.source.task or Path(self.source.location).stem
+        return Prompt(0, token_ids, head_length, row.label, task, messages[-1]["content"], metadata)
+
+    def _messages(self, messages: Iterable[Message]) -> list[Message]:
+        """With the source's suffix, and the system prompt where there is none."""
+        made = list(messages)
+        if self.source.suffix:
+            made[-1] = {**made[-1], "content": made[-1]["content"] + self.source.suffix}
+        return with_system_prompt(made, self.data)
+
+
+def with_system_prompt(messages: list[Message], data: DataConfig) -> list[Message]:
+    """The chat with --system-prompt before it, unless it has a system message of its own."""
+    if data.system_prompt is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def template_settings(data: DataConfig) -> dict[str, Any]:
+    """--apply-chat-template-kwargs."""
+    return json.loads(data.apply_chat_template_kwargs or "{}")
+
+
+def prompts_of_rows(
+    rows: Rows,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    *,
+    spec: str | SourceSpec,
+    shuffled: bool,
+    max_prompt_len: int | None,
+    rates: PassRates | None = None,
+) -> PromptSource:
+    """Rows, over and over; shuffled in a new order every epoch. All are read and checked at once.
+
+    A row has a question (text, or chat messages ending with the user's), a label (text or number), and
+    optionally `task` (text), `metadata` (object), `rm_type` (text) and `id` (text or number), which no two
+    rows may share; or it has the layout of existing RL data sets.
+
+    Args:
+        rows: each with where it is from, for messages.
+        spec: of the source; its last part names the task where a row does not say.
+        max_prompt_len: tokens that a prompt may have.
+        rates: what --filter-pass-rate goes by.
+
+    Raises:
+        DataError: no rows, or one that cannot be used: says where and which field.
+    """
+    source = spec if isinstance(spec, SourceSpec) else SourceSpec(spec)
+    reader = Reader(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
+    prompts: list[Prompt] = []
+    ids: dict[str, str] = {}
+    questions: set[str] = set()
+    layouts: set[bool] = set()
+    number = 0
+    for number, (where, found) in enumerate(rows, start=1):
+        layouts.add(isinstance(found, dict) and is_rl_layout(found, reader.label_key))
+        read = _reading(found, where, ids)
+        prompt = reader.prompt(number, partial(str, where), read)
+        if prompt is None:
+            continue
+        if data.deduplicate and (question := normalised(prompt.text)) in questions:
+            reader.tally.add(DUPLICATE, number, partial(str, where))
+            continue
+        if data.deduplicate:
+            questions.add(question)
+        prompts.append(prompt)
+    if not prompts:
+        left = "; ".join(reader.tally.lines())
+        raise DataError(f"{source.location}: no prompts in it" + (f" that are left ({left})" if left else ""))
+
+    @lru_cache(maxsize=2)  # a batch may span two epochs
+    def order(epoch: int) -> list[int]:
+        return in_random_order(len(prompts), "epoch", data.data_seed, epoch)
+
+    def prompt_at(position: int) -> Prompt:
+        epoch, place = divmod(position, len(prompts))
+        return replace(prompts[order(epoch)[place] if shuffled else place], index=position)
+
+    notes = layout_note(source, layouts == {True}) + tuple(reader.tally.lines())
+    return PromptSource(prompt_at, len(prompts), notes=notes, tallies=(reader.tally,))
+
+
+def layout_note(source: SourceSpec, is_rl: bool) -> tuple[str, ...]:
+    """What to say of a layout that was recognised."""
+    if not is_rl:
+        return ()
+    return (f"{source.location}: the layout of RL data sets; labels are reward_model.ground_truth",)
+
+
+def normalised(question: str) -> str:
+    """By which questions are the same."""
+    return " ".join(question.split())
+
+
+def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callable[[], Row]:
+    """Gives the row, or raises what is wrong with it: it could not be read, or shares its id with another."""
+
+    def read() -> Row:
+        if isinstance(found, DataError):
+            raise found
+        if (own := found.get("id")) is not None:
+            first = ids.setdefault(json.dumps(own, default=str), where)
+            if first != where:
+                raise DataError(f"id {own!r} is that of {first} too")
+        return found
+
+    return read
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, "Row | DataError"]]:
+    """(file and line, row) of every line that is not blank; of one that is no JSON object the error. A name
+    that ends in .gz is that of a compressed file.
+
+    Raises:
+        DataError: file missing or in another encoding, or compressed and damaged or too large.
+    """
+    if not path.is_file():
+        raise DataError(f"prompt file {path}: no such file{searched(path)}")
+    content = _decompressed(path) if path.suffix == ".gz" else read_user_file(path, RECORD_BYTES)
+    check_encoding(path, content)
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        found: Row | DataError
+        try:
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
+            found = parsed_row(line)
+        except DataError as error:
+            found = error
+        yield f"{path}, line {number}", found
+
+
+def _decompressed(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            content = file.read(LARGEST_COMPRESSED + 1)
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{path}: damaged or cut off: {error}") from error
+    if len(content) > LARGEST_COMPRESSED:
+        raise DataError(f"{path}: more than 1 GiB when decompressed, which is held in memory; `gunzip` it")
+    return content
+
+
+def own_rows(spec: str, split: str) -> Iterator[tuple[str, "Row | DataError"]]:
+    """(which one, row) of all that function(split) gives; rows as in a JSONL file.
+
+    Raises:
+        ValueError: it cannot be loaded; DataError: it raises, or gives other than dictionaries.
+    """
+    function = load_hook("--prompt-data", spec.removeprefix(OWN_SCHEME))
+    try:
+        rows = list(function(split))
+    except Exception as error:
+        raise DataError(f"{spec}: it raised {type(error).__name__}: {error}") from error
+    for number, row in enumerate(rows):
+        is_row = isinstance(row, dict)
+        found = row if is_row else DataError(f"expected a dictionary, found {type(row).__name__}")
+        yield f"{spec}, {split} row {number}", found

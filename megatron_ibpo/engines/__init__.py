@@ -1,0 +1,12 @@
+"""Sampling by vLLM, in processes of its own."""
+
+from megatron_ibpo.engines.protocol import (
+    AsyncEngine,
+    EngineDiedError,
+    EngineError,
+    EngineLostError,
+    EngineStartError,
+)
+from megatron_ibpo.engines.vllm.engine import Engine
+
+__all__ = ["AsyncEngine", "Engine", "EngineDiedError", "EngineError", "EngineLostError", "EngineStartError"]

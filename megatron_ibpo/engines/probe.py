@@ -1,0 +1,96 @@
+"""Two engines asked the same, to see whether they have the same weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Floats, Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.weights.weight_errors import WeightMismatchError
+
+NUM_PROMPTS = 16
+PROMPT_LENGTH = 12
+MAX_TOKENS = 32
+VOCABULARY = 60
+"""Token ids below this are in every model's vocabulary."""
+TIMEOUT_S = 600.0
+LOGPROB_TOLERANCE = 1e-5
+"""Between two runs of the same kernels on the same weights; other weights differ by far more."""
+
+
+class IdleEngine(Protocol):
+    """An engine that nobody else asks meanwhile: `engines.Engine`, or one in another process."""
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """One sample for each request, in order."""
+        ...
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """What a control method of vLLM's process gives."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What an engine answered."""
+
+    token_ids: list[TokenIds]
+    logprobs: list[Floats]
+    digests: list[dict[str, str]]
+    """Of each worker: its weights as far as vLLM keeps them as tensors. On CPUs most are packed out of
+    sight and only the greedy output speaks for them."""
+
+
+def probe(engine: IdleEngine, version: int) -> Probe:
+    """Ask for the greedy responses to fixed prompts, and for digests of the weights."""
+    requests = [
+        SampleRequest(
+            token_ids([(7 * number + 13 * position) % VOCABULARY for position in range(PROMPT_LENGTH)]),
+            seed=0,
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+        )
+        for number in range(NUM_PROMPTS)
+    ]
+    samples = engine.generate(requests, version=version, timeout=TIMEOUT_S)
+    return Probe(
+        [sample.token_ids for sample in samples],
+        [sample.logprobs for sample in samples],
+        engine.call("digests", timeout=TIMEOUT_S),
+    )
+
+
+def compare_probes(updated: Probe, fresh: Probe, *, same_batches: bool = True) -> None:
+    """
+    Args:
+        same_batches: both engines computed the requests in the same batches, so that outputs are alike to the
+            last bits. On GPUs vLLM's core begins with the first request that reaches it; digests, which
+            have all weights there, decide alone.
+
+    Raises:
+        WeightMismatchError: the engines do not have the same weights.
+    """
+    if same_batches:
+        _compare_outputs(updated, fresh)
+    for rank, (ours_, theirs_) in enumerate(zip(updated.digests, fresh.digests, strict=True)):
+        if wrong := sorted(name for name in theirs_ if ours_.get(name) != theirs_[name]):
+            raise WeightMismatchError(
+                f"after weight updates {len(wrong)} tensors of engine worker {rank} differ from a freshly "
+                f"loaded engine's: {', '.join(wrong[:5])}"
+            )
+
+
+def _compare_outputs(updated: Probe, fresh: Probe) -> None:
+    pairs = zip(updated.token_ids, fresh.token_ids, strict=True)
+    different = sum(not np.array_equal(ours, theirs) for ours, theirs in pairs)
+    if different:
+        raise WeightMismatchError(
+            f"after weight updates the engine's greedy responses differ from a freshly loaded engine's in "
+            f"{different} of {NUM_PROMPTS} prompts"
+        )
+    gap = float(np.abs(np.concatenate(updated.logprobs) - np.concatenate(fresh.logprobs)).max())
+    if gap > LOGPROB_TOLERANCE:
+        raise WeightMismatchError(
+            f"after weight updates the engine's log-probs differ from a fresh engine's by up to {gap}"
+        )

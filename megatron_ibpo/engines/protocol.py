@@ -1,0 +1,56 @@
+"""What an engine is to those who ask it: a stream of requests in, a stream of finished samples out."""
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from megatron_ibpo.basics.records import Sample, SampleRequest
+
+
+class EngineError(RuntimeError):
+    """An engine cannot do what it was asked."""
+
+
+class EngineStartError(EngineError):
+    """The engine did not start; the message ends with the last lines of vLLM's own log."""
+
+
+class EngineDiedError(EngineError):
+    """The engine ended or stopped answering; the message ends with the last lines of its log."""
+
+
+class EngineLostError(EngineError):
+    """The engine ended and nothing can take its place for now; the others can go on."""
+
+
+class AsyncEngine(Protocol):
+    """One engine, wherever it runs. Requests have numbers that the asker chooses; samples come back under
+    them in whatever order they finish."""
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        """Add requests to those that are running, to be sampled with the weights of policy `version`
+        or later ones.
+
+        Raises:
+            EngineDiedError: the engine is gone.
+        """
+        ...
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        """What has finished since the last call; waits for the first at most `timeout` seconds, and returns
+        nothing when none came.
+
+        Raises:
+            EngineDiedError: the engine is gone, and all that it had finished has been taken; or it had
+                requests and wrote nothing for too long.
+            EngineError: it refuses the requests: its weights are older.
+        """
+        ...
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        """Forget these requests: they take no more computation and their samples never come."""
+        ...
+
+    async def kill(self, why: str) -> None:
+        """End an engine that has stopped working, by force where it does not answer; `take` then raises
+        EngineDiedError, which says why."""
+        ...

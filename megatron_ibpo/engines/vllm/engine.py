@@ -1,0 +1,429 @@
+"""One vLLM engine as its owner sees it: a process to start, ask, and stop."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import megatron_ibpo
+from megatron_ibpo.basics.process_group import end_group, shared_memory
+from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.basics.temporary_directory import private_directory
+from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.engines.vllm.settings import EngineSettings
+
+SOCKET_BYTES = 37
+"""vLLM's sockets are called by 36 characters."""
+LOG_LINES = 30
+CLOSE_TIMEOUT_S = 15.0
+LOOK_EVERY_S = 1.0
+"""A dead process is noticed through its socket; this is for the case that something else holds it open."""
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+"""A directory with what vLLM imports and nobody builds for CPUs."""
+
+LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR"}
+LAUNCHER_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_PORT"}
+"""The trainers' world, which is not the engine's."""
+
+
+class Engine:
+    """A vLLM engine in a process of its own, in a session of its own: Ctrl-C reaches the owner only.
+
+    Sampling is a stream: `submit` adds requests, `take` hands out what has finished. Everything else is asked
+    one thing at a time, while nothing is being sampled: `begin` asks, `result` waits for the answer, `call`
+    does both. Any thread may call any method.
+    """
+
+    def __init__(self, settings: EngineSettings, log: Path, again: bool = False) -> None:
+        """Start the process and return at once; `wait_ready` waits for vLLM in it.
+
+        Args:
+            again: in the place of an engine that had the same log. The run's directory, if it was deleted
+                meanwhile, is not made again.
+
+        Raises:
+            OSError: the log cannot be written.
+        """
+        self.settings = settings
+        self.log = log
+        log.parent.mkdir(parents=not again, exist_ok=True)
+        self._log_start = log.stat().st_size if log.exists() else 0
+        here, there = socket.socketpair()
+        with there, log.open("ab") as log_file:
+            self._scratch = private_directory("ibpo-engine-", SOCKET_BYTES)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _program(there.fileno(), self._scratch)],
+                env=_environment(os.environ, settings, self._scratch),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+        self._channel = Connection(here.detach())
+        self._shared_memory: set[int] = set()
+        self._sending = threading.Lock()
+        self._ending = threading.Lock()
+        self._why_killed: str | None = None
+        self._killed_by_others = False
+        self._inbox = _Inbox()
+        self._reader = threading.Thread(target=self._read, name="engine reader", daemon=True)
+        self._reader.start()
+        with suppress(ConnectionError):  # it has died already: `wait_ready` says so
+            self._channel.send(settings)
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until the engine can be asked.
+
+        Raises:
+            EngineStartError: it died, or took longer than `timeout` seconds. It is gone then.
+        """
+        try:
+            self.result(timeout)
+        except EngineDiedError as error:
+            raise EngineStartError(f"vLLM did not start: {error}") from None
+        self._shared_memory = shared_memory(self._process.pid)
+
+    def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        """Add numbered requests to those that are running, to be sampled with the weights of policy `version`
+        or later ones; `take` raises EngineError if the engine has older ones.
+
+        Raises:
+            EngineDiedError: the engine has ended.
+        """
+        self._inbox.expect(requests)
+        plain = [
+            (number, r.prompt_token_ids, r.seed, r.max_tokens, r.temperature, r.top_p, r.top_k)
+            for number, r in requests
+        ]
+        self._send("submit", version, plain)
+
+    def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        """The samples, by their requests' numbers, that have finished since the last call. Waits for the
+        first at most `timeout` seconds, and returns nothing when none came.
+
+        Raises:
+            EngineDiedError: the engine has ended, and all that it had finished has been taken; or it has
+                requests and wrote nothing for `stall_timeout` seconds, and is gone now.
+            EngineError: it refused requests and is as it was: its weights are older.
+        """
+        samples = self._inbox.take(timeout)
+        if samples is None:
+            raise self._died("it has ended")
+        if not samples and self._inbox.silence() > (longest := self.settings.stall_timeout):
+            raise self._died(f"it wrote no token for {longest:g} seconds (--engine-stall-timeout)")
+        return samples
+
+    def abort(self, numbers: Collection[int]) -> None:
+        """Forget these requests; their samples never come."""
+        self._inbox.forget(numbers)
+        self._send("abort", list(numbers))
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """One sample for each request, in order: for an engine that nobody else asks meanwhile.
+
+        Raises:
+            EngineDiedError: the engine ended or took longer than `timeout` seconds.
+            EngineError: it has weights of another version.
+        """
+        deadline = time.monotonic() + timeout
+        self.submit(list(enumerate(requests)), version)
+        samples: dict[int, Sample] = {}
+        while len(samples) < len(requests):
+            samples.update(self.take(max(0.0, deadline - time.monotonic())))
+            if len(samples) < len(requests) and time.monotonic() >= deadline:
+                raise self._died(f"no answer within {timeout:g} seconds")
+        return [samples[number] for number in range(len(requests))]
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Run a public method of `engine_process.SamplingEngine` and return its result."""
+        self.begin(method, *arguments)
+        return self.result(timeout)
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Ask without waiting. What was asked before, by somebody who is gone, gets no answer then.
+
+        Raises:
+            EngineDiedError: the engine has ended.
+        """
+        self._inbox.ask()
+        self._send(method, *arguments)
+
+    def result(self, timeout: float) -> Any:
+        """The answer to what `begin` asked.
+
+        Raises:
+            EngineDiedError: the engine ended, or `timeout` seconds passed; it is gone then.
+            EngineError: the engine refused, and is as it was.
+        """
+        answer = self._inbox.answer(timeout)
+        if answer is None:
+            raise self._died(
+                "it has ended" if self._inbox.closed else f"no answer within {timeout:g} seconds"
+            )
+        kind, value = answer
+        if kind == "refused":
+            raise EngineError(value)
+        return value
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Stop the engine: by asking if it is idle, by force otherwise. Nothing of it remains."""
+        if self._inbox.idle and self.is_alive():
+            with suppress(EngineError, subprocess.TimeoutExpired):
+                self.call("close", timeout=CLOSE_TIMEOUT_S)
+                self._process.wait(CLOSE_TIMEOUT_S)
+        self.kill()
+
+    def kill(self, why: str | None = None) -> None:
+        """End the engine and everything it started at once.
+
+        Args:
+            why: the reason that the errors of later calls give.
+        """
+        with self._ending:
+            if self._channel.closed:
+                return
+            self._why_killed = why
+            self._killed_by_others = self._process.poll() == -signal.SIGKILL
+            # first of all, since this process may be killed here too; who is left then clears up
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            end_group(self._process.pid, self._shared_memory)
+            self._process.wait()
+            self._reader.join(
+                CLOSE_TIMEOUT_S
+            )  # it sees the socket close; only then may the descriptor be used again
+            self._channel.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        try:
+            with self._sending:
+                self._channel.send((method, arguments))
+        except OSError:
+            raise self._died("it has ended") from None
+
+    def _read(self) -> None:
+        """The reader's thread: whatever comes, until the engine has ended."""
+        try:
+            while True:
+                while not self._channel.poll(LOOK_EVERY_S):
+                    if not self.is_alive() and not self._channel.poll(0):
+                        raise EOFError
+                self._inbox.put(*self._channel.recv())
+        except (EOFError, OSError):
+            self._inbox.close()
+
+    def _died(self, why: str) -> EngineDiedError:
+        """The error to raise, once nothing of the engine is left."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LOOK_EVERY_S)  # a process that ends by itself says how
+        self.kill(why)
+        code = self._process.returncode
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        if self._killed_by_others:
+            how += ", most often the kernel's out-of-memory killer"
+        if code == -signal.SIGILL:
+            how += ": illegal instruction on this processor; try --vllm-dtype float32"
+        reason = self._why_killed or why
+        return EngineDiedError(f"{reason} ({how}); the end of {self.log}:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"
+
+
+class _Inbox:
+    """What the reader's thread has received and nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._open: dict[int, SampleRequest] = {}
+        self._samples: list[tuple[int, Sample]] = []
+        self._refusal: str | None = None
+        """Why requests were not sampled."""
+        self._answer: tuple[str, Any] | None = None
+        """To what was asked last, until somebody has taken it."""
+        self._asked, self._answered = 1, 0
+        """How many answers there will be, and have been; the first is that the engine is ready."""
+        self.closed = False
+        self._heard = time.monotonic()
+
+    @property
+    def owed(self) -> bool:
+        """The engine owes an answer."""
+        return self._answered < self._asked
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being sampled or answered."""
+        return not self._open and not self.owed
+
+    def silence(self) -> float:
+        """Seconds for which the engine has given no sign of work on its requests; 0 where it has none, or
+        does something else."""
+        with self._news:
+            return 0.0 if not self._open or self.owed else time.monotonic() - self._heard
+
+    def expect(self, requests: Sequence[tuple[int, SampleRequest]]) -> None:
+        with self._news:
+            if not self._open:
+                self._heard = time.monotonic()
+            self._open.update(requests)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        with self._news:
+            for number in numbers:
+                self._open.pop(number, None)
+            self._samples = [pair for pair in self._samples if pair[0] not in numbers]
+
+    def put(self, kind: str, value: Any) -> None:
+        """A message of the engine's: "samples" (perhaps none, as a sign of life), "unsampled", or the answer
+        to what it was asked."""
+        with self._news:
+            self._heard = time.monotonic()
+            if kind == "samples":
+                self._sampled(value)
+            elif kind == "unsampled":
+                numbers, self._refusal = value
+                for number in numbers:
+                    self._open.pop(number, None)
+            else:
+                self._answered += 1
+                if not self.owed:  # else somebody has asked for more since
+                    self._answer = kind, value
+            self._news.notify_all()
+
+    def _sampled(self, finished: Sequence[tuple[Any, ...]]) -> None:
+        for number, token_ids, logprobs, finish_reason, versions, routed_experts in finished:
+            request = self._open.pop(number, None)
+            if request is None:  # aborted after it had been sent
+                continue
+            sample = Sample(
+                prompt_token_ids=request.prompt_token_ids,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=finish_reason,
+                temperature=request.temperature,
+                versions=versions,
+                loss_mask=np.ones(len(token_ids), dtype=np.bool_),
+                routed_experts=routed_experts,
+            )
+            self._samples.append((number, sample))
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        with self._news:
+            self.closed = True
+            self._open.clear()
+            self._news.notify_all()
+
+    def take(self, timeout: float) -> list[tuple[int, Sample]] | None:
+        """Finished samples, perhaps none; None when all have been taken and nothing more will come."""
+        with self._news:
+            self._news.wait_for(lambda: self._samples or self._refusal or self.closed, timeout)
+            if self._samples:
+                samples, self._samples = self._samples, []
+                return samples
+            if self._refusal:
+                refusal, self._refusal = self._refusal, None
+                raise EngineError(refusal)
+            return None if self.closed else []
+
+    def ask(self) -> None:
+        """Something is going to be asked."""
+        with self._news:
+            self._asked, self._answer = self._asked + 1, None
+            self._news.notify_all()
+
+    def answer(self, timeout: float) -> tuple[str, Any] | None:
+        """The answer, or None if there is none in time or none will come."""
+        with self._news:
+            asked = self._asked
+            self._news.wait_for(
+                lambda: self._answer is not None or self._asked > asked or self.closed, timeout
+            )
+            if self._asked > asked:
+                return "refused", "something else was asked before the answer came"
+            answer, self._answer = self._answer, None
+            return answer
+
+
+def _program(descriptor: int, scratch: Path) -> str:
+    # The package's place goes last on the path, so that nothing beside it hides an installed package.
+    root = Path(megatron_ibpo.__file__).resolve().parent.parent
+    return (
+        f"import sys; sys.path.append({str(root)!r}); "
+        f"from megatron_ibpo.engines.vllm.engine_process import run; "
+        f"run({descriptor}, {os.getpid()}, {str(scratch)!r})"
+    )
+
+
+def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Path) -> dict[str, str]:
+    """The engine's environment: the owner's without its launcher's variables, and what vLLM needs."""
+    environment = {
+        name: value
+        for name, value in base.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TMPDIR": str(scratch),  # one place to clear, also after a kill
+    }
+    environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    if settings.device == "cpu":
+        alone = settings.tensor_parallel_size == 1
+        environment |= {
+            # In one process nothing spins while it waits, and a small model's steps need no messages.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if alone else "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainers and other engines use the same cores
+            "OMP_NUM_THREADS": str(settings.num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "KMP_BLOCKTIME": "0",
+            # vLLM compiles a few small functions even when told not to: seconds, and a C++ compiler needed.
+            "TORCH_COMPILE_DISABLE": "1",
+            # oneDNN keeps generated code for each of its last 1,024 batch shapes: half a megabyte per step.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+            # A weight update allocates as much as it loads, and small pages cost more than receiving does.
+            "THP_MEM_ALLOC_ENABLE": "1",
+        }
+        if importlib.util.find_spec("torchvision") is None:
+            environment["PYTHONPATH"] = os.pathsep.join(
+                filter(None, [str(STAND_INS), base.get("PYTHONPATH")])
+            )
+    else:
+        visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        gpus = [visible[gpu] if visible != [""] else str(gpu) for gpu in settings.gpus]
+        if gpus:  # an engine that spans nodes leaves its GPUs to vLLM's own Ray back end
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            environment.pop(name, None)  # expandable segments cannot sleep
+        # PATH stays as it is: with ninja of .venv/bin on it FlashInfer would compile kernels by an nvcc that
+        # nobody has tried here. Without, Triton serves on Blackwell (docs/gpus.md)
+        if settings.transport == "ipc":
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles between own processes
+    return environment

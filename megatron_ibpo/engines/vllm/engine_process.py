@@ -1,0 +1,462 @@
+"""The process of one vLLM engine: samples a stream of requests, does what its owner asks over a socket, ends
+with its owner.
+
+Started by `megatron_ibpo.engines.vllm.engine.Engine`, which sets the environment; it never imports Megatron.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ibpo.basics.process_group import end_group
+from megatron_ibpo.basics.records import ExpertIds, expert_ids
+from megatron_ibpo.engines.vllm.settings import EngineSettings
+from megatron_ibpo.weights.transfer.update_order import NCCL_BACKEND, TransportName
+
+HOLD_STEPS = 16
+"""Steps of a busy engine between messages with finished samples. Each message costs several processes a
+millisecond or two, and each prompt that joins makes its step a longer one: corrections that are asked
+together share it. An engine that comes to rest sends at once, so that none idles for it. On the tiny model
+16 came out ahead of 1, and of 32, where groups wait too long for their corrections."""
+OWNER_CHECK_S = 0.5
+"""Between looks at whether the owner still lives."""
+CPU_BATCHED_TOKENS = 8192
+"""Prompt tokens that one step may take on CPUs: all prompts of a step at once."""
+FLASHINFER_KERNELS = "flashinfer_jit_cache"
+"""Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
+net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
+PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
+RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.routing_recorder.RecordingWorker"
+"""The same, and keeps what routers choose, where vLLM's own way is not to be had: on CPUs."""
+NO_VERSION = "none"
+"""Of weights that are being replaced."""
+PROGRESS_S = 1.0
+"""Between signs of life of an engine that writes long responses and finishes none."""
+WHILE_BUSY = {
+    "init_weight_transfer",
+    "rehearse_weight_update",
+    "start_weight_update",
+    "update_weights",
+    "missing_weights",
+    "finish_weight_update",
+    "drafts",
+}
+"""What may come between two steps of running requests: new weights, for which requests wait, and a question
+that is answered at once."""
+
+
+class Refusal(Exception):
+    """The request cannot be served; the engine is as it was."""
+
+
+def main(descriptor: int, owner: int, scratch: Path) -> None:
+    """Serve the owner at the other end of the socket `descriptor` until it closes or asks to stop."""
+    threading.Thread(target=_end_with_owner, args=(owner, scratch), daemon=True).start()
+    os.set_inheritable(descriptor, False)
+    channel = Connection(descriptor)
+    try:
+        settings = channel.recv()
+        started = time.monotonic()
+        engine = SamplingEngine(settings)
+        channel.send(("ready", time.monotonic() - started))
+        _serve(channel, engine)
+    except (EOFError, ConnectionError):  # the owner is gone
+        _end(scratch)
+
+
+def _serve(channel: Connection, engine: SamplingEngine) -> None:
+    """Sample what is asked for, and take in more between steps. Whatever fails inside vLLM ends the process,
+    for a restart."""
+    finished: list[tuple[Any, ...]] = []
+    held = 0
+    said = time.monotonic()
+    while True:
+        ready = finished and (not engine.busy or held >= HOLD_STEPS)
+        if ready or (engine.busy and held and time.monotonic() - said >= PROGRESS_S):
+            channel.send(("samples", finished))
+            finished, held, said = [], 0, time.monotonic()
+        if engine.busy and not engine.paused and not channel.poll(0):
+            finished += engine.step()
+            held += 1
+            continue
+        if engine.busy and engine.paused and not channel.poll(PROGRESS_S):
+            held += 1  # it waits for its weights, perhaps for long while another engine hangs: a sign of life
+            continue
+        method, arguments = channel.recv()
+        if method == "close":
+            engine.close()
+            channel.send(("result", None))
+            return
+        answer = _obey(engine, method, arguments)
+        if answer is not None:
+            channel.send(answer)
+
+
+def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> tuple[str, Any] | None:
+    """The message to answer with. Requests are answered later, by their samples, and none to an abort."""
+    try:
+        if method == "submit":
+            engine.submit(*arguments)
+            return None
+        if method == "abort":
+            engine.abort(*arguments)
+            return None
+        if engine.busy and method not in WHILE_BUSY:
+            raise Refusal(f"{method} must wait until the engine has no requests; take or abort them first")
+        return "result", getattr(engine, method)(*arguments)
+    except Refusal as refusal:
+        if method == "submit":
+            _, requests = arguments
+            return "unsampled", ([number for number, *_ in requests], str(refusal))
+        return "refused", str(refusal)
+
+
+def _end_with_owner(owner: int, scratch: Path) -> None:
+    """End this process and all that vLLM started once the owner has died, however busy vLLM is."""
+    while os.getppid() == owner:
+        time.sleep(OWNER_CHECK_S)
+    _end(scratch)
+
+
+def _end(scratch: Path) -> None:
+    _clear_up(scratch)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _clear_up(scratch: Path) -> None:
+    end_group(os.getpgrp())
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+class SamplingEngine:
+    """vLLM's engine with what this project asks of it. The owner calls the public methods by name; those but
+    `submit`, `abort` and `WHILE_BUSY` only while it is not busy.
+
+    New weights may come while requests run. These pause with the tokens that they have and go on with the new
+    weights; each sample says which of its tokens which version wrote.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from vllm import LLMEngine
+        from vllm.usage.usage_lib import UsageContext
+
+        self._settings = settings
+        # vLLM takes how much it reads of prompts in one step from the GPU and from this: 16,384 tokens on an
+        # H100, and 2,048 where nothing is said
+        self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
+        self._llm.set_weight_version("0")
+        self.paused = False
+        """Weights are being replaced: nothing is sampled until they are whole."""
+        self._updating = False
+        """An update has begun and is not finished."""
+        self._updates = 0
+        """Begun so far."""
+        self._drafted, self._accepted = 0, 0
+        if self._records_itself:
+            self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
+        self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
+        while self.busy:  # what is built at first use is built now
+            self.step()
+        gc.collect()
+        gc.freeze()
+
+    @property
+    def busy(self) -> bool:
+        """There are requests that have not finished."""
+        return self._llm.has_unfinished_requests()
+
+    def submit(self, version: int, requests: list[tuple[Any, ...]]) -> None:
+        """Add requests, to be sampled with the weights of `version` or later ones. While weights come they
+        wait for those.
+
+        Args:
+            requests: (number, prompt ids, seed, max_tokens, temperature, top_p, top_k) of each.
+        """
+        held = self._llm.get_weight_version()
+        if not self.paused and (held == NO_VERSION or int(held) < version):
+            raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
+        gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
+        for number, prompt, *rest in requests:
+            asked: Any = {"prompt_token_ids": prompt.tolist()}
+            if not self._settings.recompute_kv_after_update:
+                # vLLM forgets no cached prefix as long as a request that keeps its cache runs; only requests
+                # with the same salt share one
+                asked["cache_salt"] = str(self._updates)
+            self._llm.add_request(str(number), asked, self._params(*rest))
+
+    def _params(self, seed: int, max_tokens: int, temperature: float, top_p: float, top_k: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_token_ids=list(self._settings.eos_token_ids),
+            ignore_eos=not self._settings.eos_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def abort(self, numbers: list[int]) -> None:
+        """Drop these requests if they have not finished yet."""
+        self._llm.abort_request([str(number) for number in numbers])
+        if self._records_itself:
+            self._llm.collective_rpc("forget_routing", args=([str(number) for number in numbers],))
+        self._rest_if_idle()
+
+    def step(self) -> list[tuple[Any, ...]]:
+        """One token for every running request: (number, ids int32, log-probs float32, finish reason, version
+        spans, experts that routers chose or None) of those that end with it."""
+        ended: list[Any] = [output for output in self._llm.step() if output.finished]
+        for output in ended:
+            if (drafts := output.outputs[0].spec_decode_metrics) is not None:
+                self._drafted += drafts.num_draft_tokens
+                self._accepted += sum(length * times for length, times in enumerate(drafts.histogram))
+        choices = self._routed_experts(ended)
+        self._rest_if_idle()
+        return [_finished(output, own) for output, own in zip(ended, choices, strict=True)]
+
+    def drafts(self) -> tuple[int, int]:
+        """(tokens that were drafted, how many of them were accepted) for the requests that have ended since
+        this was asked before. Nothing without speculation."""
+        counts, self._drafted, self._accepted = (self._drafted, self._accepted), 0, 0
+        return counts
+
+    def _routed_experts(self, outputs: list[Any]) -> list[ExpertIds | None]:
+        """Of each finished request, as `Sample.routed_experts`."""
+        count, dense = self._settings.recorded_experts, self._settings.dense_layers
+        if not count or not outputs:
+            return [None] * len(outputs)
+        reads = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs]
+        if not self._records_itself:  # vLLM's own; not run
+            return [_native_choices(o, n, count, dense) for o, n in zip(outputs, reads, strict=True)]
+        asked = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
+        of_workers = self._llm.collective_rpc("take_routing", args=(asked,))
+        return [_sent_choices(sent) for sent in of_workers[0]]  # tensor-parallel workers route alike
+
+    @property
+    def _records_itself(self) -> bool:
+        return _records_itself(self._settings)
+
+    def _rest_if_idle(self) -> None:
+        if not self.busy:
+            gc.enable()
+
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer at the place that `init_info` names."""
+        self._llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
+
+    def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
+        """What each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
+        afterwards until it is given some."""
+        self.start_weight_update(False)
+        self.update_weights({"rehearse": tensors})
+        answers = self._llm.collective_rpc("take_rehearsal")
+        self._end_update()
+        return answers
+
+    def start_weight_update(self, check: bool) -> None:
+        """Get ready for new weights; with `check` keep checksums of what arrives. Until the update is
+        finished the engine does not sample."""
+        self._pause()
+        self._updates += 1
+        self._llm.set_weight_version(NO_VERSION)
+        if self._updating:  # what came of the last one is not whole, and others begin anew
+            self._end_update()
+        self._llm.collective_rpc("start_weight_update")
+        self._llm.collective_rpc("watch_loading", args=(check,))
+        self._updating = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load tensors."""
+        self._llm.collective_rpc("update_weights", args=(update_info,))
+
+    def missing_weights(self) -> list[list[str]]:
+        """What each worker lacks of the present update; nothing if it is whole."""
+        return self._llm.collective_rpc("missing_weights")
+
+    def finish_weight_update(self, version: int) -> list[dict[str, int]]:
+        """Make the received weights those of policy `version`, forget what was computed with the old unless
+        the settings keep it for running requests, and let those go on.
+
+        Returns:
+            checksums by tensor name of each worker, where they were asked for.
+        """
+        sums = self._end_update()
+        self._llm.set_weight_version(str(version))
+        recompute = self._settings.recompute_kv_after_update
+        if not self._llm.reset_prefix_cache(reset_running_requests=recompute) and (
+            recompute or not self.busy
+        ):
+            raise RuntimeError("vLLM could not clear its prefix cache after a weight update")
+        self._resume()
+        return sums
+
+    def _end_update(self) -> list[dict[str, int]]:
+        """Let vLLM have what came of an update, be it whole or not; the checksums of each worker."""
+        sums = self._llm.collective_rpc("end_loading")
+        self._llm.collective_rpc("finish_weight_update")
+        self._updating = False
+        return sums
+
+    def _pause(self) -> None:
+        """Let no step see weights that are half replaced. Requests keep what they have. A core that is idle
+        is told too: it would take a step at once for a request that comes meanwhile."""
+        if not self.paused and not self._in_process:
+            self._tell_core("pause_scheduler", "keep", False)
+        self.paused = True
+
+    def _resume(self) -> None:
+        if not self._in_process:
+            self._tell_core("resume_scheduler")
+        self.paused = False
+
+    def _tell_core(self, method: str, *arguments: Any) -> None:
+        """Where vLLM's core has a process of its own, it steps by itself unless it is told not to."""
+        core: Any = self._llm.engine_core
+        core.call_utility(method, *arguments)
+
+    @property
+    def _in_process(self) -> bool:
+        """All of vLLM runs in this process, and steps only when it is told to."""
+        return self._settings.device == "cpu" and self._settings.tensor_parallel_size == 1
+
+    def digests(self) -> list[dict[str, str]]:
+        """Of each worker, digests of the weights that vLLM keeps as tensors (on CPUs most are packed)."""
+        return self._llm.collective_rpc("compute_weight_checksums")
+
+    def sleep(self) -> None:
+        """Give back the GPU's memory. The weights are dropped: what wakes is an update, which is known to be
+        whole. (vLLM's level 1 would keep them in host memory.)"""
+        self._llm.sleep(level=2)
+        self._llm.set_weight_version(NO_VERSION)
+
+    def wake(self, part: str) -> None:
+        """Bring back the memory of "weights" or "kv_cache", with undefined contents."""
+        self._llm.wake_up([part])
+
+    def close(self) -> None:
+        if self._in_process:
+            return  # all of vLLM is in this process and ends with it; its own way takes a second longer
+        self._llm.engine_core.shutdown()
+
+
+def _records_itself(settings: EngineSettings) -> bool:
+    """vLLM's own record of routing needs its second model runner, which CPUs do not have."""
+    return settings.recorded_experts > 0 and settings.device == "cpu"
+
+
+def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None:
+    """What a worker recorded of a request."""
+    if sent is None:
+        return None
+    dtype, shape, ids = sent
+    return np.frombuffer(ids, np.dtype(dtype)).reshape(shape)
+
+
+def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int) -> ExpertIds:
+    """What vLLM's own record says of a finished request (enable_return_routed_experts), which has room for
+    layers without a router too. Not run: there was no GPU."""
+    ids = output.outputs[0].routed_experts
+    if ids is None or len(ids) != reads:
+        there = "none" if ids is None else f"{len(ids)}"
+        raise RuntimeError(f"vLLM recorded the routing of {there} of {reads} tokens of a response")
+    return expert_ids(ids[:, dense_layers:], num_experts)
+
+
+def _finished(output: Any, routed_experts: ExpertIds | None) -> tuple[Any, ...]:
+    from vllm.logprobs import FlatLogprobs
+
+    (completion,) = output.outputs
+    assert isinstance(completion.logprobs, FlatLogprobs)
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+    return (
+        int(output.request_id),
+        np.array(completion.token_ids, dtype=np.int32),
+        np.array(completion.logprobs.logprobs, dtype=np.float32),
+        completion.finish_reason,
+        tuple((span.start, int(span.version)) for span in completion.weight_versions),
+        routed_experts,
+    )
+
+
+def _backend(transport: TransportName) -> str:
+    return NCCL_BACKEND if transport == "nccl" else transport
+
+
+def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Arguments of vLLM's that differ between CPUs and GPUs."""
+    if settings.device == "cpu":
+        # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
+        batched_tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
+    arguments: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    if settings.recorded_experts:
+        arguments["enable_return_routed_experts"] = True
+    if importlib.util.find_spec(FLASHINFER_KERNELS) is None:
+        arguments["gdn_prefill_backend"] = "triton"
+    return arguments
+
+
+def _engine_args(settings: EngineSettings) -> Any:
+    from vllm import EngineArgs
+    from vllm.config import WeightTransferConfig
+
+    arguments = _device_arguments(settings)
+    if settings.max_model_len is not None:
+        arguments["max_model_len"] = settings.max_model_len
+    if "speculative_config" in settings.extra_arguments:
+        arguments["per_request_spec_decode_metrics"] = "summary"
+        if settings.sleep_mode:
+            # sleep drops all weights, and updates need not bring those of what drafts. Not run on GPUs
+            arguments["sleep_preserve_parameter_names"] = ["draft.*"]
+    return EngineArgs(
+        model=settings.model,
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        enforce_eager=settings.enforce_eager,
+        enable_sleep_mode=settings.sleep_mode,
+        enable_prefix_caching=settings.prefix_caching,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        seed=0,
+        weight_transfer_config=WeightTransferConfig(backend=_backend(settings.transport)),
+        worker_extension_cls=RECORDING_PLUGIN if _records_itself(settings) else PLUGIN,
+        language_model_only=True,  # a vision tower would wait for weights that no update brings
+        **{**arguments, **settings.extra_arguments},
+    )
+
+
+def run(descriptor: int, owner: int, scratch: str) -> None:
+    """`main`, with its failure in the log and nothing of vLLM left behind."""
+    try:
+        main(descriptor, owner, Path(scratch))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        _clear_up(Path(scratch))  # what it failed of may have ended its owner too, who else would
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # closed in order already; the interpreter's own teardown takes seconds

@@ -1,0 +1,68 @@
+"""A vLLM worker on CPUs that keeps which experts its routers choose for each token of each request.
+
+vLLM has this itself (`enable_return_routed_experts`), for its second model runner, which CPUs do not have.
+Imported in vLLM's process alone.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+from megatron_ibpo.engines.vllm.routing_record import Choices, RoutingRecord
+from megatron_ibpo.weights.transfer.vllm_plugin import WorkerExtension
+
+
+class RecordingWorker(WorkerExtension):
+    """`WorkerExtension` with a `RoutingRecord`. vLLM takes one class of methods for its workers."""
+
+    def record_routing(self, num_experts: int) -> None:
+        """From now on.
+
+        Raises:
+            RuntimeError: the model has no routers, or routes inside a kernel that does not tell.
+        """
+        found = [m for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner)]
+        if not found or any(
+            not isinstance(m.router, BaseRouter) or m._quant_method.is_monolithic for m in found
+        ):
+            raise RuntimeError("this model's routers cannot be watched: drop --use-rollout-routing-replay")
+        self._record = RoutingRecord(num_experts)
+        self._step: list[Choices] = []
+        for place, module in enumerate(sorted(found, key=lambda m: m.layer_id)):
+            module.router.set_capture_fn(partial(self._routed, place, len(found)))
+
+    def take_routing(self, asked: list[tuple[str, int]]) -> list[tuple[str, list[int], bytes] | None]:
+        """`RoutingRecord.take` of requests, by the names that they were asked by, as (dtype, shape, bytes):
+        what vLLM sends from process to process."""
+        full = self._full_names()
+        found = [self._record.take(full.get(name, name), tokens) for name, tokens in asked]
+        return [None if ids is None else (ids.dtype.str, list(ids.shape), ids.tobytes()) for ids in found]
+
+    def forget_routing(self, names: list[str]) -> None:
+        """Of requests that were dropped."""
+        full = self._full_names()
+        for name in names:
+            self._record.forget(full.get(name, name))
+
+    def _full_names(self) -> dict[str, str]:
+        """vLLM appends a random part to the names of requests."""
+        return {full.rpartition("-")[0]: full for full in self._record.names()}
+
+    def _routed(self, place: int, layers: int, topk_ids: torch.Tensor) -> None:
+        """A router's answer in the forward pass of a step; layers come in their order."""
+        if place == 0:
+            self._step = []
+        self._step.append(topk_ids.to(torch.int32).numpy().copy())
+        if place == layers - 1:
+            self._note(np.stack(self._step, 1))
+
+    def _note(self, choices: Choices) -> None:
+        """Rows of a step to requests; rows past the last request's are padding."""
+        batch = self.model_runner.input_batch
+        starts = self.model_runner.query_start_loc.np
+        for row, request in enumerate(batch.req_ids):
+            first = int(batch.num_computed_tokens_cpu[row])
+            self._record.add(request, first, choices[starts[row] : starts[row + 1]])

@@ -1,0 +1,198 @@
+"""What one engine is told at its start: plain data, sent to its process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, read_user_file
+from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.engines.vllm.arguments import vllm_arguments
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.weights.transfer.update_order import TransportName
+
+CPU_KV_CACHE_BYTES = 512 * 1024**2
+START_S = 600.0
+"""For an engine to start, beyond reading its weights."""
+READ_BYTES_PER_S = 0.25e9
+"""Of weights: what a disk gives that many nodes read at once."""
+
+ONLINE_QUANTIZATION = (
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "fp8_per_block",
+    "fp8",
+    "mxfp8",
+    "int8_per_channel_weight_only",
+    "nvfp4_per_token",
+)
+"""What vLLM makes of unquantized weights whenever it loads some, at an update too. "fp8" is its older name
+for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One vLLM engine."""
+
+    model: str
+    """Directory in Hugging Face format."""
+    eos_token_ids: tuple[int, ...]
+    """Sampling stops after one of these; with none, at the asked length only."""
+    device: Literal["cpu", "cuda"]
+    gpus: tuple[int, ...]
+    """Numbers among the owner's visible GPUs; empty on CPUs."""
+    tensor_parallel_size: int
+    num_threads: int
+    """OpenMP threads of each of the engine's workers on CPUs."""
+    transport: TransportName
+    """How weights come."""
+    dtype: Literal["bfloat16", "float32"]
+    max_model_len: int | None
+    """Tokens of prompt and response together; the model's own limit when None."""
+    max_num_seqs: int
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    sleep_mode: bool
+    """Give the GPU's memory back between rollouts."""
+    prefix_caching: bool
+    recompute_kv_after_update: bool
+    """Requests that run when new weights come are computed anew with them."""
+    stall_timeout: float
+    """Seconds in which an engine that has requests must write a token."""
+    recorded_experts: int = 0
+    """Record which of so many experts the routers of every layer choose for each token. 0: nothing."""
+    dense_layers: int = 0
+    """So many first layers have no router."""
+    extra_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs, as `vllm_arguments` returns them."""
+
+
+def engine_settings(
+    rollout: RolloutConfig,
+    hf_dir: Path,
+    transport: TransportName,
+    *,
+    gpus: tuple[int, ...],
+    num_threads: int,
+) -> EngineSettings:
+    """Settings of one engine of this run.
+
+    Raises:
+        ModelConfigError: there is no usable config.json.
+        ValueError: the checkpoint names no end-of-sequence token, or --vllm-arg cannot be used.
+    """
+    on_cpu = transport == "gloo"
+    shape = read_hf_config(hf_dir)
+    recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
+    # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token
+    # sampled after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset").
+    # On GPUs prefix caching of such models is experimental and finds next to nothing. There vLLM keeps what
+    # routers chose by the blocks of that cache, and records nothing without it.
+    prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
+    assert rollout.vllm_dtype != "auto"  # config.on_device resolved it
+    if on_cpu and shape.is_recurrent and rollout.vllm_dtype == "float32":
+        raise ValueError(
+            f"--vllm-dtype float32: vLLM's CPU kernels for the delta nets of {shape.family} take bfloat16 "
+            "alone; leave it out"
+        )
+    arguments = _taking_new_weights(
+        vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
+    )
+    if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
+        # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and it says nothing
+        raise ValueError(
+            "--vllm-arg speculative-config: on CPUs vLLM samples wrongly from models with delta nets when it "
+            "speculates; leave it out, or speculate on GPUs"
+        )
+    if on_cpu and recorded and "speculative_config" in arguments:
+        # a position may be computed for a draft that is rejected, and the record keeps its first choice
+        raise ValueError(
+            "--use-rollout-routing-replay: on CPUs routing is not recorded while vLLM speculates; leave "
+            "--vllm-arg speculative-config out"
+        )
+    return EngineSettings(
+        model=str(hf_dir),
+        eos_token_ids=read_eos_token_ids(hf_dir),
+        device="cpu" if on_cpu else "cuda",
+        gpus=gpus,
+        tensor_parallel_size=rollout.rollout_num_gpus_per_engine,
+        num_threads=num_threads,
+        transport=transport,
+        dtype=rollout.vllm_dtype,
+        max_model_len=rollout.rollout_max_context_len,
+        max_num_seqs=rollout.vllm_max_num_seqs,
+        kv_cache_bytes=rollout.vllm_kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
+        enforce_eager=on_cpu or rollout.vllm_enforce_eager,
+        sleep_mode=transport == "ipc",
+        prefix_caching=prefix_caching,
+        recompute_kv_after_update=rollout.recompute_kv_after_update,
+        stall_timeout=rollout.engine_stall_timeout,
+        recorded_experts=recorded,
+        dense_layers=shape.dense_layers,
+        extra_arguments=arguments,
+    )
+
+
+def _taking_new_weights(arguments: dict[str, Any], *, experts_on_gpu: bool) -> dict[str, Any]:
+    """`arguments`, if an engine that has them can take a trainer's weights."""
+    quantization = arguments.get("quantization")
+    if quantization is not None and quantization not in ONLINE_QUANTIZATION:
+        raise ValueError(
+            f"--vllm-arg quantization={quantization}: its weights are quantized before they are loaded, and "
+            f"trainers give unquantized ones; vLLM quantizes those itself with "
+            f"{', '.join(ONLINE_QUANTIZATION)}"
+        )
+    if quantization == "fp8_per_channel" and experts_on_gpu:
+        # vLLM 0.32 takes CUTLASS, whose strides are made anew with new weights and dropped by sleep, while
+        # CUDA graphs go on reading the old ones (vLLM issue 41670). Not run on GPUs
+        return {"moe_backend": "triton"} | arguments
+    return arguments
+
+
+def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
+    """Seconds that an engine may take to start, by the size of the model's files where nothing is said."""
+    if rollout.vllm_start_timeout is not None:
+        return rollout.vllm_start_timeout
+    weights = sum(file.stat().st_size for file in hf_dir.glob("*.safetensors"))
+    return START_S + weights / READ_BYTES_PER_S
+
+
+def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of a checkpoint: of generation_config.json where it names any, else of config.json.
+
+    Raises:
+        ValueError: neither does.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if not (hf_dir / name).exists():
+            continue
+        config = _read_json(hf_dir / name)
+        text = config.get("text_config")  # a text model that is wrapped has its own
+        found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(number) is int and 0 <= number < 2**31 for number in ids):
+            raise ValueError(
+                f"{hf_dir / name}: eos_token_id must be an id or a list of ids, is {shown(found)}"
+            )
+        if ids:
+            return tuple(ids)
+    raise ValueError(
+        f"{hf_dir}: neither generation_config.json nor config.json names eos_token_id, so sampling would "
+        "never stop; add it to config.json"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(read_user_file(path, JSON_BYTES))
+    except UserFileError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, holds a {type(content).__name__}")
+    return content

@@ -1,0 +1,139 @@
+"""One sample of an evaluation as it is kept: a line of JSON that can be read, resumed from and shown."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
+
+Kind = Literal["sampled", "greedy", "correction"]
+Key = tuple[Kind, int, int]
+"""(kind, index of the prompt, number of the sample): what a sample of a set is asked again by."""
+
+_LONGEST_LABEL = 2000
+"""Characters. The tests of a code problem may take megabytes, and every sample has its label."""
+
+
+@dataclass(frozen=True)
+class EvalSample:
+    """What the policy wrote once, and what the verifier said of it."""
+
+    set: str
+    """Name of the set of prompts."""
+    id: str
+    """Of the problem: the data's own where it has one, else its place."""
+    prompt_index: int
+    kind: Kind
+    """A correction has the number of the sample that it corrects."""
+    number: int
+    prompt: str
+    """The question."""
+    label: str
+    """What the verifier compares with; cut where it is long."""
+    text: str
+    """The response."""
+    answer: str | None
+    """What the verifier's module extracts of the response; None: no answer, no vote."""
+    reward: float | None
+    """None where the verifier failed."""
+    correct: bool
+    error: str | None
+    """How the verifier failed."""
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int
+    """That the policy wrote."""
+    details: dict[str, float]
+    """Further numbers of the verifier's."""
+    mean_logprob: float | None
+    """Over those tokens; None without any."""
+    token_ids: list[int] | None = field(default=None, repr=False)
+    """Kept where the sample may be corrected."""
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.prompt_index, self.number
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "EvalSample":
+        """Raises TypeError or KeyError for what `as_json` does not give."""
+        return cls(**{name.name: row[name.name] for name in fields(cls)})
+
+    def as_candidate(self, prompt: Prompt) -> Sample:
+        """The sample as a correction prompt is made of it: without a look at its score."""
+        assert self.token_ids is not None  # kept where corrections are asked
+        ids = token_ids(self.token_ids)
+        return Sample(
+            prompt_token_ids=prompt.token_ids,
+            token_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            finish_reason=self.finish_reason,
+            temperature=1.0,
+            versions=((0, 0),),
+            loss_mask=np.ones(len(ids), bool),
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sample that is to be had."""
+
+    key: Key
+    prompt: Prompt
+    request: SampleRequest
+
+
+def problem_id(prompt: Prompt) -> str:
+    """The data's own name of a problem, else its place in the source."""
+    return str(prompt.metadata.get("id", prompt.index))
+
+
+def eval_sample(
+    name: str,
+    asked: Asked,
+    sample: Sample,
+    text: str,
+    answer: Callable[[Prompt, str], str | None] | None,
+    *,
+    keep_tokens: bool,
+) -> EvalSample:
+    """A scored sample as it is kept.
+
+    Args:
+        name: of the set.
+        text: of the response.
+        answer: extracts the answer of a response to a prompt; None where no verifier of the set says how.
+    """
+    prompt, (kind, index, number) = asked.prompt, asked.key
+    tokens = sample.num_trained_tokens
+    logprob = math.fsum(sample.logprobs[sample.loss_mask].tolist()) / tokens if tokens else None
+    return EvalSample(
+        set=name,
+        id=problem_id(prompt),
+        prompt_index=index,
+        kind=kind,
+        number=number,
+        prompt=prompt.text,
+        label=_short(prompt.label),
+        text=text,
+        answer=(answer(prompt, text) or None) if answer is not None else None,
+        reward=sample.reward,
+        correct=sample.correct,
+        error=sample.reward_error,
+        finish_reason=sample.finish_reason,
+        num_tokens=tokens,
+        details=dict(sample.reward_details),
+        mean_logprob=logprob,
+        token_ids=sample.token_ids.tolist() if keep_tokens else None,
+    )
+
+
+def _short(label: str) -> str:
+    if len(label) <= _LONGEST_LABEL:
+        return label
+    return f"{label[:_LONGEST_LABEL]}… ({len(label):,} characters in all)"

@@ -1,0 +1,223 @@
+"""What an evaluation has on disk while it goes: every sample, and by which settings it was made.
+
+DIR/results.json has the settings of every set from the start and the measures in the end;
+DIR/SET.samples.jsonl has a line for every sample as soon as it is scored. An evaluation that was interrupted
+takes from there what it has, as long as the settings are the same.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
+from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key
+
+RESULTS_FILE = "results.json"
+UNFINISHED, FINISHED = "unfinished", "finished"
+
+Settings = dict[str, Any]
+"""All that a sample of a set depends on, by the flag that sets it."""
+
+
+class KeptError(ValueError):
+    """A directory whose samples cannot be gone on with; says why and what to do."""
+
+
+class KeptSamples:
+    """The samples of an evaluation, read at its start and appended to while it goes. A context manager."""
+
+    def __init__(self, directory: Path, policy: str, settings: Mapping[str, Settings]) -> None:
+        """
+        Args:
+            policy: that is evaluated, for readers.
+            settings: of every set, by its name.
+
+        Raises:
+            KeptError: what is there was made by other settings, or is not what this class writes.
+        """
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._settings = dict(settings)
+        self._found: dict[str, dict[Key, EvalSample]] = {}
+        self._files: dict[str, io.FileIO] = {}
+        self._stack = ExitStack()
+        self.num_added = 0
+        """Samples that this process made."""
+        before = read_results(directory)
+        for name, own in settings.items():
+            self._check(name, own, before)
+        for name, own in settings.items():
+            self._found[name] = self._open(name, settings_hash(own))
+        entries = before.get("sets", {}) | {
+            name: {"settings": own, "settings_hash": settings_hash(own)} for name, own in settings.items()
+        }
+        write_results(directory, {"status": UNFINISHED, "policy": policy, "sets": entries})
+
+    @property
+    def num_found(self) -> int:
+        """Samples that an earlier process made."""
+        return sum(map(len, self._found.values()))
+
+    def found(self, name: str) -> Mapping[Key, EvalSample]:
+        """The samples of a set that an earlier process made and its verifier did not fail on."""
+        return self._found[name]
+
+    def add(self, sample: EvalSample) -> None:
+        """Keep a sample. Raises OSError where the disk is full."""
+        line = {**sample.as_json(), "settings": settings_hash(self._settings[sample.set])}
+        data = memoryview((json.dumps(line, allow_nan=False) + "\n").encode())
+        while data:
+            data = data[self._files[sample.set].write(data) :]
+        self.num_added += 1
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> "KeptSamples":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, name: str, own: Settings, before: Mapping[str, Any]) -> None:
+        path = samples_path(self.directory, name)
+        entry = before.get("sets", {}).get(name)
+        if entry is None:
+            if path.exists():
+                raise KeptError(
+                    f"{path}: nothing says by which settings it was made; remove it, or choose another "
+                    "--run-dir"
+                )
+            return
+        if entry["settings"] != own:
+            raise KeptError(
+                f"{self.directory} holds an evaluation of {name} by other settings: "
+                f"{_difference(entry['settings'], own)}. Choose another --run-dir, or give the same settings "
+                "to go on"
+            )
+
+    def _open(self, name: str, own_hash: str) -> dict[Key, EvalSample]:
+        path = samples_path(self.directory, name)
+        found = _read(path, own_hash) if path.exists() else []
+        known = {sample.key: sample for sample in found if sample.error is None}
+        unfinished = path.with_suffix(".tmp")
+        lines = ({**sample.as_json(), "settings": own_hash} for sample in known.values())
+        unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        unfinished.replace(path)
+        self._files[name] = self._stack.enter_context(path.open("ab", buffering=0))
+        return known
+
+
+def answered(
+    asked: Sequence[Asked],
+    found: Mapping[Key, EvalSample],
+    ask: Callable[[Sequence[Asked], Callable[[int, EvalSample], None]], None],
+    add: Callable[[EvalSample], None],
+) -> list[EvalSample]:
+    """A sample for everything that is asked, in order: what was found, and the rest by `ask`.
+
+    Args:
+        ask: has samples made, and calls its second argument with the index and the sample of each when it is
+            scored.
+        add: is given every new one at once.
+    """
+    samples = {key: found[key] for key in (one.key for one in asked) if key in found}
+    missing = [one for one in asked if one.key not in samples]
+
+    def take(index: int, sample: EvalSample) -> None:
+        add(sample)
+        samples[missing[index].key] = sample
+
+    if missing:
+        ask(missing, take)
+    return [samples[one.key] for one in asked]
+
+
+def samples_path(directory: Path, name: str) -> Path:
+    """Where the samples of a set are."""
+    return directory / f"{name}.samples.jsonl"
+
+
+def read_samples(directory: Path, name: str) -> list[EvalSample]:
+    """The samples of a set, as they were made.
+
+    Raises:
+        KeptError: there are none, or a line is no sample.
+    """
+    path = samples_path(directory, name)
+    if not path.is_file():
+        raise KeptError(f"{path}: no such file")
+    return _read(path, None)
+
+
+def read_results(directory: Path) -> dict[str, Any]:
+    """results.json; empty where there is none.
+
+    Raises:
+        KeptError: it is not what an evaluation writes.
+    """
+    path = directory / RESULTS_FILE
+    if not path.exists():
+        return {}
+    try:
+        content = read_json(read_user_file(path, RECORD_BYTES))
+        entries = content["sets"].values()
+        fine = all(isinstance(entry["settings"], dict) for entry in entries)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise KeptError(f"{path}: cannot be read as the results of an evaluation: {error!r}") from error
+    if not fine:
+        raise KeptError(f"{path}: a set's settings must be an object")
+    return dict(content)
+
+
+def write_results(directory: Path, content: Mapping[str, Any]) -> None:
+    """Write results.json, whole or not at all."""
+    unfinished = directory / f".{RESULTS_FILE}.tmp"
+    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(directory / RESULTS_FILE)
+
+
+def settings_hash(settings: Settings) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Tells whether two evaluations ask the same."""
+    digest = hashlib.blake2b(digest_size=8)
+    for prompt in prompts:
+        digest.update(prompt.token_ids.tobytes() + b"\0" + prompt.label.encode(errors="replace") + b"\0")
+    return digest.hexdigest()
+
+
+def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
+    """Every whole line; a last one that was never finished is left out.
+
+    Args:
+        own_hash: of the settings that every line must have been made by.
+    """
+    samples = []
+    for number, line in enumerate(read_user_file(path, RECORD_BYTES).splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        where = f"{path}, line {number}"
+        try:
+            row = read_json(line)
+            sample = EvalSample.from_json(row)
+        except (ValueError, TypeError, KeyError) as error:
+            raise KeptError(f"{where}: no sample of an evaluation: {error!r}") from error
+        if own_hash is not None and row.get("settings") != own_hash:
+            raise KeptError(f"{where}: made by other settings than results.json says; remove the file")
+        samples.append(sample)
+    return samples
+
+
+def _difference(before: Settings, now: Settings) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return "; ".join(f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names)

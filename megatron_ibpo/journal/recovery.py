@@ -1,0 +1,256 @@
+"""What a journal says to a run that goes on from a checkpoint."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_ibpo.basics.records import Sample
+from megatron_ibpo.journal.entries import (
+    Begin,
+    ClosedBatch,
+    Entry,
+    GroupId,
+    JournalError,
+    MalformedEntryError,
+    Sampled,
+    SampleKey,
+    decode,
+)
+from megatron_ibpo.journal.framing import Damage, Record, records
+
+_SUFFIX = ".journal"
+_MOST_PLACES = 5
+"""Places of damage that a note names."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a run that goes on from a checkpoint need not sample again."""
+
+    settings: str | None
+    """Of the last run that wrote; None where nothing was written."""
+    batches: tuple[ClosedBatch, ...]
+    """Those of the steps after the checkpoint's, without a gap."""
+    samples: dict[SampleKey, Sample]
+    """All samples of these batches, and those of other groups that the run goes on with."""
+    last_step: int
+    """The step of the last of these batches; the checkpoint's where there is none."""
+    is_whole: bool
+    """These batches are all that the journal knows of, and nothing is damaged. Where that is not so, or where
+    the run is not to follow them, the writer must be told (`Journal.follow`)."""
+    notes: tuple[str, ...]
+    """What could not be read, for the user."""
+
+    @property
+    def open_samples(self) -> dict[SampleKey, Sample]:
+        """Those that none of the batches took."""
+        taken = {key for batch in self.batches for group in batch.groups for key in group.sample_keys()}
+        return {key: sample for key, sample in self.samples.items() if key not in taken}
+
+
+def read_journal(directory: Path, after_step: int) -> Recovered:
+    """What the journal holds for a run that goes on from the checkpoint of step `after_step` (0: from none).
+
+    Damaged records are left out, and counted in the notes. A batch that they leave incomplete is not
+    replayed, nor are those after it, whose samples come from weights that were trained on it. What is asked
+    for again is then only what is missing: the responses that came from weights up to that batch are there.
+
+    Nothing is changed on disk; a directory that does not exist is an empty journal.
+
+    Raises:
+        JournalError: another version of the program wrote it.
+        OSError: it cannot be read.
+    """
+    state = _State(after_step)
+    damages: dict[int, list[Damage]] = {}
+    for number, entry in entries(directory, after_step):
+        if isinstance(entry, Damage):
+            damages.setdefault(number, []).append(entry)
+            state.is_damaged |= not entry.is_torn
+        else:
+            state.take(entry)
+    notes = [_damage_note(segment_path(directory, number), own) for number, own in damages.items()]
+    batches: list[ClosedBatch] = []
+    samples: dict[SampleKey, Sample] = {}
+    step = after_step
+    while (closed := state.closed.get(step + 1)) is not None and closed.is_complete:
+        step += 1
+        batches.append(closed.batch)
+        samples |= closed.samples
+    follows = state.settings is None or state.last_step == step
+    if not follows:
+        notes.append(
+            f"{directory}: the journal ends at step {state.last_step} and has no whole batch of step "
+            f"{step + 1}; prompts after step {step} are sampled again"
+        )
+    if state.is_damaged:
+        samples |= state.trusted(step)
+        if state.settings is None and samples:
+            notes.append(f"{directory}: no record is left of the settings; they are taken for this run's")
+    elif follows:
+        samples |= {key: sample for group in state.open.values() for key, sample in group.items()}
+    whole = follows and not state.is_damaged
+    return Recovered(state.settings, tuple(batches), samples, step, whole, tuple(notes))
+
+
+def entries(directory: Path, after_step: int) -> Iterator[tuple[int, Entry | Damage]]:
+    """(number of its segment, entry), as written, of all that a run after `after_step` may need, and what is
+    damaged between them.
+
+    Raises:
+        JournalError: another version of the program wrote it.
+    """
+    numbers = segment_numbers(directory)
+    first = _first_needed(directory, numbers, after_step)
+    expected = first
+    for number in (number for number in numbers if number >= first):
+        if number != expected:
+            yield expected, Damage(0, "this segment is missing")
+        for entry in _entries(directory, number):
+            is_end = isinstance(entry, Damage) and number == numbers[-1]
+            yield number, entry if is_end or not isinstance(entry, Damage) else replace(entry, is_torn=False)
+        expected = number + 1
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Where a segment lies."""
+    return directory / f"{number:06d}{_SUFFIX}"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Of the segments that there are, oldest first."""
+    stems = (path.stem for path in directory.glob(f"*{_SUFFIX}"))
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def settle(groups: dict[GroupId, dict[SampleKey, T]], batch: ClosedBatch) -> dict[SampleKey, T]:
+    """Take the groups that a batch trains on or drops out of the open ones; what was kept of the former."""
+    for dropped in batch.dropped:
+        groups.pop(dropped.id, None)
+    return {key: kept for group in batch.groups for key, kept in groups.pop(group.id, {}).items()}
+
+
+def _first_needed(directory: Path, numbers: list[int], after_step: int) -> int:
+    """The segment to start from: what is older is not read, and damage there does no harm."""
+    for number in reversed(numbers):
+        begin = next(_entries(directory, number), None)
+        if isinstance(begin, Begin) and begin.saved <= after_step:
+            return max(begin.needed_from, numbers[0])
+    return numbers[0] if numbers else 0
+
+
+def _entries(directory: Path, number: int) -> Iterator[Entry | Damage]:
+    path = segment_path(directory, number)
+    is_empty = True
+    for found in records(path):
+        is_empty = False
+        yield found if isinstance(found, Damage) else _entry(path, found)
+    if is_empty:
+        yield Damage(0, "the segment is empty", is_torn=True)
+
+
+def _entry(path: Path, record: Record) -> Entry | Damage:
+    try:
+        entry = decode(record.payload)
+    except MalformedEntryError as error:
+        return Damage(record.offset, str(error))
+    except JournalError as error:
+        raise JournalError(f"{path}: {error}; move {path.parent} away, or use that version") from None
+    if isinstance(entry, Begin) != (record.offset == 0):
+        return Damage(record.offset, "an entry stands in the wrong place")
+    return entry
+
+
+def _damage_note(path: Path, found: list[Damage]) -> str:
+    places = ", ".join(f"{damage.what} (at byte {damage.offset})" for damage in found[:_MOST_PLACES])
+    more = f" and {len(found) - _MOST_PLACES} more" if len(found) > _MOST_PLACES else ""
+    if all(damage.is_torn for damage in found):
+        return f"{path}: {places}; that record is not used"
+    records_ = "1 damaged record is" if len(found) == 1 else f"{len(found)} damaged records are"
+    return f"{path}: {records_} left out, and what follows is kept: {places}{more}"
+
+
+def _newest_version(sample: Sample) -> float:
+    """Return the newest policy that a sample came from; infinity where that is not known."""
+    return max((version for _, version in sample.versions), default=math.inf)
+
+
+@dataclass
+class _Closed:
+    batch: ClosedBatch
+    samples: dict[SampleKey, Sample]
+
+    @property
+    def is_complete(self) -> bool:
+        """No segment with samples of it has been deleted."""
+        return all(key in self.samples for group in self.batch.groups for key in group.sample_keys())
+
+
+@dataclass
+class _State:
+    """What the entries so far come to."""
+
+    after_step: int
+    settings: str | None = None
+    last_step: int = 0
+    """Of the last batch that the journal knows to be closed."""
+    open: dict[GroupId, dict[SampleKey, Sample]] = field(default_factory=dict)
+    closed: dict[int, _Closed] = field(default_factory=dict)
+    is_damaged: bool = False
+    """Records are missing among those that count."""
+    doubtful: set[GroupId] = field(default_factory=set)
+    """Groups that a batch before the checkpoint, whose record is lost, may have trained on."""
+
+    def take(self, entry: Entry) -> None:
+        match entry:
+            case Sampled(key, sample):
+                self.open.setdefault(key.group, {})[key] = sample
+            case ClosedBatch(step):
+                samples = settle(self.open, entry)
+                if step <= self.last_step:  # the record of a rewind is lost
+                    self._rewind(step - 1)
+                self._reach(step - 1)
+                if step > self.after_step:
+                    self.closed[step] = _Closed(entry, samples)
+                self.last_step = step
+            case Begin():
+                self._begin(entry)
+
+    def trusted(self, step: int) -> dict[SampleKey, Sample]:
+        """Where records are missing, what there is for batches after `step`: responses by the policies up to
+        that step. Corrections may be of a response that is missing, and are left out."""
+        groups = [closed.samples for own, closed in self.closed.items() if own > step]
+        groups += [samples for group, samples in self.open.items() if group not in self.doubtful]
+        return {
+            key: sample
+            for samples in groups
+            for key, sample in samples.items()
+            if key.kind == "response" and _newest_version(sample) <= step
+        }
+
+    def _begin(self, begin: Begin) -> None:
+        changed = self.settings is not None and begin.settings != self.settings
+        self.settings = begin.settings
+        if begin.rewound is not None:
+            self._rewind(begin.rewound)
+            self.is_damaged = False  # what was missing before counts no more, or leaves a batch incomplete
+            self.doubtful.clear()
+            return
+        if changed or begin.last_step < self.last_step:  # the record of a rewind is lost
+            self._rewind(min(begin.last_step, self.after_step) if changed else begin.last_step)
+        self._reach(begin.last_step)
+
+    def _reach(self, step: int) -> None:
+        """All batches up to this step were closed, whether or not their records are there."""
+        if self.last_step < min(step, self.after_step):
+            self.doubtful |= self.open.keys()
+        self.last_step = max(self.last_step, step)
+
+    def _rewind(self, step: int) -> None:
+        self.open.clear()
+        self.closed = {own: closed for own, closed in self.closed.items() if own <= step}
+        self.last_step = step

@@ -1,0 +1,200 @@
+"""Whether the nodes of a cluster have the main memory that a run will hold there, before any of it is taken.
+
+Counted is what is there in every run: what trainers and engines keep between steps, a checkpoint while it is
+written, and the least that the programs take. Activations of trainers on CPUs, data and Ray's object store
+come on top, so a run that is let through may still lack some.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron_ibpo.basics.text import listed
+from megatron_ibpo.cluster.placement import Placement
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.engines.vllm.settings import CPU_KV_CACHE_BYTES
+from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models.lora import chosen_lora, lora_entries
+from megatron_ibpo.models.weight_map import Entry
+from megatron_ibpo.plan.memory import GIB, RankMemory, engine_memory, node_memory, rank_memory
+from megatron_ibpo.plan.parameter_count import Census, StagePart
+from megatron_ibpo.policy.overrides import model_chunks
+
+TRAINER_PROGRAM_BYTES = int(0.4 * GIB)
+"""Of a trainer's process, its model apart: 406 MiB with a tiny one (tools/results/soak_next.json)."""
+ENGINE_PROGRAM_BYTES = int(0.5 * GIB)
+"""Of an engine's on a CPU: 1,104 MiB there, of which a KV cache of 512 MiB."""
+_MOST_NODES = 8
+"""That a message names."""
+
+_TRAINERS = "weights, gradients and optimizer state of the trainers"
+_ENGINES = "weights and KV caches of the engines"
+_PROGRAMS = "the programs"
+_ADVICE = {
+    "trainers' state while engines sample": "--no-offload-train leaves trainers' state on the GPUs",
+    "a checkpoint being written": "without --use-distributed-optimizer none is gathered on one rank",
+    "the reference policy": "--kl-coef 0 needs no reference policy",
+    "the optimizer": "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs",
+    _TRAINERS: "a smaller --num-trainers, --use-distributed-optimizer",
+    _ENGINES: "a smaller --vllm-kv-cache-bytes or --rollout-num-gpus",
+    _PROGRAMS: "a smaller --num-trainers",
+}
+"""By what takes most: what would take less."""
+
+
+def check_main_memory(
+    config: Config,
+    shape: ModelShape,
+    elements: Mapping[str, int],
+    placement: Placement,
+    memory: Mapping[int, int],
+) -> None:
+    """Refuse a run that holds more in main memory than a node has.
+
+    Args:
+        config: with what depends on the device resolved.
+        elements: of every tensor that is trained, by its name in the checkpoint.
+        memory: bytes of every node that has trainers or engines, by its index in the placement.
+
+    Raises:
+        ValueError: for each node that has too little: what needs how much, what is there, what to change.
+    """
+    problems = []
+    for node, parts in _needed(config, shape, elements, placement).items():
+        needed, there = sum(parts.values()), memory[node]
+        if needed > there:
+            problems.append(_refusal(placement.nodes[node].address, there, parts))
+    if problems:
+        raise ValueError(listed(problems, "\n", most=_MOST_NODES))
+
+
+def _refusal(address: str, there: int, parts: Mapping[str, int]) -> str:
+    largest = max(parts, key=lambda name: parts[name])
+    named = "; ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    return (
+        f"{address} has {there / GIB:.1f} GiB of main memory, and this run needs at least "
+        f"{sum(parts.values()) / GIB:.1f} there ({named}): {_ADVICE[largest]}; or use nodes with more of "
+        "it, or more nodes with fewer ranks on each"
+    )
+
+
+def _needed(
+    config: Config, shape: ModelShape, elements: Mapping[str, int], placement: Placement
+) -> dict[int, dict[str, int]]:
+    """By node that has any of the run's processes: bytes by what they are for."""
+    ranks = _on_nodes([slot.node for slot in placement.trainers])
+    engines = Counter(slot.node for slot in placement.engines)
+    on_gpu = any(node.gpus for node in placement.nodes)
+    census = census_by_names(shape, config, elements, len(placement.trainers))
+    stages = [rank_memory(shape, config, part, census, max_tokens=1) for part in census.stages]
+    engine = 0 if on_gpu else _engine_on_cpu(shape, config, census)
+    needed = {}
+    for node in sorted({*ranks, *engines}):
+        own = ranks.get(node, [])
+        parts = node_memory(config, census, stages, own).named()
+        if not on_gpu:
+            parts |= _on_cpus(config, census, stages, own) | {_ENGINES: engines[node] * engine}
+        # an engine with GPUs has never been measured
+        programs = len(own) * TRAINER_PROGRAM_BYTES
+        programs += 0 if on_gpu else engines[node] * ENGINE_PROGRAM_BYTES
+        needed[node] = parts | {_PROGRAMS: programs}
+    return needed
+
+
+def _on_nodes(nodes: Sequence[int]) -> dict[int, list[int]]:
+    """The ranks on each node."""
+    ranks: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    return ranks
+
+
+def _on_cpus(
+    config: Config, census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]
+) -> dict[str, int]:
+    """What trainers have on a GPU elsewhere; nothing moves out."""
+    own = [stages[census.place(rank).pipeline] for rank in ranks]
+    return {"trainers' state while engines sample": 0, _TRAINERS: sum(rank.state for rank in own)}
+
+
+def _engine_on_cpu(shape: ModelShape, config: Config, census: Census) -> int:
+    """Weights and KV cache of one engine with all its workers."""
+    part = engine_memory(shape, config, census, gpu_bytes=0)
+    cache = config.rollout.vllm_kv_cache_bytes or CPU_KV_CACHE_BYTES
+    return config.rollout.rollout_num_gpus_per_engine * (part.weights + cache)
+
+
+# ------------------------------------------------------------------------------------ counted by names
+
+
+def census_by_names(
+    shape: ModelShape, config: Config, elements: Mapping[str, int], world_size: int
+) -> Census:
+    """`take_census` without Megatron, from a checkpoint's headers: for the driver, which builds no model.
+
+    What tensor-parallel ranks have copies of (norms, routers) counts as if it were cut: some thousandths of a
+    model. Tied embeddings count on both ends of a pipeline.
+    """
+    parallel = config.parallel
+    stage_of = {
+        layer: stage
+        for stage, chunks in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config)))
+        for layers in chunks
+        for layer in layers
+    }
+    last = parallel.pipeline_model_parallel_size - 1
+    dense, experts = Counter[int](), Counter[int]()
+    for name, count in elements.items():
+        stage = _stage(name, stage_of, last)
+        (experts if ".experts." in name else dense)[stage] += count
+        if shape.tie_word_embeddings and last and "embed_tokens" in name:
+            dense[last] += count
+    layers_of = Counter(stage_of.values())
+    lora = chosen_lora(config.model, shape)
+    added = [] if lora is None else [(stage_of[_layer(own)], own) for own in lora_entries(shape, lora)]
+    parts = []
+    for stage in range(last + 1):
+        own_dense = dense[stage] // parallel.tensor_model_parallel_size
+        own_experts = experts[stage] // _expert_ranks(parallel)
+        adapters = _adapters(parallel, [entry for place, entry in added if place == stage])
+        parts.append(
+            StagePart(
+                pipeline=stage,
+                dense=own_dense + adapters[False],
+                experts=own_experts + adapters[True],
+                frozen_dense=0 if lora is None else own_dense,
+                frozen_experts=0 if lora is None else own_experts,
+                layers=layers_of[stage],
+                largest=max(elements.values()),
+            )
+        )
+    total = sum(elements.values())
+    trained = total if lora is None else sum(math.prod(entry.shape) for _, entry in added)
+    return Census(total, trained, max(elements.values()), parts, parallel, world_size)
+
+
+def _adapters(parallel: ParallelConfig, entries: Iterable[Entry]) -> dict[bool, int]:
+    """Elements of adapters on each rank of a pipeline stage: beside dense matrices, beside experts (True)."""
+    found = {False: 0, True: 0}
+    for entry in entries:
+        is_expert = entry.expert is not None
+        ranks = parallel.expert_tensor_parallel_size if is_expert else parallel.tensor_model_parallel_size
+        found[is_expert] += math.prod(entry.shape) // (1 if entry.cut is None else ranks)
+    found[True] //= parallel.expert_model_parallel_size
+    return found
+
+
+def _layer(entry: Entry) -> int:
+    assert entry.layer is not None  # adapters stand in layers
+    return entry.layer
+
+
+def _stage(name: str, stage_of: Mapping[int, int], last: int) -> int:
+    if (layer := re.search(r"\blayers\.(\d+)\.", name)) is not None:
+        return stage_of[int(layer[1])]
+    return 0 if "embed_tokens" in name else last
+
+
+def _expert_ranks(parallel: ParallelConfig) -> int:
+    return parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

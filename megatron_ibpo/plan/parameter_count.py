@@ -1,0 +1,247 @@
+"""Parameters of every pipeline stage's ranks, counted on the real model, built on the meta device."""
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module
+
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models.backends import LOCAL
+from megatron_ibpo.models.cost import weight_count
+from megatron_ibpo.models.lora import adapter_elements
+from megatron_ibpo.policy.overrides import CHUNKS, model_chunks
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What each rank of a pipeline stage holds. All of them hold as much: layouts divide evenly."""
+
+    pipeline: int
+    """The stage."""
+    dense: int
+    """Parameters outside the experts, of which there are DP copies."""
+    experts: int
+    """Parameters of experts, of which there are expert-DP copies."""
+    frozen_dense: int
+    """Of the former, those that are not trained."""
+    frozen_experts: int
+    """Of the latter."""
+    layers: int
+    largest: int
+    """Elements of the largest single parameter."""
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.experts
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients and optimizer state."""
+        return self.parameters - self.frozen_dense - self.frozen_experts
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place in the layout: its index in each of its groups, data and context parallel in one."""
+
+    rank: int
+    tensor: int
+    pipeline: int
+    data: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class Census:
+    """The whole model and its parts."""
+
+    total: int
+    """Parameters of the model, each counted once; adapters are none of it."""
+    trained: int
+    """What is trained: the model, or adapters beside it."""
+    largest: int
+    """Elements of the largest tensor of the whole model."""
+    stages: list[StagePart]
+    parallel: ParallelConfig
+    world_size: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that have the same dense parameters: data parallel times context parallel."""
+        return self._stage_size // self.parallel.tensor_model_parallel_size
+
+    @property
+    def expert_data_parallel(self) -> int:
+        parallel = self.parallel
+        return self._stage_size // (
+            parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+        )
+
+    @property
+    def _stage_size(self) -> int:
+        return self.world_size // len(self.stages)
+
+    def ranks(self, stage: int) -> range:
+        """Those of a pipeline stage."""
+        return range(stage * self._stage_size, (stage + 1) * self._stage_size)
+
+    def place(self, rank: int) -> Place:
+        """Where Megatron puts a rank: tensor-parallel first, then expert, data and pipeline parallel."""
+        stage, inner = divmod(rank, self._stage_size)
+        data, tensor = divmod(inner, self.parallel.tensor_model_parallel_size)
+        expert_data, expert = divmod(
+            inner // self.parallel.expert_tensor_parallel_size, self.parallel.expert_model_parallel_size
+        )
+        return Place(rank, tensor, stage, data, expert, expert_data)
+
+
+def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
+    """Build one rank's part of each pipeline stage on the meta device, as that rank would, and count.
+
+    The layout must have passed `check_layout`. Needs no launcher and no GPU; leaves no process group behind.
+    The time does not depend on the world: parts are built in the smallest one that has the layout.
+
+    Raises:
+        RuntimeError: torch.distributed is in use in this process.
+        ValueError: Megatron refuses what --model-override asks for.
+    """
+    from megatron_ibpo.policy.model import check_model
+
+    if dist.is_initialized():
+        raise RuntimeError("a census needs a process without process groups")
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    stage_size = math.lcm(parallel.tensor_model_parallel_size, experts)
+    alone = replace(
+        config,
+        parallel=ParallelConfig(sequence_parallel=False),
+        model=replace(config.model, model_override=()),
+    )
+    base = replace(alone, model=replace(alone.model, lora_rank=None))
+    with _quiet():
+        check_model(shape, config)
+        # parameters do not depend on who shares a sequence
+        config = replace(config, parallel=replace(parallel, context_parallel_size=1))
+        whole = _count(shape, base, 0, rank=0, world_size=1)
+        adapters = config.model.lora_rank is not None
+        trained = _count(shape, alone, 0, rank=0, world_size=1).trained if adapters else whole.trained
+        parts = [
+            _count(shape, config, stage, rank=stage * stage_size, world_size=stages * stage_size)
+            for stage in range(stages)
+        ]
+    return Census(whole.parameters, trained, whole.largest, parts, parallel, world_size)
+
+
+def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Census:
+    """The same from the shape alone, in no time: norms, biases and short convolutions are left out, all
+    layers of a model are taken to have as much, experts apart, and adapters to be whole on every rank. For
+    comparing many layouts."""
+    parallel, count = config.parallel, weight_count(shape)
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    expert = shape.hidden_size * shape.expert_hidden_size
+    largest = max(count.table, 2 * shape.hidden_size * shape.ffn_hidden_size, 2 * expert)
+    adapters = adapter_elements(config.model, shape)
+    parts = []
+    for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config))):
+        layers = sum(map(len, ranges))
+        with_experts = sum(shape.has_experts(layer) for own in ranges for layer in own)
+        ends = (stage == 0) + (stage == stages - 1)
+        tables = min(ends, 1) if shape.tie_word_embeddings else ends
+        dense = (count.layers * layers // shape.num_layers + tables * count.table) // tensor
+        experts = count.experts * with_experts // max(1, shape.moe_layers) // expert_ranks
+        parts.append(
+            StagePart(
+                pipeline=stage,
+                dense=dense + adapters * layers // shape.num_layers,
+                experts=experts,
+                frozen_dense=dense if adapters else 0,
+                frozen_experts=experts if adapters else 0,
+                layers=layers,
+                largest=largest // tensor,
+            )
+        )
+    return Census(count.total, adapters or count.total, largest, parts, parallel, world_size)
+
+
+def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
+    from megatron_ibpo.policy.model import build_model
+
+    # no other override changes a parameter, and they may need libraries that are not here
+    pieces = model_chunks(config)
+    kept = (f"{CHUNKS}={pieces}",) if pieces > 1 else ()
+    config = replace(config, model=replace(config.model, model_override=kept))
+    with as_rank(rank, world_size, config):
+        largest = 0
+        counts = {(is_expert, trained): 0 for is_expert in (False, True) for trained in (False, True)}
+        chunks = build_model(shape, config, device="meta")
+        layers = sum(len(chunk.decoder.layers) for chunk in chunks)
+        for part in [*chunks, *_beside(shape, config)]:
+            for name, parameter in part.named_parameters():
+                if parameter.device.type != "meta":
+                    raise AssertionError(f"{name} was really allocated")
+                largest = max(largest, parameter.numel())
+                is_expert = not getattr(parameter, "allreduce", True)
+                counts[is_expert, parameter.requires_grad] += parameter.numel()
+        return StagePart(
+            pipeline=stage,
+            dense=counts[False, False] + counts[False, True],
+            experts=counts[True, False] + counts[True, True],
+            frozen_dense=counts[False, False],
+            frozen_experts=counts[True, False],
+            layers=layers,
+            largest=largest,
+        )
+
+
+def _beside(shape: ModelShape, config: Config) -> list[Module]:
+    """What is trained beside the policy: there is one stage then (`check_layout`)."""
+    from megatron_ibpo.policy.mtp_model import build_mtp
+
+    if not config.model.mtp_num_layers:
+        return []
+    return [build_mtp(shape, config, device="meta", libraries=LOCAL)]
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int, config: Config) -> Iterator[None]:
+    """This process as `rank` of a world in which nobody else exists and no collective communicates."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_ibpo.policy import parallel
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        world = World(rank, world_size, torch.device("cpu"), control=None)
+        parallel.initialize(config.parallel, world, config.run.seed)
+        try:
+            yield
+        finally:
+            parallel.destroy()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Megatron's remarks on every construction."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

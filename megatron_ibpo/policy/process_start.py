@@ -1,0 +1,34 @@
+"""What a trainer's process runs first."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.policy.import_warnings import hush_megatron
+from megatron_ibpo.policy.process_environment import set_environment
+
+
+def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
+    """A `rank.TrainerRank`. Libraries read their environment when they are imported, so that comes first.
+    Without CUDA its stand-ins come before Megatron, which would import torch.compile's machinery for nothing:
+    two seconds."""
+    notes = set_environment(os.environ, colocate=config.rollout.colocate)
+    hide_tilelang()
+    hush_megatron()
+    from megatron_ibpo.policy import cpu
+
+    cpu.activate()
+    from megatron_ibpo.policy.rank import TrainerRank
+
+    rank = TrainerRank(config, checkpoint)
+    rank.notes = (*notes, *rank.notes)
+    return rank
+
+
+def hide_tilelang() -> None:
+    """Let flash-linear-attention find no TileLang unless it is to be used: wherever it finds one it imports
+    all of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
+    if os.environ["FLA_TILELANG"] == "0":
+        sys.modules.setdefault("tilelang", None)  # type: ignore[arg-type]

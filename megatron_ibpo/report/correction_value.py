@@ -1,0 +1,77 @@
+"""Whether corrections paid, by a run's own figures: success by composition of groups, and metered price."""
+
+from collections.abc import Mapping, Sequence
+from math import fsum
+from typing import Any
+
+from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
+from megatron_ibpo.evaluate.pass_at_k import wilson
+
+_WHERE = {ALONE: "where no other response is correct", ACCOMPANIED: "beside a correct response"}
+_VERDICT = {True: "they pay", False: "they do not pay", None: "which cannot be told apart yet"}
+
+Row = Mapping[str, Any]
+
+
+def break_even(steps: Sequence[Row]) -> dict[str, Any] | None:
+    """Where a run's corrections stand relative to the law of `credit.break_even`.
+
+    Args:
+        steps: rows of the metrics log.
+
+    Returns:
+        price (κ) and, for each composition that has corrections and responses, `resample` and `skill` (p and
+        q, each with low and high of Wilson's 95 % interval), `needed` (the skill from which on corrections
+        pay) and `pays`: True or False where the intervals leave no doubt, else None. None without any.
+    """
+    known = [row for row in steps if row.get("correction_price") is not None]
+    if not known:
+        return None
+
+    def total(name: str) -> float:
+        return fsum(row[name] for row in known)
+
+    price = fsum(row["correction_price"] * row["corrections"] for row in known) / total("corrections")
+    found: dict[str, Any] = {"price": price}
+    for composition in (ALONE, ACCOMPANIED):
+        responses, corrections = total(f"responses_{composition}"), total(f"corrections_{composition}")
+        if responses and corrections:
+            resample = _share(total(f"responses_{composition}_correct"), responses)
+            skill = _share(total(f"corrections_{composition}_correct"), corrections)
+            found[composition] = _standing(resample, skill, price, first=composition == ALONE)
+    return found
+
+
+def _standing(
+    resample: dict[str, float], skill: dict[str, float], price: float, *, first: bool
+) -> dict[str, Any]:
+    needed = {name: skill_needed(value, price, first=first) for name, value in resample.items()}
+    pays = None
+    if skill["low"] > needed["high"]:
+        pays = True
+    elif skill["high"] < needed["low"]:
+        pays = False
+    return {"resample": resample, "skill": skill, "needed": needed["estimate"], "pays": pays}
+
+
+def _share(successes: float, trials: float) -> dict[str, float]:
+    low, high = wilson(successes / trials, int(trials))
+    return {"estimate": successes / trials, "low": max(low, 0.0), "high": min(high, 1.0)}
+
+
+def break_even_line(found: dict[str, Any] | None) -> str | None:
+    """The same in one line for a reader; None where there is nothing to say."""
+    parts = [_part(name, found[name]) for name in _WHERE if found and name in found]
+    if found is None or not parts:
+        return None
+    return f"corrections, each at the price of {found['price']:.1f} responses: " + "; ".join(parts)
+
+
+def _part(composition: str, standing: dict[str, Any]) -> str:
+    skill, resample, needed = standing["skill"], standing["resample"], standing["needed"]
+    from_where = "could not pay with any success" if needed > 1 else f"pay from {needed:.0%} on"
+    said = "" if needed > 1 and standing["pays"] is False else f": {_VERDICT[standing['pays']]}"
+    return (
+        f"{_WHERE[composition]} {skill['estimate']:.0%} of them succeed and {resample['estimate']:.0%} of "
+        f"further responses, so that they {from_where}{said}"
+    )

@@ -1,0 +1,137 @@
+"""What a run measures, kept: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
+from megatron_ibpo.report.disk import append_whole, require_room
+from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
+
+Kind = Literal["step", "evaluation"]
+
+ROOM_BYTES = 1024**2
+"""Free before a row is written, also for TensorBoard: its thread ends at a disk that fills up under it."""
+
+log = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Appends one row per step and one per evaluation, flushed at once.
+
+    A row is `{"kind", "step", name: value, …, "seconds": {stage: seconds}}`. `step` is the number of steps
+    completed: 1 for the first step's row, 0 for the evaluation before it. A value that is not finite is
+    written as null, for JSON has no word for it.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, completed_steps: int = 0, wandb_config: dict[str, Any] | None = None
+    ):
+        """Continue the log of `run_dir` after `completed_steps`; later rows, of steps that will be taken
+        again, are removed.
+
+        Args:
+            wandb_config: logs to Weights & Biases too, with this as the run's configuration.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and for the driver only
+
+        self._dir = run_dir
+        path = run_dir / METRICS_FILE
+        before = read_rows(path) if path.exists() else []
+        self.rows = [row for row in before if row["step"] <= completed_steps]
+        self._wandb: Any = None
+        if wandb_config is not None:
+            import wandb  # optional
+
+            self._wandb = wandb.init(
+                dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=wandb_config
+            )
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._file = path.open("ab", buffering=0)
+        self._tensorboard: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
+
+    def append(self, kind: Kind, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        """Write a row everywhere. Where OSError is raised the row is nowhere, and may be appended again."""
+        rounded = {name: round(value, 4) for name, value in seconds.items()}
+        row = {"kind": kind, "step": step, **jsonable(metrics), "seconds": rounded}
+        require_room(self._dir, ROOM_BYTES)
+        append_whole(self._file, (json.dumps(row, allow_nan=False) + "\n").encode())
+        self.rows.append(row)
+        prefix = "evaluation/" if kind == "evaluation" else ""
+        scalars = {f"{prefix}{name}": value for name, value in metrics.items()}
+        scalars |= {f"seconds/{name}": value for name, value in seconds.items()}
+        if self._tensorboard is not None:
+            self._draw(scalars, step)
+        if self._wandb is not None:
+            self._wandb.log(scalars | {"step": step})
+
+    def _draw(self, scalars: dict[str, float], step: int) -> None:
+        """For TensorBoard, whose writer cannot go on after an error: what it has is kept, and the whole of it
+        is in the rows."""
+        try:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        except OSError as error:
+            log.warning("nothing more is written for TensorBoard: %s", error)
+            self._tensorboard = None
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line cut off by a crash is left out.
+
+    Raises:
+        ValueError: another line is not JSON, or no row.
+    """
+    rows = []
+    lines = read_user_file(path, RECORD_BYTES).splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(read_row(line, f"{path}, line {number}"))
+        except ValueError:
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise
+    return rows
+
+
+def read_row(line: bytes, where: str) -> dict[str, Any]:
+    """The row that a line of a metrics.jsonl holds.
+
+    Raises:
+        ValueError: it is not JSON, or no row.
+    """
+    try:
+        row = read_json(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not _is_row(row):
+        raise ValueError(f"{where}: no row of a metrics log: it must have a kind, a step and numbers")
+    return row
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is what `MetricsLog` writes."""
+    if not isinstance(row, dict) or row.get("kind") not in list(get_args(Kind)):
+        return False
+    if type(row.get("step")) is not int or not is_number(row["step"]):
+        return False
+    seconds = row.get("seconds", {})
+    if not isinstance(seconds, dict):
+        return False
+    values = [value for name, value in row.items() if name not in ("kind", "seconds")] + [*seconds.values()]
+    return all(value is None or is_number(value) for value in values)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn and printed: a whole number of JSON's may be larger than any float."""
+    return isinstance(value, int | float) and abs(value) < 1e300

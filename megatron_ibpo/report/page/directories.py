@@ -1,0 +1,382 @@
+"""What the page shows of one directory, read from disk when it is asked for: a run, which may still train, or
+an evaluation. Nothing outside the directory is read."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file, user_lines
+from megatron_ibpo.data import Tokenizer
+from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE
+from megatron_ibpo.report.alarms import run_alarms
+from megatron_ibpo.report.columns import Columns
+from megatron_ibpo.report.metrics_log import is_number, read_row
+from megatron_ibpo.report.page.evaluation_samples import (
+    Problem,
+    group_of_set,
+    index_of_set,
+    matching_samples,
+    read_problems,
+    results_of,
+    sample_files,
+)
+from megatron_ibpo.report.page.recorded_step import group_of_step, index_of_step, matches
+from megatron_ibpo.report.rollout_data import Trained, load_step, rollout_path
+from megatron_ibpo.report.run_dir import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SKILL_FILE,
+    SUMMARY_FILE,
+    run_settings,
+    run_tokenizer,
+)
+
+DRAWN = 400
+"""Points of a curve: about as many as it is wide on a screen."""
+LAST = 10
+"""Steps over which the last numbers of a run are means."""
+_KEPT = 3
+"""Recorded steps, or sets, that stay in memory once read."""
+_SUMMARY = {
+    "accuracy_start": "accuracy at start",
+    "accuracy_end": "at end",
+    "seconds_total": "seconds",
+}
+
+
+T = TypeVar("T")
+
+
+class NotThere(LookupError):
+    """A section, a group or a file that does not exist, or not inside the directory."""
+
+
+class Source(Protocol):
+    """A directory that the page shows. A section is a recorded step or a set: a number that names it."""
+
+    name: str
+
+    def version(self) -> str:
+        """Another text whenever anything else of it has changed."""
+        ...
+
+    def overview(self) -> dict[str, Any]:
+        """Everything but curves and samples."""
+        ...
+
+    def series(self, first: int | None, last: int | None) -> dict[str, Any]:
+        """Kind of row → thinned columns of the steps from `first` to `last`."""
+        ...
+
+    def section(self, key: int) -> list[dict[str, Any]]:
+        """The groups of a section without their tokens. Raises NotThere."""
+        ...
+
+    def group(self, key: int, number: int) -> dict[str, Any]:
+        """A group with all there is of it. Raises NotThere."""
+        ...
+
+    def search(self, key: int, text: str) -> list[tuple[int, int]]:
+        """(group, response) of each that holds the text. Raises NotThere."""
+        ...
+
+
+def open_source(directory: Path, *, tokenizer: Tokenizer | None = None) -> Source:
+    """The run or evaluation in a directory.
+
+    Args:
+        tokenizer: of a run, its own when None.
+
+    Raises:
+        ValueError: it holds neither, or a file of it cannot be read.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: is it the directory of a run? There is no such directory")
+    of_run, of_evaluation = (directory / METRICS_FILE).exists(), (directory / RESULTS_FILE).exists()
+    if of_evaluation and not of_run:
+        return EvaluationSource(directory)
+    if of_run or (directory / CONFIG_FILE).exists():
+        return RunSource(directory, tokenizer=tokenizer)
+    raise ValueError(
+        f"{directory} holds no {METRICS_FILE}: is it the directory of a run? An evaluation's has a "
+        f"{RESULTS_FILE}"
+    )
+
+
+class RunSource:
+    """A run, read as far as it has got. Safe to use from several threads."""
+
+    def __init__(self, directory: Path, *, tokenizer: Tokenizer | None = None):
+        self.name = directory.resolve().name
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._settings = run_settings(directory)
+        for name in ("advantage-estimator", "hf-checkpoint"):
+            if not isinstance(value := self._settings.get(name), str):
+                raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {shown(value)}")
+        self._log = _Log(directory / METRICS_FILE, directory)
+        self._steps: _Kept[tuple[list[Group], dict[tuple[int, str, int], Trained]]] = _Kept()
+        # apart, so that curves go on while a large step is read
+        self._log_lock, self._steps_lock = threading.Lock(), threading.Lock()
+
+    def version(self) -> str:
+        with self._log_lock:
+            self._log.read_on()
+        summary = self._directory / SUMMARY_FILE
+        changed = summary.stat().st_mtime_ns if summary.exists() else 0
+        return f"{self._log.version}-{len(self.recorded())}-{changed}"
+
+    def overview(self) -> dict[str, Any]:
+        with self._log_lock:
+            self._log.read_on()
+            steps = self._log.columns["step"]
+            alarms = run_alarms(steps, groups_per_step=self._groups_per_step())
+            last = self._last_numbers()
+        model = Path(self._settings["hf-checkpoint"]).name
+        return {
+            "name": self.name,
+            "kind": "run",
+            "title": f"{self._settings['advantage-estimator']}, {model}",
+            "facts": self._facts(),
+            "steps": max(steps.steps, default=0),
+            "planned": self._settings.get("num-rollout"),
+            "alarms": [asdict(alarm) for alarm in alarms],
+            "sections": [{"key": step, "label": f"step {step}"} for step in self.recorded()],
+            "settings": {key: _plain(value) for key, value in self._settings.items()},
+            "last": last,
+            "sets": {},
+        }
+
+    def series(self, first: int | None, last: int | None) -> dict[str, Any]:
+        with self._log_lock:
+            self._log.read_on()
+            return {kind: rows.thinned(first, last, DRAWN) for kind, rows in self._log.columns.items()}
+
+    def section(self, key: int) -> list[dict[str, Any]]:
+        return self._shown(key, lambda groups, _: index_of_step(groups))
+
+    def group(self, key: int, number: int) -> dict[str, Any]:
+        def content(groups: list[Group], trained: dict[tuple[int, str, int], Trained]) -> dict[str, Any]:
+            if not 0 <= number < len(groups):
+                raise NotThere(f"step {key} has {len(groups)} groups")
+            return group_of_step(number, groups[number], trained, self._reader())
+
+        return self._shown(key, content)
+
+    def search(self, key: int, text: str) -> list[tuple[int, int]]:
+        return self._shown(key, lambda groups, _: matches(groups, text, self._reader()))
+
+    def recorded(self) -> list[int]:
+        """Steps with recorded rollouts."""
+        names = (
+            path.stem.removeprefix("step_") for path in (self._directory / "rollouts").glob("step_*.json")
+        )
+        return sorted(int(step) for step in names if step.isascii() and step.isdigit())
+
+    def _path(self, key: int) -> Path:
+        return _inside(self._directory, rollout_path(self._directory / "rollouts", key))
+
+    def _shown(self, key: int, content: Callable[..., Any]) -> Any:
+        """Of a recorded step; what is wrong with its records is told with their file."""
+        path = self._path(key)
+        with self._steps_lock:
+            groups, trained = self._steps.get(path, lambda: load_step(path)[1:])
+            try:
+                return content(groups, trained)
+            except (ValueError, TypeError, AttributeError, OverflowError, LookupError) as error:
+                if isinstance(error, NotThere):
+                    raise
+                raise ValueError(
+                    f"recorded rollouts {path}: a record cannot be shown: {shown(error)}"
+                ) from error
+
+    def _reader(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = run_tokenizer(self._directory)
+        return self._tokenizer
+
+    def _groups_per_step(self) -> int | None:
+        size = self._settings.get("rollout-batch-size")
+        return size if type(size) is int and size > 0 else None
+
+    def _last_numbers(self) -> dict[str, float]:
+        """Means over the last steps, and of the last evaluation."""
+        numbers: dict[str, float] = {}
+        for kind, most, prefix in (("evaluation", 1, "evaluation/"), ("step", LAST, "")):
+            columns = self._log.columns[kind]
+            for name in columns.names:
+                if (value := columns.last(name, most)) is not None:
+                    numbers[prefix + name] = float(f"{value:.5g}")
+        return numbers
+
+    def _facts(self) -> list[str]:
+        return self._end() + self._premise()
+
+    def _premise(self) -> list[str]:
+        """What was measured of the policy's corrections before the first step, if anything was."""
+        path = self._directory / SKILL_FILE
+        if not path.exists():
+            return []
+        path = _inside(self._directory, path)
+        try:
+            skill = read_json(read_user_file(path, JSON_BYTES))
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        if not isinstance(skill, dict) or not isinstance(skill.get("premise"), str):
+            raise ValueError(f"{path}: must hold an object with a premise")
+        return [skill["premise"]]
+
+    def _end(self) -> list[str]:
+        path = self._directory / SUMMARY_FILE
+        if not path.exists():
+            return ["not finished"]
+        path = _inside(self._directory, path)
+        try:
+            summary = read_json(read_user_file(path, JSON_BYTES))
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
+            raise ValueError(f"{path}: no summary of a run: it must hold an object with a status")
+        known = {name: summary.get(key) for key, name in _SUMMARY.items()}
+        if strange := [name for name, value in known.items() if not (value is None or is_number(value))]:
+            raise ValueError(f"{path}: {strange[0]} must be a number")
+        return [
+            summary["status"],
+            *(f"{name} {value:.4g}" for name, value in known.items() if value is not None),
+        ]
+
+
+class EvaluationSource:
+    """An evaluation's directory: results.json, and per set SET.samples.jsonl."""
+
+    def __init__(self, directory: Path):
+        self.name = directory.resolve().name
+        self._directory = directory
+        self._problems: _Kept[list[Problem]] = _Kept()
+        self._lock = threading.Lock()
+
+    def version(self) -> str:
+        files = [self._directory / RESULTS_FILE, *sample_files(self._directory).values()]
+        return "-".join(f"{path.stat().st_mtime_ns}" for path in files if path.exists())
+
+    def overview(self) -> dict[str, Any]:
+        _inside(self._directory, self._directory / RESULTS_FILE)
+        results = results_of(self._directory)
+        return {
+            "name": self.name,
+            "kind": "evaluation",
+            "title": f"evaluation of {Path(results.policy).name}" if results.policy else "evaluation",
+            "facts": [results.status] if results.status else [],
+            "steps": 0,
+            "planned": None,
+            "alarms": [],
+            "sections": [
+                {"key": number, "label": name} for number, name in enumerate(sample_files(self._directory))
+            ],
+            "settings": {},
+            "last": {},
+            "sets": results.sets,
+        }
+
+    def series(self, first: int | None, last: int | None) -> dict[str, Any]:
+        return {}
+
+    def section(self, key: int) -> list[dict[str, Any]]:
+        return index_of_set(self._read(key)[1])
+
+    def group(self, key: int, number: int) -> dict[str, Any]:
+        path, problems = self._read(key)
+        if not 0 <= number < len(problems):
+            raise NotThere(f"{path.name} has {len(problems)} problems")
+        return group_of_set(path, problems[number])
+
+    def search(self, key: int, text: str) -> list[tuple[int, int]]:
+        return matching_samples(*self._read(key), text)
+
+    def _read(self, key: int) -> tuple[Path, list[Problem]]:
+        files = list(sample_files(self._directory).values())
+        if not 0 <= key < len(files):
+            raise NotThere(f"the evaluation has {len(files)} sets with samples")
+        path = _inside(self._directory, files[key])
+        with self._lock:
+            return path, self._problems.get(path, lambda: read_problems(path))
+
+
+class _Log:
+    """A metrics.jsonl that grows, read from where it was left."""
+
+    def __init__(self, path: Path, directory: Path):
+        self._path, self._directory = path, directory
+        self._file: tuple[int, int] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.columns = {"evaluation": Columns(), "step": Columns()}
+        self._offset, self._lines = 0, 0
+
+    @property
+    def version(self) -> str:
+        return f"{self._file}-{self._offset}"
+
+    def read_on(self) -> None:
+        """Take the whole lines that are new. A log that was replaced, as by a run that resumes, begins again.
+
+        Raises:
+            ValueError: a line is no row.
+        """
+        if not self._path.exists():
+            return
+        with _inside(self._directory, self._path).open("rb") as file:
+            status = Path(file.name).stat()
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._file or status.st_size < self._offset:
+                self._file = identity
+                self._begin()
+            file.seek(self._offset)
+            for line in user_lines(file, self._path):
+                if not line.endswith(b"\n"):
+                    break
+                row = read_row(line, f"{self._path}, line {self._lines + 1}")
+                self.columns[row["kind"]].add(row)
+                self._offset += len(line)
+                self._lines += 1
+
+
+class _Kept(Generic[T]):
+    """The last few files read, as they were when they were read."""
+
+    def __init__(self) -> None:
+        self._contents: OrderedDict[tuple[Path, int], T] = OrderedDict()
+
+    def get(self, path: Path, read: Callable[[], T]) -> T:
+        key = (path, path.stat().st_mtime_ns)
+        if key not in self._contents:
+            self._contents[key] = read()
+            if len(self._contents) > _KEPT:
+                self._contents.popitem(last=False)
+        self._contents.move_to_end(key)
+        return self._contents[key]
+
+
+def _inside(directory: Path, path: Path) -> Path:
+    """The path, if it is a file that lies in the directory also when links are followed.
+
+    Raises:
+        NotThere: it is not.
+    """
+    if not path.is_file():
+        raise NotThere(f"{path.name} is not there")
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise NotThere(f"{path} leads out of {directory}, and nothing outside is shown")
+    return path
+
+
+def _plain(value: Any) -> str | float | bool | None:
+    """A setting as the table shows it."""
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

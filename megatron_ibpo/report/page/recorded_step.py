@@ -1,0 +1,200 @@
+"""A recorded step as the page shows it: a table of its groups, and each group with all its tokens.
+
+Numbers per token are rounded; tokens are numbers in a vocabulary that goes with the group.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Correction, Group, Sample, TokenIds
+from megatron_ibpo.data import Tokenizer
+from megatron_ibpo.edit_distance import opcodes
+from megatron_ibpo.report.rollout_data import Trained
+
+_TrainedOn = Mapping[tuple[int, str, int], Trained]
+
+_OF_CORRECTION = ("target", "references", "distance", "reference_distance", "rewritten", "unmodified_share")
+"""Fields of a correction that the page shows as they are."""
+_PROMPT_END = 160
+"""Characters of a prompt in the table of groups."""
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, and so its tokens at most."""
+
+
+def index_of_step(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """What the table of groups and the filters need: everything but tokens."""
+    return [
+        {
+            "prompt": group.prompt.text[-_PROMPT_END:],
+            "label": group.prompt.label,
+            "skipped_pairs": group.skipped_pairs,
+            "responses": [_outcome(response) for response in group.responses],
+            "corrections": [
+                {
+                    "target": correction.target,
+                    "kind": _kind(group, correction),
+                    "leaks": correction.reference_leakage,
+                }
+                for correction in group.corrections
+            ],
+        }
+        for group in groups
+    ]
+
+
+def group_of_step(number: int, group: Group, trained: _TrainedOn, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A group with its tokens."""
+    vocabulary = _Vocabulary(tokenizer)
+    content = {
+        "prompt": vocabulary.turns(group.prompt.token_ids) or [("prompt", group.prompt.text)],
+        "question": group.prompt.text,
+        "label": group.prompt.label,
+        "task": group.prompt.task,
+        "responses": [
+            _response(response, vocabulary, trained.get((number, "response", index)))
+            for index, response in enumerate(group.responses)
+        ],
+        "corrections": [
+            _correction(group, correction, vocabulary, trained.get((number, "correction", index)))
+            for index, correction in enumerate(group.corrections)
+        ],
+    }
+    return content | {"vocabulary": vocabulary.texts}
+
+
+def matches(groups: Sequence[Group], text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """(group, response) of each response that holds the text, case aside, in itself, in its prompt or in a
+    correction of it."""
+    wanted = text.casefold()
+
+    def holds(ids: TokenIds) -> bool:
+        return wanted in tokenizer.decode(ids).casefold()
+
+    found = []
+    for number, group in enumerate(groups):
+        if wanted in group.prompt.text.casefold():
+            found += [(number, index) for index in range(len(group.responses))]
+            continue
+        targets = {c.target for c in group.corrections if holds(c.response.token_ids)}
+        found += [
+            (number, index)
+            for index, response in enumerate(group.responses)
+            if index in targets or holds(response.token_ids)
+        ]
+    return found
+
+
+def _outcome(response: Sample) -> dict[str, Any]:
+    return {
+        "reward": response.reward,
+        "correct": response.correct,
+        "error": response.reward_error is not None,
+        "truncated": response.finish_reason == "length",
+        "length": len(response.token_ids),
+    }
+
+
+def _kind(group: Group, correction: Correction) -> str:
+    if not correction.response.correct:
+        before = group.responses[correction.target].content_ids
+        return "no-op" if np.array_equal(before, correction.response.content_ids) else "failed"
+    return "rewritten" if correction.rewritten else "corrected"
+
+
+def _correction(
+    group: Group, correction: Correction, vocabulary: "_Vocabulary", trained: Trained | None
+) -> dict[str, Any]:
+    before = group.responses[correction.target].content_ids
+    return {name: getattr(correction, name) for name in _OF_CORRECTION} | {
+        "kind": _kind(group, correction),
+        "leaks": correction.reference_leakage,
+        "prompt": vocabulary.turns(correction.response.prompt_token_ids)
+        or [("prompt", vocabulary.text(correction.response.prompt_token_ids))],
+        "ops": opcodes(before, correction.response.content_ids),
+        "response": _response(correction.response, vocabulary, trained),
+    }
+
+
+def _response(response: Sample, vocabulary: "_Vocabulary", trained: Trained | None) -> dict[str, Any]:
+    told = {
+        "tokens": vocabulary.numbers(response.token_ids),
+        **_outcome(response),
+        "error": response.reward_error,
+        "details": response.reward_details,
+        "versions": response.versions,
+        "mask": None if response.loss_mask.all() else response.loss_mask.astype(int).tolist(),
+        "sampled": _rounded(response.logprobs),
+    }
+    if trained is None:
+        return told
+    return told | {
+        "advantage": trained.advantage,
+        "weight": trained.weight,
+        "weights": _rounded(trained.token_weights),
+        "advantages": _rounded(trained.token_advantages),
+        "old": _rounded(trained.old_logprobs),
+        "new": _rounded(trained.new_logprobs),
+    }
+
+
+def _rounded(values: np.ndarray | None) -> list[float] | None:
+    return None if values is None else [round(value, 5) for value in values.tolist()]
+
+
+class _Vocabulary:
+    """Numbers the different tokens of a group as they come, with their texts."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._numbers: dict[tuple[str, bool], int] = {}
+        self._alone: dict[int, str] = {}
+        self.texts: list[tuple[str, bool]] = []
+        """(text, special)"""
+        # ids of ChatML's marks, where the tokenizer has them as one token each
+        marks = [tokenizer.encode(mark) for mark in ("<|im_start|>", "<|im_end|>")]
+        self._marks = tuple(mark[0] if len(mark) == 1 else None for mark in marks)
+
+    def text(self, ids: TokenIds) -> str:
+        return self._tokenizer.decode(ids)
+
+    def numbers(self, ids: TokenIds) -> list[int]:
+        """Of each token. Where several are one character it stands at the first of them."""
+        tokens = ids.tolist()
+        texts = [self._text_alone(token) for token in tokens]
+        for start in range(len(texts)):
+            for end in range(start + 2, min(len(texts), start + _LONGEST_CHARACTER) + 1):
+                if "\ufffd" not in texts[start]:
+                    break
+                if "\ufffd" not in (whole := self._tokenizer.decode(tokens[start:end])):
+                    texts[start:end] = [whole] + [""] * (end - start - 1)
+        return [self._number(text, token) for text, token in zip(texts, tokens, strict=True)]
+
+    def turns(self, ids: TokenIds) -> list[tuple[str, str]]:
+        """(role, text) of a chat in ChatML; none in any other prompt."""
+        opening, _ = self._marks
+        tokens = ids.tolist()
+        if opening is None or opening not in tokens:
+            return []
+        starts = [place for place, token in enumerate(tokens) if token == opening]
+        turns = [("prompt", self.text(ids[: starts[0]]))] if starts[0] else []
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            role, _, text = self.text(ids[start + 1 : end]).partition("\n")
+            turns.append((role, text.rstrip("\n")))
+        return turns
+
+    def _text_alone(self, token: int) -> str:
+        if token not in self._alone:
+            self._alone[token] = self._tokenizer.decode([token])
+        return self._alone[token]
+
+    def _number(self, text: str, token: int) -> int:
+        special = not text and not self._text_alone(token)
+        if special:
+            text = "⟨end⟩" if token == self._tokenizer.eos_id else f"⟨{token}⟩"
+        key = (text, special)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.texts)
+            self.texts.append(key)
+        return self._numbers[key]

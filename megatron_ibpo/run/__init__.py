@@ -1,0 +1,1 @@
+"""One run: opened, looped over, observed, stopped and resumed."""

@@ -1,0 +1,181 @@
+"""What a run has spent, in several currencies, so that methods can be compared at the same expense.
+
+Everything that an algorithm asks for is counted: sampling of responses and corrections, scoring, forward
+passes for log-probs, updates, weight transfer. What only observes is not: evaluation, checkpoints, reports,
+the gradient meter.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Group, Sample, TokenIds, TrainSequence
+from megatron_ibpo.basics.shared_prefixes import repeated_prefixes
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.models import ModelShape, forward_flops
+from megatron_ibpo.report.stages import FREE_STAGES
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What was spent since the start of training."""
+
+    accelerator_seconds: float = 0.0
+    """Seconds of the loop times accelerators held meanwhile (processes, where there are none)."""
+    tokens: float = 0.0
+    """Tokens that went through the model, each once for every pass: prompts read and responses sampled by
+    the engines, and all that the trainer computed. The prompt of a group is read once."""
+    flops: float = 0.0
+    """Floating-point operations of those passes, estimated from the model's shape (`forward_flops`)."""
+    tokens_shared_prefixes: float = 0.0
+    """The same tokens, but a beginning that several sequences of one pass share counted once: what engines
+    and trainers that keep a tree of prefixes would compute."""
+    flops_shared_prefixes: float = 0.0
+    """The operations of those."""
+
+    @classmethod
+    def read(cls, stored: Any) -> "Spent":
+        """From a run's state.
+
+        Raises:
+            ValueError: it is not what was spent.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(stored, dict) or not stored.keys() <= names:
+            raise ValueError(f"spent must hold {', '.join(sorted(names))}, is {shown(stored)}")
+        for name, value in stored.items():
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"spent: {name} must be a number of at least 0, is {shown(value)}")
+        unshared = {f"{name}_shared_prefixes": stored.get(name, 0.0) for name in ("tokens", "flops")}
+        return cls(**unshared | stored)  # what was saved before prefixes were looked at shared none
+
+    def metrics(self) -> dict[str, float]:
+        """For the metrics log."""
+        return {f"spent_{name}": value for name, value in asdict(self).items()}
+
+    def of(self, unit: str) -> float:
+        """The amount in one currency, as --budget-unit names it."""
+        return asdict(self)[unit.replace("-", "_")]
+
+
+class CostMeter:
+    """Adds up what a run spends."""
+
+    def __init__(
+        self, shape: ModelShape, accelerators: int, *, recomputes: bool = False, before: Spent | None = None
+    ):
+        """
+        Args:
+            accelerators: that the run holds, engines' own included.
+            recomputes: the backward pass repeats the forward pass (full activation recomputation).
+            before: what a resumed run had spent.
+        """
+        self._shape = shape
+        self._accelerators = accelerators
+        self._update_passes = 4.0 if recomputes else 3.0
+        self.spent = before or Spent()
+
+    def sampling(self, samples: Iterable[Sample]) -> None:
+        """What engines wrote."""
+        samples = list(samples)
+        # a prompt that several samples share is read once
+        prompts = list({prompt.tobytes(): prompt for prompt in map(_read, samples)}.values())
+        lengths = [len(prompt) for prompt in prompts]
+        tokens, flops = sum(lengths), sum(map(self._forward, lengths))
+        repeated = repeated_prefixes(prompts)
+        for sample in samples:
+            read = len(sample.prompt_token_ids) + sample.num_begun_tokens
+            written = len(sample.prompt_token_ids) + len(sample.token_ids) - read
+            tokens += written
+            flops += self._written(read, written)
+        self._add(tokens, flops, sum(repeated), sum(map(self._forward, repeated)))
+
+    def training(
+        self,
+        forward: Sequence[int],
+        updates: Sequence[int],
+        repeated_forward: Sequence[int] = (),
+        repeated_updates: Sequence[int] = (),
+    ) -> None:
+        """Sequences that the trainer computed, by their lengths in tokens.
+
+        Args:
+            forward: forward passes alone, for log-probs.
+            updates: with the backward pass, which costs twice the forward pass.
+            repeated_forward, repeated_updates: tokens at their beginnings that another sequence of the same
+                pass has too (`basics.shared_prefixes.repeated_prefixes`).
+        """
+        self._add(
+            sum(forward) + sum(updates),
+            self._passes(forward, updates),
+            sum(repeated_forward) + sum(repeated_updates),
+            self._passes(repeated_forward, repeated_updates),
+        )
+
+    def correction_price(self, groups: Iterable[Group], sequences: Sequence[TrainSequence]) -> float | None:
+        """κ: operations of a correction, in operations of a response; None where there are none. Each with
+        its sampling and the update on what it is trained as; passes for log-probs, which both have alike,
+        are left out.
+
+        Args:
+            sequences: what the step trains on.
+        """
+        groups = list(groups)
+        responses = [response for group in groups for response in group.responses]
+        corrections = [correction.response for group in groups for correction in group.corrections]
+        if not responses or not corrections:
+            return None
+
+        def each(samples: Sequence[Sample], kind: str) -> float:
+            apart = CostMeter(self._shape, self._accelerators, recomputes=self._update_passes > 3)
+            apart.sampling(samples)
+            apart.training((), [sequence.num_tokens for sequence in sequences if sequence.kind == kind])
+            return apart.spent.flops / len(samples)
+
+        return each(corrections, "correction") / each(responses, "response")
+
+    def of_sample(self, prompt: int, response: int, *, sharing: int = 1, trained: int = 0) -> float:
+        """Operations of one sample.
+
+        Args:
+            prompt, response: tokens that are read and written.
+            sharing: samples that the prompt is read for, once.
+            trained: tokens of an update on it; 0 without one.
+        """
+        read, update = self._forward(prompt) / sharing, self._update_passes * self._forward(trained)
+        return read + self._written(prompt, response) + update
+
+    def time(self, seconds: Mapping[str, float]) -> None:
+        """Seconds by stage of the loop."""
+        counted = sum(value for stage, value in seconds.items() if stage not in FREE_STAGES)
+        spent = self.spent.accelerator_seconds + counted * self._accelerators
+        self.spent = replace(self.spent, accelerator_seconds=spent)
+
+    def _written(self, read: int, written: int) -> float:
+        """Tokens that are sampled one after the other behind what is read."""
+        return self._forward(read + written) - self._forward(read)
+
+    def _forward(self, length: int) -> float:
+        return forward_flops(self._shape, length)
+
+    def _passes(self, forward: Sequence[int], updates: Sequence[int]) -> float:
+        return sum(map(self._forward, forward)) + self._update_passes * sum(map(self._forward, updates))
+
+    def _add(self, tokens: float, flops: float, repeated_tokens: float, repeated_flops: float) -> None:
+        before = self.spent
+        self.spent = Spent(
+            before.accelerator_seconds,
+            before.tokens + tokens,
+            before.flops + flops,
+            before.tokens_shared_prefixes + tokens - repeated_tokens,
+            before.flops_shared_prefixes + flops - repeated_flops,
+        )
+
+
+def _read(sample: Sample) -> TokenIds:
+    """What stands before the first token that was sampled: the prompt, and what of the response was given."""
+    begun = sample.num_begun_tokens
+    return np.concatenate([sample.prompt_token_ids, sample.token_ids[:begun]])

@@ -1,0 +1,564 @@
+"""The loop's verbs: what one step does, each in a method that commands/train.py calls. On the driver."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Floats, Group, TrainSequence
+from megatron_ibpo.cluster.actor import ProcessDiedError
+from megatron_ibpo.cluster.engines import MOST_DEATHS
+from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
+from megatron_ibpo.credit import (
+    Credit,
+    CreditContext,
+    LogProbQuery,
+    assign_credit,
+)
+from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections
+from megatron_ibpo.engines.probe import IdleEngine, compare_probes, probe
+from megatron_ibpo.journal import Journal
+from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.report import (
+    Report,
+    Stages,
+    check_reward_errors,
+    metrics_by_task,
+    rollout_path,
+    rounding_bound,
+    save_groups,
+    save_outcomes,
+    step_alarms,
+)
+from megatron_ibpo.report.disk import DiskWait, is_full
+from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
+from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.operator_skill import (
+    Asking,
+    corrects,
+    operator_skill,
+    premise,
+    skill_json,
+    try_corrections,
+)
+from megatron_ibpo.run.rollouts import Fleet, LiveRollouts, Rollouts
+from megatron_ibpo.run.task import Task
+from megatron_ibpo.weights.formats.retention import Keep
+from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
+
+T = TypeVar("T")
+
+GSPO = AlgorithmConfig(
+    **{name: value for name, value in PRESETS["gspo"].items() if name in AlgorithmConfig.__dataclass_fields__}
+)
+"""Plain advantages of the responses alone: what the gradient meter compares with."""
+
+
+class NotFiniteError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on."""
+
+    step: int = 0
+    """Steps that are behind it."""
+    trainer_restarts: int = 0
+    deaths_in_a_row: int = 0
+    """Deaths of trainers since the last completed step."""
+    saved: int = 0
+    """Steps that were behind it when it was saved last, or began to."""
+    whole: int = 0
+    """Steps that were behind it when the last checkpoint got its name."""
+    saved_at: float = field(default_factory=time.monotonic)
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    skipped_in_a_row: int = 0
+    """Steps whose update was not taken."""
+    remembered: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Steps that are behind it → what their credit wants known at the next one (`Credit.memory`); since the
+    last whole checkpoint, where there is anything."""
+    weights_checked: bool = False
+    """--check-weight-update-equal has compared an engine with a fresh one."""
+    old_logprobs: list[Floats] | None = None
+    """With --save-debug-rollout-data the trainers' before this step's update, and the new ones after it."""
+    new_logprobs: list[Floats] | None = None
+
+
+class Engines(Fleet, Protocol):
+    """The engines of a run, as the loop leads them: those of a cluster (`cluster.Engines`), or one in this
+    process."""
+
+    @property
+    def count(self) -> int:
+        """Engines in all."""
+        ...
+
+    @property
+    def alive(self) -> int:
+        """Those that can be asked."""
+        ...
+
+    @property
+    def reproducible(self) -> bool:
+        """What is asked of an idle engine is computed in the same batches every time."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave devices that are shared to the trainers."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to sample again."""
+        ...
+
+    def admit(self) -> None:
+        """Let engines that are up again join, while the trainers have nothing to do."""
+        ...
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Take the trainers' weights as policy `version`; metrics of that."""
+        ...
+
+    def meet_trainers(self) -> None:
+        """Get to know trainers that have just started."""
+        ...
+
+    def idle(self, index: int) -> IdleEngine:
+        """One engine, which nobody else asks meanwhile."""
+        ...
+
+    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
+        """A fresh engine with the weights of `hf_dir` as version 0, in the place of one."""
+        ...
+
+
+@dataclass
+class Run:
+    """A run in progress."""
+
+    config: Config
+    task: Task
+    rollouts: Rollouts
+    """Where samples and rewards come from: engines and verifiers, or a recording."""
+    journal: Journal
+    policy: Policy
+    engines: Engines | None
+    """None when recorded rollouts are replayed."""
+    reporter: Report
+    disk: DiskWait
+    stages: Stages
+    cost: CostMeter
+    progress: Progress
+
+    def done(self) -> bool:
+        """Whether so many steps as were asked for are taken, or the budget is spent."""
+        run = self.config.run
+        within = run.budget is None or self.cost.spent.of(run.budget_unit) < run.budget
+        return self.progress.step >= run.num_rollout or not within
+
+    def sample(self) -> list[Group]:
+        """This step's groups: responses, scores, and the corrections that the algorithm asks for."""
+        self._wake_engines()
+        with self.stages("sample"):
+            groups = self.rollouts.groups(self.progress.step, self._context(), self._admit_engines)
+        self.cost.sampling(self.rollouts.sampled())
+        return groups
+
+    def credit(self, groups: list[Group]) -> Credit:
+        """Advantages and weights: what the algorithm makes of the groups."""
+        self._lay_engines_to_sleep()  # credit may ask the policy or the critic, and training follows
+        with self.stages("credit"):
+            credit = self._surviving(lambda: assign_credit(groups, self._context()))
+        self._count_passes()
+        self._remember(self.progress.step, credit)
+        return credit
+
+    def measure_corrections_if_due(self) -> None:
+        """Before the first step of a run that has responses corrected: do corrections succeed more often than
+        another try? Uses seeds, and asks prompts, that the first step does not."""
+        config, rollouts = self.config, self.rollouts
+        count, algorithm = config.run.operator_skill_prompts, config.algorithm
+        if self.progress.step > 0 or not count or not corrects(algorithm):
+            return
+        if not isinstance(rollouts, LiveRollouts):  # a recording cannot be asked
+            return
+        context = self._context()
+        asking = Asking(
+            algorithm,
+            config.rollout,
+            context.vocabulary,
+            context.max_context,
+            config.run.seed,
+            targets=2,
+            as_in_training=True,
+            prompt_ids=self.task.suffixes,
+        )
+        prompts = rollouts.prompts_of_later_steps(count)
+        self._wake_engines()
+        with self.stages("operator skill"):
+            tried = rollouts.observed(
+                lambda sampler: try_corrections(sampler, prompts, asking), self._admit_engines
+            )
+            skill = operator_skill(tried)
+        path = config.run.run_dir / SKILL_FILE
+        self._with_room(lambda: write_whole(path, skill_json(skill)))
+        self.reporter.note(premise(skill))
+
+    def measure_gradient_if_due(
+        self, groups: list[Group], sequences: Sequence[TrainSequence]
+    ) -> dict[str, float]:
+        """Every --gradient-meter-interval steps, before the update: how noisy the gradient is over prompts,
+        and what GSPO's would be on the same responses."""
+        run = self.config.run
+        interval = run.gradient_meter_interval
+        if interval is None or self.progress.step % interval or run.debug_rollout_only:
+            return {}
+        with self.stages("gradient meter"):
+            plain = assign_credit(groups, self._context(algorithm=GSPO)).sequences
+            metrics = self._surviving(lambda: self.policy.measure_gradient(sequences, plain))
+        self.policy.take_passes()  # an instrument's are free
+        return metrics
+
+    def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """The optimizer steps of one rollout.
+
+        Raises:
+            NotFiniteError: --max-nonfinite-steps steps in a row had to be skipped.
+        """
+        if self.config.run.debug_rollout_only:
+            return {}
+        self.progress.old_logprobs = self._observed_logprobs(sequences)
+        with self.stages("train"):
+            metrics = self._surviving(lambda: self.policy.update(sequences))
+        self._count_passes()
+        self.progress.new_logprobs = self._observed_logprobs(sequences)
+        progress, most = self.progress, self.config.run.max_nonfinite_steps
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
+        if progress.skipped_in_a_row >= most:
+            raise NotFiniteError(
+                f"{most} steps in a row had a loss or gradient that is not finite; lower --lr, or look at "
+                "the records kept by --save-debug-rollout-data"
+            )
+        return metrics
+
+    def sync(self) -> dict[str, float]:
+        """Count the step, and give the engines the trainers' weights.
+
+        Raises:
+            WeightMismatchError: with --check-weight-update-equal, the engines have other weights.
+        """
+        self.progress.step += 1
+        if self.engines is None or self.config.run.debug_rollout_only:
+            return {}
+        with self.stages("sync"):
+            metrics = self._surviving(self._update_engines)
+            self.rollouts.advance(self.progress.step)
+        if self.config.rollout.check_weight_update_equal and not self.progress.weights_checked:
+            with self.stages("check weights"):
+                self._check_against_fresh_engine(self.engines)
+        return metrics
+
+    def report(self, groups: list[Group], credit: Credit, metrics: dict[str, float]) -> None:
+        """Record the step, and what was spent with it.
+
+        Raises:
+            RewardErrorRateError: the verifier failed on more of it than --max-reward-error-rate allows.
+        """
+        seconds = self.stages.take()
+        self.cost.time(seconds)
+        step, run = self.progress.step, self.config.run
+        with self.stages("report"):
+            if run.save_debug_rollout_data:
+                path = rollout_path(run.run_dir / "rollouts", step)
+                self._with_room(
+                    lambda: save_groups(
+                        path,
+                        step,
+                        groups,
+                        self.task.tokenizer.decode,
+                        credit.sequences,
+                        old_logprobs=self.progress.old_logprobs,
+                        new_logprobs=self.progress.new_logprobs,
+                    )
+                )
+            if self.engines is not None:
+                alive, engines = self.engines.alive, self.engines.count
+                metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
+                if (bound := rounding_bound(self.config)) is not None:
+                    metrics["logprob_diff_bound"] = bound
+            metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
+            metrics |= self._by_source(groups) | self._premise(groups, credit.sequences)
+            responses = [response for group in groups for response in group.responses]
+            errors = [response.reward_error for response in responses if response.reward_error is not None]
+            first = errors[0] if errors else None
+            most = run.max_reward_error_rate
+            for alarm in step_alarms(
+                metrics, responses=len(responses), first_reward_error=first, most_reward_errors=most
+            ):
+                self.reporter.note(alarm)
+            self._with_room(lambda: self.reporter.step(step, metrics, seconds))
+        self.progress.deaths_in_a_row = 0
+        check_reward_errors(len(errors), len(responses), most, first_reward_error=first)
+
+    def _by_source(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Of a mixture, each task's prompts and accuracy; and the rows of large files left out so far."""
+        mixed = len(self.config.data.prompt_data) > 1
+        prompts = self.task.prompts
+        return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
+
+    def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """What tells whether corrections pay (`credit.break_even`); nothing where none is learned from."""
+        if not learns_from_corrections(self.config.algorithm):
+            return {}
+        price = self.cost.correction_price(groups, sequences)
+        return {} if price is None else {"correction_price": price, **composition_counts(groups)}
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate at the start, at the end, and every --eval-interval steps."""
+        run, step = self.config.run, self.progress.step
+        at_interval = run.eval_interval is not None and step % run.eval_interval == 0
+        if self.engines is None or not self.task.eval_sets:
+            return
+        if step > 0 and not self.done() and not at_interval:
+            return
+        self._wake_engines()
+        with self.stages("evaluate"):
+            evaluated = self.rollouts.evaluation(self.task, self._admit_engines)
+        seconds = self.stages.take()
+        self._with_room(lambda: save_outcomes(run.run_dir, step, evaluated))
+        self._with_room(lambda: self.reporter.evaluation(step, evaluated, seconds, self.cost.spent.metrics()))
+
+    def save_if_due(self) -> None:
+        """Begin a Megatron checkpoint after the last step and every --save-interval steps or
+        --save-interval-minutes; bring one that is under way on. An export every --export-interval steps.
+
+        Raises:
+            OSError, CheckpointError: a save failed.
+            DiskFullError: for want of room, for longer than --disk-wait.
+        """
+        run, step = self.config.run, self.progress.step
+        if not run.save:
+            if self._journal_is_full():
+                self.journal.saved(step)  # nothing can go on from before it, and it must not fill the disk
+            return
+        with self.stages("save"):
+            self._surviving(self._bring_on_saves)
+
+    def finish(self, status: str) -> None:
+        """Save what is not saved, wait for it, export the policy in Hugging Face format, draw the curves,
+        write the summary. Raises as `save_if_due`."""
+        run = self.config.run
+        if run.save:
+            with self.stages("save"):
+                self._surviving(self._save_the_rest)
+        seconds = self.progress.start_seconds | self.stages.take()
+        self.reporter.finish(status=status, seconds=seconds)
+
+    def _bring_on_saves(self) -> None:
+        run, step = self.config.run, self.progress.step
+        due = self.done() or self._save_is_due()
+        self._settle_save(wait=due)
+        if due:
+            self._with_room(self._begin_save)
+        if run.export_interval is not None and step % run.export_interval == 0:
+            self._export(run.run_dir / f"hf_step_{step:06d}")
+
+    def _save_the_rest(self) -> None:
+        self._settle_save(wait=True)
+        if self.progress.step > self.progress.saved:
+            self._with_room(self._begin_save)
+            self._settle_save(wait=True)
+        self._export(self.config.run.run_dir / "hf")
+
+    def _save_is_due(self) -> bool:
+        run, minutes = self.config.run, self.config.run.save_interval_minutes
+        at_interval = run.save_interval is not None and self.progress.step % run.save_interval == 0
+        return (
+            at_interval
+            or self._journal_is_full()
+            or (minutes is not None and time.monotonic() - self.progress.saved_at >= 60 * minutes)
+        )
+
+    def _journal_is_full(self) -> bool:
+        """It holds more than is kept, all of it needed until a checkpoint is saved."""
+        return self.journal.pending_bytes > self.config.run.journal_keep * 1024**3
+
+    def _export(self, directory: Path) -> None:
+        self._lay_engines_to_sleep()
+        self._with_room(lambda: self.policy.save_hf(directory))
+
+    def _begin_save(self) -> None:
+        self._lay_engines_to_sleep()  # trainers need their whole state; whoever samples next wakes them
+        run = self.config.run
+        state = {"seed": run.seed, "spent": asdict(self.cost.spent), **self.rollouts.state()}
+        if remembered := self.progress.remembered.get(self.progress.step):
+            state["remembered"] = remembered
+        keep = Keep(run.keep_checkpoints, run.keep_checkpoint_every)
+        self.policy.save(run.run_dir / "checkpoints", self.progress.step, state, keep)
+        self.progress.saved, self.progress.saved_at = self.progress.step, time.monotonic()
+
+    def _settle_save(self, *, wait: bool) -> None:
+        """Bring the save under way on. One that found the disk full is made again, of the present step, once
+        there is room."""
+        try:
+            whole = self.policy.saved(wait=wait)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            whole = self._with_room(self._save_now)
+        if whole and self.progress.saved > self.progress.whole:
+            self.progress.whole = self.progress.saved
+            self._with_room(lambda: self.journal.saved(self.progress.whole))
+
+    def _save_now(self) -> bool:
+        self._begin_save()
+        return self.policy.saved(wait=True)
+
+    def _with_room(self, write: Callable[[], T]) -> T:
+        """What `write` gives. While the disk is full the run stands still here."""
+        return self.disk.write(write)
+
+    def _wake_engines(self) -> None:
+        if self.engines is not None:
+            self._surviving(self.engines.wake)
+
+    def _lay_engines_to_sleep(self) -> None:
+        if self.engines is not None:
+            self.engines.sleep()
+
+    def _update_engines(self) -> dict[str, float]:
+        assert self.engines is not None
+        return self.engines.update_weights(self.progress.step)
+
+    def _admit_engines(self) -> None:
+        """While samples are waited for, the trainers have the engines' weights and nothing to do."""
+        if self.engines is not None:
+            self._surviving(self.engines.admit)
+
+    def _surviving(self, work: Callable[[], T]) -> T:
+        """What `work` gives. When a trainer dies over it, it is done again with new ones, which are first
+        brought to where the run stands.
+
+        Raises:
+            ProcessDiedError: trainers died MOST_DEATHS times without a step between.
+        """
+        while True:
+            try:
+                return work()
+            except ProcessDiedError as death:
+                self._replace_trainers(death)
+
+    def _replace_trainers(self, death: ProcessDiedError) -> None:
+        """New trainers from the last checkpoint train again on what the journal has: nothing is sampled
+        again, engines stay up (asleep where they share the trainers' GPUs), and the weights come out as they
+        were."""
+        progress = self.progress
+        while True:
+            progress.deaths_in_a_row += 1
+            if progress.deaths_in_a_row >= MOST_DEATHS:
+                raise death
+            self.reporter.note(f"{death}\nall trainers start again from the last checkpoint")
+            try:
+                with self.stages("recover"):
+                    self._train_again()
+            except ProcessDiedError as again:
+                death = again
+                continue
+            progress.trainer_restarts += 1
+            self.reporter.note(f"the trainers are back at step {progress.step}")
+            return
+
+    def _train_again(self) -> None:
+        run, progress = self.config.run, self.progress
+        checkpoint = newest_step(run.run_dir)
+        if checkpoint is None and run.load is not None:
+            checkpoint = newest_step(run.load)
+        done = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
+        self._lay_engines_to_sleep()  # trainers build and train; whoever samples next wakes them
+        self.policy.restart(checkpoint)
+        if self.engines is not None:
+            self.engines.meet_trainers()
+        progress.saved = progress.whole
+        steps = range(done, progress.step if not run.debug_rollout_only else done)
+        for step, groups in zip(steps, self.rollouts.past(steps, self._context), strict=True):
+            credit = assign_credit(groups, self._context(step))
+            self._remember(step, credit)
+            self.policy.update(credit.sequences)
+        self.policy.take_passes()  # what a death costs is no cost of the algorithm
+
+    def _remember(self, step: int, credit: Credit) -> None:
+        """What the credit of the step after `step` completed ones wants known at the next."""
+        kept = {at: memory for at, memory in self.progress.remembered.items() if at >= self.progress.whole}
+        self.progress.remembered = kept | ({step + 1: credit.memory} if credit.memory else {})
+
+    def _context(self, step: int | None = None, algorithm: AlgorithmConfig | None = None) -> CreditContext:
+        """Of the step after `step` completed ones; of the present one by default."""
+        limit = self.config.rollout.rollout_max_context_len
+        assert limit is not None  # start-up resolved it
+        step = self.progress.step if step is None else step
+        return CreditContext(
+            algorithm or self.config.algorithm,
+            self.config.rollout,
+            self.task.vocabulary,
+            limit,
+            self.config.run.seed,
+            step,
+            self.config.data.reward_threshold,
+            self._logprobs,
+            self.policy.values,
+            self.cost.of_sample,
+            self.progress.remembered.get(step, {}),
+        )
+
+    def _logprobs(self, queries: list[LogProbQuery]) -> list[Floats]:
+        with self.stages("log-probs"):
+            return self.policy.logprobs([_as_sequence(query) for query in queries])
+
+    def _observed_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Floats] | None:
+        """For the record: free, and no part of training."""
+        if not self.config.run.save_debug_rollout_data:
+            return None
+        with self.stages("record"):
+            logprobs = self.policy.logprobs(sequences)
+        self.policy.take_passes()
+        return logprobs
+
+    def _count_passes(self) -> None:
+        for passes in self.policy.take_passes():
+            self.cost.training(
+                passes.forward, passes.updates, passes.repeated_forward, passes.repeated_updates
+            )
+
+    def _check_against_fresh_engine(self, engines: Engines) -> None:
+        """After the run's first update, for what goes wrong inside engines goes wrong at once.
+
+        The fresh engine takes the place of engine 0, so that no two models need memory at once, and stays.
+        """
+        directory = self.config.run.run_dir / "weight_check"
+        self.policy.save_hf(directory)
+        updated = probe(engines.idle(0), engines.version)
+        with engines.fresh(0, directory) as fresh:
+            compare_probes(updated, probe(fresh, 0), same_batches=engines.reproducible)
+        shutil.rmtree(directory)
+        self.progress.weights_checked = True
+
+
+def _as_sequence(query: LogProbQuery) -> TrainSequence:
+    """What the trainers compute log-probs of; nothing of it is trained on."""
+    return TrainSequence(
+        query.context,
+        query.continuation,
+        np.ones(len(query.continuation), bool),
+        advantage=0.0,
+        weight=0.0,
+        prompt_index=0,
+        group=0,
+        index=0,
+        temperature=query.temperature,
+    )

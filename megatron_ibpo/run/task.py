@@ -1,0 +1,159 @@
+"""What a run works on: its tokenizer, its prompts, and what credit must know of the vocabulary."""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from megatron_ibpo.basics.records import Prompt, TokenIds
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import AnswerStart, ThinkingMarks, Vocabulary
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    PromptSource,
+    PromptSuffixes,
+    Tokenizer,
+    load_tokenizer,
+    open_pass_rates,
+    open_sources,
+    thinking_marks,
+    token_texts,
+)
+from megatron_ibpo.evaluate import EvalSet, open_eval_sets
+from megatron_ibpo.rewards import (
+    CHECKED_AT_START,
+    answer_extractor,
+    answer_place,
+    extracted_answer,
+    main_rm_type,
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Fixed for the whole run."""
+
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    suffixes: PromptSuffixes
+    """Of --rollout-prompt-suffixes."""
+    prompts: PromptSource | None
+    """None when recorded rollouts are replayed, or for an evaluation on its own."""
+    eval_sets: list[EvalSet]
+    """None when recorded rollouts are replayed, or evaluation is off."""
+
+    @property
+    def first_prompts(self) -> list[Prompt]:
+        """Prompts of training and of evaluation whose labels are checked before engines start."""
+        held_out = [prompt for own in self.eval_sets for prompt in own.prompts[:CHECKED_AT_START]]
+        if self.prompts is None:
+            return held_out
+        ready = self.prompts.ready
+        count = CHECKED_AT_START if ready is None else min(ready, CHECKED_AT_START)
+        return self.prompts.batch(0, count) + held_out
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to say of the sources of prompts: layouts that were recognised, rows that are left out."""
+        of_training = () if self.prompts is None else self.prompts.notes
+        return of_training + tuple(note for own in self.eval_sets for note in own.notes)
+
+
+def open_task(config: Config, *, trains: bool = True) -> Task:
+    """Read and check everything of the task that the run will need.
+
+    Args:
+        trains: otherwise held-out prompts are all that is asked.
+
+    Raises:
+        ValueError, OSError: a tokenizer or data that does not serve; with what, where, and what to do.
+    """
+    assert config.model.hf_checkpoint is not None  # check_config saw to it
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    thinking = None
+    if config.algorithm.ibpo_strip_thinking:
+        thinking = ThinkingMarks(*thinking_marks(tokenizer))
+    vocabulary = Vocabulary(
+        CorrectionTemplate(tokenizer, config.algorithm.ibpo_k),
+        token_texts(tokenizer),
+        thinking,
+        _placeholder(config, tokenizer),
+        _answer_start(config, tokenizer),
+    )
+    suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
+    replays = config.run.load_debug_rollout_data is not None
+    return Task(
+        tokenizer,
+        vocabulary,
+        suffixes,
+        training_prompts(config, tokenizer, suffixes.longest) if trains and not replays else None,
+        [] if replays else open_eval_sets(config, tokenizer),
+    )
+
+
+def with_epochs(config: Config, prompts: PromptSource | None) -> Config:
+    """The configuration with the steps that --num-epoch means.
+
+    Args:
+        prompts: of training; None where recorded rollouts are replayed, of which there are as many as there
+        are.
+
+    Raises:
+        ValueError: the prompts never repeat.
+    """
+    epochs = config.run.num_epoch
+    if epochs is None or prompts is None:
+        return config
+    size = prompts.num_prompts()
+    if not size:
+        raise ValueError(
+            "--num-epoch: a generated task never repeats, so it has no epochs; use --num-rollout"
+        )
+    steps = -(-epochs * size // config.rollout.rollout_batch_size)
+    return replace(config, run=replace(config.run, num_rollout=steps))
+
+
+def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> PromptSource:
+    """The prompts of --prompt-data.
+
+    Args:
+        growth: tokens that perturbation may add to a prompt.
+
+    Raises:
+        ValueError, OSError: prompts that do not serve; with what, where, and what to do.
+    """
+    data = config.data
+    rollout = config.rollout
+    assert rollout.rollout_max_context_len is not None  # start-up resolved it
+    room = rollout.rollout_max_context_len - rollout.rollout_max_response_len - growth
+    return open_sources(
+        data.prompt_data,
+        tokenizer,
+        data,
+        split="train",
+        max_prompt_len=room,
+        rates=open_pass_rates(config),
+    )
+
+
+def _answer_start(config: Config, tokenizer: Tokenizer) -> AnswerStart | None:
+    """None where nothing is corrected, or the verifier of --rm-type does not say what an answer is."""
+    if config.algorithm.ibpo_corrections == 0 or answer_extractor(main_rm_type(config.data)) is None:
+        return None
+    texts = token_texts(tokenizer)
+
+    def start(prompt: Prompt, ids: TokenIds) -> int | None:
+        pieces = texts(ids)
+        text = "".join(pieces)
+        answer = extracted_answer(prompt, text, config.data)
+        place = None if answer is None else answer_place(text, answer)
+        return None if place is None else bisect_right(list(accumulate(map(len, pieces))), place)
+
+    return start
+
+
+def _placeholder(config: Config, tokenizer: Tokenizer) -> int | None:
+    if config.algorithm.ciw_placeholder == "pad":
+        return tokenizer.pad_id
+    if tokenizer.unk_id is None and config.algorithm.ibpo_operator == "span-masking":
+        raise ValueError("--ciw-placeholder unk: the tokenizer has no unknown token; use pad")
+    return tokenizer.unk_id

@@ -1,0 +1,27 @@
+"""Samples that go on from the beginning of a response (`SampleRequest.begun`)."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Sample
+
+
+def with_beginning(sample: Sample, begun: int) -> Sample:
+    """The whole response of a sample whose prompt ended in the first `begun` tokens of it.
+
+    The beginning is context: it has no log-probs and is not trained on. So a verifier reads the response, and
+    the loss sees what was sampled now.
+    """
+    if begun == 0:
+        return sample
+    cut = len(sample.prompt_token_ids) - begun
+    (_, version), *later = sample.versions
+    return replace(
+        sample,
+        prompt_token_ids=sample.prompt_token_ids[:cut],
+        token_ids=np.concatenate([sample.prompt_token_ids[cut:], sample.token_ids]),
+        logprobs=np.concatenate([np.zeros(begun, np.float32), sample.logprobs]),
+        loss_mask=np.concatenate([np.zeros(begun, bool), sample.loss_mask]),
+        versions=((0, version), *((first + begun, newer) for first, newer in later)),
+    )

@@ -1,0 +1,124 @@
+"""What sampling keeps in the journal, and what it finds there when a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample
+from megatron_ibpo.credit import CreditContext, Operator
+from megatron_ibpo.journal import (
+    ClosedBatch,
+    ClosedGroup,
+    DroppedGroup,
+    Journal,
+    Recovered,
+    SampleKey,
+    read_journal,
+)
+from megatron_ibpo.sampling.groups import Batch
+from megatron_ibpo.sampling.replay import replay
+
+EXPIRED = "expired"
+"""Why a group was dropped whose prompt is asked again."""
+
+
+@dataclass
+class UnderWay:
+    """Which prompts are in no batch yet, when sampling runs ahead. As JSON it goes into checkpoints."""
+
+    cursor: int
+    """Position of the first prompt that was never asked."""
+    open: set[tuple[int, int]] = field(default_factory=set)
+    """(position, attempt) of the others."""
+
+    def close(self, batch: ClosedBatch) -> None:
+        """The batch is taken."""
+        self.ask(index for index, _ in batch.settled)
+        self.open -= set(batch.settled)
+        self.open |= {(d.prompt_index, d.attempt + 1) for d in batch.dropped if d.reason == EXPIRED}
+
+    def ask(self, positions: Iterable[int]) -> None:
+        """These prompts were asked, and so were all before them."""
+        end = max([self.cursor, *(position + 1 for position in positions)])
+        self.open |= {(position, 0) for position in range(self.cursor, end)}
+        self.cursor = end
+
+    def as_json(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, "open": sorted(self.open)}
+
+
+@dataclass
+class JournalMemory:
+    """The journal as `groups.Memory`, and the batches that it has of steps that are trained again."""
+
+    journal: Journal
+    recovered: Recovered
+    with_room: Callable[[Callable[[], None]], None]
+    """Does a write, waiting while the disk is full."""
+
+    def recall(self, key: SampleKey) -> Sample | None:
+        return self.recovered.samples.get(key)
+
+    def keep(self, key: SampleKey, sample: Sample) -> None:
+        self.with_room(lambda: self.journal.sampled(key, sample))
+
+    def close(self, step: int, batch: Batch) -> ClosedBatch:
+        """Write down what the `step`-th step trains on, before it does."""
+        groups = zip(batch.groups, batch.attempts, strict=True)
+        closed = ClosedBatch(
+            step,
+            tuple(
+                ClosedGroup(
+                    group.prompt.index,
+                    attempt,
+                    len(group.responses),
+                    len(group.corrections),
+                    group.skipped_pairs,
+                )
+                for group, attempt in groups
+            ),
+            tuple(DroppedGroup(*dropped) for dropped in batch.dropped),
+        )
+        self.with_room(lambda: self.journal.closed(closed))
+        return closed
+
+    def after(self, step: int) -> JournalMemory:
+        """What the journal has of the steps after `step`, this process's own included."""
+        return replace(self, recovered=read_journal(self.journal.directory, step))
+
+    def batch(self, step: int) -> ClosedBatch | None:
+        """What the `step`-th step trained on, where an earlier process took it that far."""
+        return next((batch for batch in self.recovered.batches if batch.step == step), None)
+
+    def open_groups(self) -> dict[tuple[int, int], int]:
+        """(prompt index, attempt) of the groups that no batch has taken, with the oldest weights behind what
+        is there of each."""
+        settled = {group for batch in self.recovered.batches for group in batch.settled}
+        oldest: dict[tuple[int, int], int] = {}
+        for key, sample in self.recovered.samples.items():
+            if key.group not in settled:
+                oldest[key.group] = min(sample.policy_version, oldest.get(key.group, sample.policy_version))
+        return oldest
+
+    def groups(
+        self,
+        batch: ClosedBatch,
+        draw: Callable[[int], tuple[Prompt, CreditContext]],
+        operator: Operator,
+    ) -> list[Group]:
+        """Its groups as they were.
+
+        Args:
+            draw: position → the prompt, and what its corrections were drawn by.
+        """
+        return [self._group(closed, *draw(closed.prompt_index), operator) for closed in batch.groups]
+
+    def _group(
+        self, closed: ClosedGroup, prompt: Prompt, context: CreditContext, operator: Operator
+    ) -> Group:
+        samples = [self.recovered.samples[key] for key in closed.sample_keys()]
+        responses, corrections = samples[: closed.responses], samples[closed.responses :]
+        group = Group(prompt, responses, [Correction(0, (), sample) for sample in corrections])
+        return replay([group], operator, context)[0]

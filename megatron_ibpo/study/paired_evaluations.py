@@ -1,0 +1,150 @@
+"""Two evaluations compared problem by problem."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from megatron_ibpo.basics.text import counted, listed, shown
+from megatron_ibpo.evaluate.accuracy import unknown_as_nan
+from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, read_results
+from megatron_ibpo.study.statistics import Difference, paired_difference, shown_p, sign_flip_p
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measure of one set in two evaluations."""
+
+    set: str
+    first: float
+    second: float
+    """Means over the problems that both have."""
+    difference: Difference
+    """Second minus first."""
+    permutation_p: float
+    """Two-sided p of no difference: with none, the sign of each problem's difference is a toss of a coin."""
+    problems: int
+    alone: int
+    """Problems that only one of the two has, or knows the outcome of."""
+    settings: tuple[str, ...]
+    """What the two were sampled by differently, the policy aside."""
+
+
+def compare_evaluations(first: Path, second: Path, measure: str) -> list[Compared]:
+    """Every set that both directories have measured.
+
+    Args:
+        measure: as in results.json: accuracy, greedy_accuracy, majority_accuracy, pass_at_8, …
+
+    Raises:
+        ValueError: a directory without results, no set that both have, a measure that is not there, a problem
+            that asks something else in one of them, or fewer than two problems in common.
+    """
+    results = [_measured(directory) for directory in (first, second)]
+    common = [name for name in results[0] if name in results[1]]
+    if not common:
+        sets = [", ".join(own) or "none" for own in results]
+        raise ValueError(f"no set is in both: {first} has {sets[0]}, {second} has {sets[1]}")
+    return [_compared(name, results[0][name], results[1][name], measure) for name in common]
+
+
+def comparison_table(compared: list[Compared]) -> Table:
+    """A line for each set."""
+    table = Table("set", show_edge=False, pad_edge=False)
+    for column in (
+        "problems",
+        "first",
+        "second",
+        "difference",
+        "95 % interval",
+        "bootstrap p",
+        "permutation p",
+    ):
+        table.add_column(column, justify="right")
+    for one in compared:
+        d = one.difference
+        bounds = f"{d.low:+.3f} to {d.high:+.3f}"
+        values = (f"{one.first:.3f}", f"{one.second:.3f}", f"{d.mean:+.3f}", bounds)
+        p_values = (shown_p(d.bootstrap_p, d.bootstrap_floor), shown_p(one.permutation_p))
+        table.add_row(one.set, f"{one.problems}", *values, *p_values)
+    return table
+
+
+def comparison_notes(compared: list[Compared]) -> list[str]:
+    """What a reader must know besides the table."""
+    notes = []
+    for one in compared:
+        if one.alone:
+            notes.append(f"{one.set}: {counted(one.alone, 'problem')} known to one of the two only, left out")
+        if one.settings:
+            notes.append(f"{one.set}: sampled differently: {'; '.join(one.settings)}")
+    return notes
+
+
+def _measured(directory: Path) -> dict[str, dict[str, Any]]:
+    results = read_results(directory)
+    if not results:
+        raise ValueError(f"{directory} holds no {RESULTS_FILE}: is it the directory of an evaluation?")
+    measured = {name: entry for name, entry in results["sets"].items() if "problems" in entry}
+    for name, entry in measured.items():
+        if not _are_columns(entry["problems"]):
+            raise ValueError(
+                f"{directory / RESULTS_FILE}: the problems of {shown(name)} must be lists of one length, "
+                "their ids and digests texts and all else numbers or null"
+            )
+    return measured
+
+
+def _are_columns(problems: Any) -> bool:
+    """Tell whether these are what `set_results` writes."""
+    if not isinstance(problems, dict) or not {"id", "digest"} <= problems.keys():
+        return False
+    columns = problems.values()
+    if not all(isinstance(column, list) and len(column) == len(problems["id"]) for column in columns):
+        return False
+    texts = [problems["id"], problems["digest"]]
+    numbers = (value for name, column in problems.items() if name not in ("id", "digest") for value in column)
+    return all(isinstance(text, str) for column in texts for text in column) and all(
+        value is None or (isinstance(value, int | float) and abs(value) < 1e300) for value in numbers
+    )
+
+
+def _compared(name: str, first: dict[str, Any], second: dict[str, Any], measure: str) -> Compared:
+    values = [_by_problem(name, entry, measure) for entry in (first, second)]
+    both = [problem for problem in values[0] if problem in values[1]]
+    digests = [_by_problem(name, entry, "digest") for entry in (first, second)]
+    if others := [problem for problem in both if digests[0][problem] != digests[1][problem]]:
+        raise ValueError(f"{name}: these problems ask something else in the two: {listed(others, most=5)}")
+    pairs = np.array([unknown_as_nan([values[0][p], values[1][p]]) for p in both]).reshape(-1, 2)
+    known = pairs[~np.isnan(pairs).any(axis=1)]
+    if len(known) < 2:
+        raise ValueError(f"{name}: a comparison needs two problems that both know, there is {len(known)}")
+    first_P, second_P = known.T
+    return Compared(
+        set=name,
+        first=float(first_P.mean()),
+        second=float(second_P.mean()),
+        difference=paired_difference(second_P[None], first_P[None]),
+        permutation_p=sign_flip_p(second_P, first_P),
+        problems=len(known),
+        alone=len({*values[0], *values[1]}) - len(known),
+        settings=tuple(_differences(first["settings"], second["settings"])),
+    )
+
+
+def _by_problem(name: str, entry: dict[str, Any], measure: str) -> dict[str, Any]:
+    problems = entry["problems"]
+    if measure not in problems:
+        known = ", ".join(other for other in problems if other not in ("id", "digest"))
+        raise ValueError(f"{name}: {measure!r} was not measured in both; there are {known}")
+    return dict(zip(problems["id"], problems[measure], strict=True))
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} {first.get(name)!r} and {second.get(name)!r}"
+        for name in {**first, **second}
+        if name not in ("policy", "prompts") and first.get(name) != second.get(name)
+    ]

@@ -1,0 +1,325 @@
+"""What came of the runs of a study: read from their directories, compared, as plain data."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
+from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
+from megatron_ibpo.report.correction_value import break_even
+from megatron_ibpo.report.run_dir import SKILL_FILE
+from megatron_ibpo.study.plan import PlannedRun, Study
+from megatron_ibpo.study.statistics import (
+    cost_to_reach,
+    holm,
+    mean_with_interval,
+    over_seeds,
+    paired_difference,
+    sign_flip_p,
+)
+
+_AT = re.compile(r"eval/[^/]+@([\d.]+)/accuracy")
+_STEPS = 5
+"""Whose mean is compared at equal steps."""
+_METERED = ("gradient_snr", "gspo_gradient_snr", "gradient_variance", "gspo_gradient_variance")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One finished run: small enough to keep as data."""
+
+    method: str
+    seed: int
+    setting: dict[str, Any]
+    """What was tuned, and its value."""
+    samples_per_prompt: int
+    """G, the responses sampled for each prompt."""
+    steps: int
+    spent: dict[str, float]
+    """accelerator_seconds, tokens and flops."""
+    accuracy: list[tuple[float, float]]
+    """(spent, accuracy at temperature) of each evaluation."""
+    greedy: float
+    reward: list[tuple[float, float]]
+    """(spent, mean training reward) of each step."""
+    sequences_per_prompt: float
+    """Responses and corrections sampled for a prompt, on average: what to match G with."""
+    solved: dict[int, float]
+    """Share of correct responses to each held-out problem, in the end."""
+    gradient: dict[str, float]
+    """Means of what the gradient meter measured; empty without it."""
+    task: str = ""
+    lr: float | None = None
+    """Learning rate; None in results from before it was kept, as the following are."""
+    prompts_per_step: int | None = None
+    """P."""
+    other_accuracies: dict[str, float] = field(default_factory=dict)
+    """Temperature → accuracy in the end, of --eval-other-temperatures."""
+    seconds: float | None = None
+    """That the run took, start and evaluations included."""
+    skill: float | None = None
+    """`comparison_skill` of the policy that it started from, where the run has measured it."""
+    break_even: dict[str, Any] | None = None
+    """Where its corrections stand (`report.break_even`); None where it made none."""
+
+
+def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) -> RunResult:
+    """Read what a finished run left.
+
+    Raises:
+        ValueError: its records are incomplete.
+    """
+    rows = read_rows(run.directory / "metrics.jsonl")
+    steps = [row for row in rows if row["kind"] == "step"]
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    if not steps or not evaluations or evaluations[-1]["step"] != steps[-1]["step"]:
+        raise ValueError(f"{run.directory}: the run has no steps, or no evaluation after the last of them")
+    if "accuracy" not in evaluations[-1]:
+        raise ValueError(f"{run.directory}: a study compares by one set of held-out prompts, without a name")
+    spent = f"spent_{unit.replace('-', '_')}"
+    config = yaml.safe_load(run.config)
+    prompts = config["rollout-batch-size"]
+    sampled = [config["n-samples-per-prompt"] + row.get("corrections", 0.0) / prompts for row in steps]
+    meter = {name: [row[name] for row in steps if row.get(name) is not None] for name in _METERED}
+    return RunResult(
+        method=run.method,
+        seed=run.seed,
+        setting=setting or {},
+        samples_per_prompt=config["n-samples-per-prompt"],
+        steps=steps[-1]["step"],
+        spent={name.removeprefix("spent_"): v for name, v in steps[-1].items() if name.startswith("spent_")},
+        accuracy=[(row[spent], row["accuracy"]) for row in evaluations],
+        greedy=evaluations[-1]["greedy_accuracy"],
+        reward=[(row[spent], row["reward"]) for row in steps if row.get("reward") is not None],
+        sequences_per_prompt=fmean(sampled),
+        solved=load_outcomes(outcomes_path(run.directory, steps[-1]["step"])),
+        gradient={name: fmean(values) for name, values in meter.items() if values},
+        task=run.task,
+        lr=config["lr"],
+        prompts_per_step=prompts,
+        other_accuracies={found[1]: v for n, v in evaluations[-1].items() if (found := _AT.fullmatch(n))},
+        seconds=json.loads((run.directory / "summary.json").read_text(encoding="utf-8"))["seconds_total"],
+        skill=comparison_skill(measured) if (measured := run.directory / SKILL_FILE).exists() else None,
+        break_even=break_even(steps),
+    )
+
+
+def comparison_skill(path: Path) -> float | None:
+    """How much more often a correction with a correct reference succeeds than another try, from a file that
+    `ibpo skill`, or a run before its first step, has left; None where that was asked of too few.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError: it is no such file.
+    """
+    ways = json.loads(read_user_file(path, JSON_BYTES))["ways"]["groups with a correct response"]
+    above = ways.get("correct reference", {}).get("above_resample")
+    return None if above is None else float(above["estimate"])
+
+
+def compare(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """One line of the table for each task and method that have runs, baseline first.
+
+    Methods are compared over the seeds that they and the baseline both have. Costs that were never reached
+    are infinite; a ratio of medians over seeds is given where both are finite.
+
+    Raises:
+        ValueError: the baseline has no runs, or runs of a task were tested on different problems.
+    """
+    lines = [line for task in study.tasks for line in _of_task(study, task.name, results)]
+    if not lines:
+        raise ValueError(f"no finished run of the baseline {study.baseline}")
+    return lines
+
+
+def compare_overall(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """One line for each method over all tasks: the mean of its accuracies on them, over the seeds with which
+    it and the baseline have run on every task. Empty where the study has one task."""
+    if len(study.tasks) < 2:
+        return []
+    means = {name: _mean_over_tasks(study, name, results) for name in study.methods}
+    baseline = means[study.baseline]
+    lines: list[dict[str, Any]] = []
+    for name in _baseline_first(study):
+        seeds = sorted(means[name].keys() & baseline.keys())
+        if not seeds:
+            continue
+        line: dict[str, Any] = {
+            "method": name,
+            "seeds": len(seeds),
+            "accuracy": asdict(over_seeds([means[name][seed] for seed in seeds])),
+        }
+        if name != study.baseline:
+            own, other = (np.array([of[seed] for seed in seeds]) for of in (means[name], baseline))
+            line["difference"] = asdict(over_seeds(own - other)) | {
+                "sign_flip_p": sign_flip_p(own, other),
+                "sign_flip_floor": 2 / 2 ** len(seeds),
+            }
+        lines.append(line)
+    _adjust(lines, lambda line: line["difference"]["p"])
+    return lines
+
+
+def compare_at_equal_steps(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Mean training reward of the same five steps for every task and method, with intervals over seeds: what
+    a step brings, whatever it costs.
+
+    The last of these steps is one that the baseline and at least half of all methods have reached with every
+    seed. A method that has had fewer is given without a reward.
+    """
+    lines: list[dict[str, Any]] = []
+    for task in study.tasks:
+        by_method = _by_method(task.name, results)
+        if study.baseline not in by_method:
+            continue
+        reached = {name: min(len(run.reward) for run in runs.values()) for name, runs in by_method.items()}
+        last = min(reached[study.baseline], sorted(reached.values(), reverse=True)[(len(reached) - 1) // 2])
+        if last < _STEPS:
+            continue
+        baseline = _rewards(by_method[study.baseline], last)
+        for name in filter(by_method.__contains__, _baseline_first(study)):
+            line = {"task": task.name, "method": name, "first": last - _STEPS + 1, "last": last}
+            if reached[name] >= last:
+                own = _rewards(by_method[name], last)
+                shared = sorted(own.keys() & baseline.keys())
+                line |= {"seeds": len(own), "reward": asdict(over_seeds(list(own.values())))}
+                if name != study.baseline and shared:
+                    line["difference"] = asdict(over_seeds([own[s] - baseline[s] for s in shared]))
+            lines.append(line)
+    return lines
+
+
+def dose_response(
+    study: Study, results: Sequence[RunResult], lines: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """For every method the difference from the baseline on each task, by the comparison skill of the task's
+    warm start: as the study gives it, else the mean over what runs have measured before their first step.
+    Empty unless warm starts of two skills were compared.
+
+    Args:
+        lines: of `compare`.
+    """
+    skills: dict[str, float] = {}
+    for task in study.tasks:
+        measured = [run.skill for run in results if run.task == task.name and run.skill is not None]
+        if task.skill is not None or measured:
+            skills[task.name] = task.skill if task.skill is not None else fmean(measured)
+    if len(set(skills.values())) < 2:
+        return []
+    found = [
+        {"method": line["method"], "task": line["task"], "skill": skills[line["task"]]}
+        | {key: line["difference"]["over_seeds"][key] for key in ("mean", "low", "high")}
+        for line in lines
+        if "difference" in line and line["task"] in skills
+    ]
+    return sorted(found, key=lambda point: (point["method"], point["skill"]))
+
+
+def _of_task(study: Study, task: str, results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    by_method = _by_method(task, results)
+    if study.baseline not in by_method:
+        return []
+    baseline = by_method[study.baseline]
+    lines = [
+        {"task": task} | _line(name, by_method[name], baseline, study.threshold)
+        for name in _baseline_first(study)
+        if name in by_method
+    ]
+    _adjust(lines, lambda line: line["difference"]["over_seeds"]["p"])
+    return lines
+
+
+def _adjust(lines: Sequence[dict[str, Any]], p_of: Callable[[dict[str, Any]], float]) -> None:
+    """Put the p of the paired t test, adjusted over the methods, beside it."""
+    tested = [line for line in lines if "difference" in line]
+    for line, p in zip(tested, holm([p_of(line) for line in tested]), strict=True):
+        line["difference"]["holm_p"] = p
+
+
+def _by_method(task: str, results: Sequence[RunResult]) -> dict[str, dict[int, RunResult]]:
+    found: dict[str, dict[int, RunResult]] = {}
+    for result in results:
+        if result.task == task:
+            found.setdefault(result.method, {})[result.seed] = result
+    return found
+
+
+def _baseline_first(study: Study) -> list[str]:
+    return [study.baseline, *(name for name in study.methods if name != study.baseline)]
+
+
+def _mean_over_tasks(study: Study, method: str, results: Sequence[RunResult]) -> dict[int, float]:
+    """By seed, of those that have run on every task."""
+    runs = [_by_method(task.name, results).get(method, {}) for task in study.tasks]
+    seeds = set.intersection(*(set(of_task) for of_task in runs))
+    return {seed: fmean(of_task[seed].accuracy[-1][1] for of_task in runs) for seed in sorted(seeds)}
+
+
+def _rewards(runs: dict[int, RunResult], last: int) -> dict[int, float]:
+    """By seed: the mean training reward of the steps up to the `last`."""
+    return {seed: fmean(r for _, r in run.reward[last - _STEPS : last]) for seed, run in runs.items()}
+
+
+def _line(
+    name: str, runs: dict[int, RunResult], baseline: dict[int, RunResult], threshold: float
+) -> dict[str, Any]:
+    shared = sorted(set(runs) & set(baseline))
+    own = [runs[seed] for seed in sorted(runs)]
+    costs = [_cost(run, threshold) for run in own]
+    cost = median(costs)
+    base_cost = median(_cost(run, threshold) for run in baseline.values())
+    line: dict[str, Any] = {
+        "method": name,
+        "seeds": len(own),
+        "samples_per_prompt": own[0].samples_per_prompt,
+        "prompts_per_step": own[0].prompts_per_step,
+        "sequences_per_prompt": fmean(run.sequences_per_prompt for run in own),
+        "lr": own[0].lr,
+        "setting": own[0].setting,
+        "steps": fmean(run.steps for run in own),
+        "spent": {unit: fmean(run.spent[unit] for run in own) for unit in own[0].spent},
+        "accuracy_by_seed": {run.seed: run.accuracy[-1][1] for run in own},
+        "accuracy": asdict(mean_with_interval(_matrix(own))),
+        "greedy": fmean(run.greedy for run in own),
+        "greedy_over_seeds": asdict(over_seeds([run.greedy for run in own])),
+        "other_accuracies": {
+            at: asdict(over_seeds([run.other_accuracies[at] for run in own]))
+            for at in own[0].other_accuracies
+            if all(at in run.other_accuracies for run in own)
+        },
+        "cost_to_threshold": {
+            "median": cost,
+            "reached": sum(map(math.isfinite, costs)),
+            "of_baseline": cost / base_cost if math.isfinite(cost) and math.isfinite(base_cost) else None,
+        },
+        "gradient": {
+            key: fmean(run.gradient[key] for run in own)
+            for key in own[0].gradient
+            if all(key in run.gradient for run in own)
+        },
+    }
+    if runs is not baseline and shared:
+        difference = paired_difference(
+            _matrix([runs[seed] for seed in shared]), _matrix([baseline[seed] for seed in shared])
+        )
+        line["difference"] = asdict(difference)
+    return line
+
+
+def _matrix(runs: Sequence[RunResult]) -> np.ndarray:
+    """[seeds, problems]"""
+    problems = sorted(runs[0].solved)
+    if any(sorted(run.solved) != problems for run in runs):
+        raise ValueError("the runs were not tested on the same problems")
+    return np.array([[run.solved[problem] for problem in problems] for run in runs])
+
+
+def _cost(run: RunResult, threshold: float) -> float:
+    return cost_to_reach(threshold, [s for s, _ in run.reward], [r for _, r in run.reward])

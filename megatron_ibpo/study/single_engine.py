@@ -1,0 +1,31 @@
+"""An engine in a process of its own, without Ray and trainers, for instruments that ask one policy."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
+from megatron_ibpo.models import read_hf_config
+
+
+def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
+    """An engine that keeps the weights it starts with."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    has_delta_nets = read_hf_config(hf_dir).is_recurrent
+    rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=has_delta_nets).rollout
+    engine = Engine(
+        engine_settings(
+            rollout,
+            hf_dir,
+            "nccl" if on_gpu else "gloo",
+            gpus=tuple(range(rollout.rollout_num_gpus_per_engine)) if on_gpu else (),
+            num_threads=torch.get_num_threads(),
+        ),
+        config.run.run_dir / "logs" / "engine.log",
+    )
+    stack.callback(engine.close)
+    engine.wait_ready(start_timeout(rollout, hf_dir))
+    return engine

@@ -1,0 +1,295 @@
+"""Studies as files: YAML in, `Study` out."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
+from megatron_ibpo.study.plan import Settings, Study, Task, Tuning, grid_points, point_name
+from megatron_ibpo.study.run_results import comparison_skill
+
+MOST_SEEDS = 1_000
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_seeds(value: Any) -> bool:
+    are_few = isinstance(value, list) and len(value) <= MOST_SEEDS
+    return are_few and all(_is_whole(seed) and 0 <= seed < 2**62 for seed in value)
+
+
+def _are_methods(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(one, Mapping | str | None) for one in value.values())
+
+
+_TEXT = "text", lambda value: isinstance(value, str)
+_NUMBER = "a number", lambda value: (_is_whole(value) or isinstance(value, float)) and abs(value) < 1e300
+_MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
+_METHODS = "names, each with settings, a recipe or an import path", _are_methods
+_SEEDS = "a list of whole numbers from 0 to 2^62", _are_seeds
+_SEEDS_OR_COUNT = (
+    f"a list of whole numbers from 0 to 2^62 or how many, up to {MOST_SEEDS:,}",
+    lambda value: _are_seeds(value) or (_is_whole(value) and 0 < value <= MOST_SEEDS),
+)
+Kind = tuple[str, Callable[[Any], bool]]
+_OF_STUDY: dict[str, Kind] = {
+    "name": _TEXT,
+    "methods": _METHODS,
+    "baseline": _TEXT,
+    "budget": _NUMBER,
+    "budget_unit": _TEXT,
+    "seeds": _SEEDS_OR_COUNT,
+    "recipe": _TEXT,
+    "common": _MAPPING,
+    "threshold": _NUMBER,
+    "processes": ("a whole number from 1 to 10,000", lambda value: _is_whole(value) and 0 < value <= 10_000),
+    "run_timeout": _NUMBER,
+    "tune": _MAPPING,
+    "tasks": _MAPPING,
+    "pilot_seeds": _SEEDS,
+    "confirm_seeds": _SEEDS,
+}
+"""Kind of value that each key of a study must hold."""
+_OF_TUNING: dict[str, Kind] = {"grid": _MAPPING, "seeds": _SEEDS, "budget": _NUMBER, "own": _MAPPING}
+
+LONGEST_NAME = 200
+"""Bytes. File systems allow 255, and some names get a suffix."""
+
+
+def read_study(
+    paths: Sequence[Path],
+    overrides: Settings | None = None,
+    *,
+    add: Mapping[str, Settings | str] | None = None,
+    only: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+) -> Study:
+    """The study of one file with `methods`, or of several recipes, each of which is a method.
+
+    Args:
+        overrides: fields of `Study` that win over the file's; with recipes they must give the budget and the
+            baseline.
+        add: further methods, as `method_settings` takes them.
+        only: names of methods to compare with the baseline; all if empty.
+        tasks: names of tasks to run; all if empty.
+
+    Raises:
+        ConfigError: a file that cannot be read, unknown or missing keys.
+    """
+    contents = [_read(path) for path in paths]
+    if len(paths) == 1 and "methods" in contents[0]:
+        raw = {str(key).replace("-", "_"): value for key, value in contents[0].items()}
+    else:
+        if len({path.stem for path in paths}) < len(paths):
+            raise ConfigError("two recipes have the same file name, by which methods are called")
+        raw = {"name": "study", "methods": {p.stem: c for p, c in zip(paths, contents, strict=True)}}
+    raw |= overrides or {}
+    known = {item.name for item in fields(Study)}
+    for key in raw:
+        if key not in known:
+            raise ConfigError(
+                f"{paths[0]}: unknown key {key!r}{nearest(key, [name.replace('_', '-') for name in known])}"
+            )
+    raw = {"name": paths[0].stem} | _of_kinds(raw, _OF_STUDY, str(paths[0]))
+    if missing := {"methods", "baseline", "budget"} - raw.keys():
+        raise ConfigError(f"{paths[0]}: a study needs {', '.join(sorted(missing))}")
+    if _is_whole(raw.get("seeds")):
+        raw["seeds"] = range(raw["seeds"])
+    if "tune" in raw:
+        raw["tune"] = _tuning(raw["tune"], paths[0])
+    if "recipe" in raw:
+        raw["recipe"] = path_in_recipe(raw["recipe"])
+    for key in ("seeds", "pilot_seeds", "confirm_seeds"):
+        if key in raw:
+            raw[key] = tuple(raw[key])
+    if "tasks" in raw:
+        raw["tasks"] = tuple(_task(str(name), task, paths[0]) for name, task in raw["tasks"].items())
+    methods = {**raw["methods"], **(add or {})}
+    raw["methods"] = {str(name): method_settings(given) for name, given in methods.items()}
+    study = Study(**raw)
+    _check(study, paths[0])
+    kept = {study.baseline, *(only or study.methods)}
+    _known("method", only, study.methods)
+    _known("task", tasks, [task.name for task in study.tasks])
+    return replace(
+        study,
+        methods={name: settings for name, settings in study.methods.items() if name in kept},
+        tasks=tuple(task for task in study.tasks if not tasks or task.name in tasks),
+    )
+
+
+def method_settings(given: Settings | str | None) -> Settings:
+    """What a method changes in the recipe.
+
+    Args:
+        given: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
+            (--ibpo-operator), or, on GSPO, of a function: of rewards it is an estimator (--advantages), of
+            groups, advantages and context a token credit (--token-credit).
+
+    Raises:
+        ConfigError: there is no such recipe, or the import path leads to nothing of the kind.
+    """
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    given = str(given)
+    if given.endswith((".yaml", ".yml")):
+        return _read(path_in_recipe(given))
+    if ":" not in given:
+        raise ConfigError(
+            f"method {given!r}: must be a recipe (FILE.yaml), an import path (module:NAME) or settings"
+        )
+    found = load_hook("method", given)
+    if isinstance(found, Mapping):
+        return dict(found)
+    if hasattr(found, "judge"):
+        return {"ibpo-operator": given}
+    arguments = len(signature(found).parameters) if callable(found) else 0
+    if flag := {1: "advantages", 3: "token-credit"}.get(arguments):
+        return {"advantage-estimator": "gspo", flag: given}
+    raise ConfigError(
+        f"method {given}: neither settings, an operator, an estimator nor a token credit: "
+        "docs/comparing-methods.md"
+    )
+
+
+def _check(study: Study, path: Path) -> None:
+    problems = _bad_names(study)
+    if study.baseline not in study.methods:
+        problems.append(f"baseline {study.baseline!r} is none of the methods")
+    if len(set(study.seeds)) < max(1, len(study.seeds)) or not study.seeds:
+        problems.append("seeds must be different ones, at least one")
+    of_phases = {
+        "tuning": study.tune.seeds if study.tune is not None else (),
+        "the pilot": study.pilot_seeds,
+        "confirmation": study.confirm_seeds,
+    }
+    seeds_given = [*study.seeds, *(seed for seeds in of_phases.values() for seed in seeds)]
+    if strange := [seed for seed in seeds_given if type(seed) is not int or seed < 0]:
+        problems.append(f"seeds must be whole numbers from 0 on, not {strange[0]!r}")
+    used = set(study.seeds)
+    for phase, seeds in of_phases.items():
+        if used & set(seeds) or len(set(seeds)) < len(seeds):
+            problems.append(f"{phase} must not use the study's own seeds, nor one that is used elsewhere")
+        used |= set(seeds)
+    if study.tune is not None and (strangers := study.tune.own.keys() - study.methods.keys()):
+        problems.append(f"tune: own names {', '.join(sorted(strangers))}, which is none of the methods")
+    if len(study.pilot_seeds) == 1:
+        problems.append("a pilot of one seed has no spread: pilot-seeds must be two or more")
+    if not study.tasks:
+        problems.append("tasks must name at least one")
+    if study.budget <= 0 or study.run_timeout <= 0 or study.processes < 1:
+        problems.append("budget, run-timeout and processes must be above 0")
+    if problems:
+        raise ConfigError(f"{path}: " + "; ".join(problems))
+
+
+def _bad_names(study: Study) -> list[str]:
+    """Say which names cannot be those of directories within the study's own."""
+    points = [] if study.tune is None else [p for m in study.methods for p in grid_points(study.tune, m)]
+    named = [("method", name) for name in study.methods]
+    named += [("task", task.name) for task in study.tasks if task.name]
+    named += [("tuning run", point_name(point)) for point in points]
+    return [
+        f"{what} {name[:40]!r}: a directory is called by this name, so it must have 1 to "
+        f"{LONGEST_NAME} bytes, no slash, no control character and no dot at its start"
+        for what, name in named
+        if not _names_a_directory(name)
+    ]
+
+
+def _names_a_directory(name: str) -> bool:
+    plain = "/" not in name and not name.startswith(".") and name.isprintable()
+    return plain and 0 < len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
+
+
+def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+    """Return what is given, without keys that hold nothing.
+
+    Raises:
+        ConfigError: something is not of its kind.
+    """
+    given = {key: value for key, value in raw.items() if value is not None}
+    for key, (words, fits) in kinds.items():
+        if kinds[key] is _NUMBER and key in given:
+            given[key] = _number(given[key])
+        if key in given and not fits(given[key]):
+            raise ConfigError(f"{where}: {key.replace('_', '-')} must be {words}, is {shown(given[key])}")
+    return given
+
+
+def _tuning(raw: Mapping[str, Any], path: Path) -> Tuning:
+    needed = {"grid", "seeds", "budget"}
+    raw = _of_kinds(raw, _OF_TUNING, f"{path}: tune")
+    if not needed <= set(raw) <= needed | {"own"}:
+        raise ConfigError(
+            f"{path}: tune must have {', '.join(sorted(needed))}, may have own, and no other key"
+        )
+    return Tuning(
+        grid=_grid(raw["grid"], path),
+        seeds=tuple(raw["seeds"]),
+        budget=float(raw["budget"]),
+        own={str(method): _grid(grid, path) for method, grid in raw.get("own", {}).items()},
+    )
+
+
+def _grid(raw: Any, path: Path) -> dict[str, tuple[Any, ...]]:
+    if not isinstance(raw, dict) or not raw or not all(isinstance(v, list) and v for v in raw.values()):
+        raise ConfigError(f"{path}: tune: grid must give each setting a list: {{lr: [1.0e-4, 3.0e-4]}}")
+    return {str(key): tuple(map(_number, values)) for key, values in raw.items()}
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 3e-4 as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _task(name: str, raw: Any, path: Path) -> Task:
+    known = {item.name for item in fields(Task)} - {"name"}
+    raw = raw if isinstance(raw, dict) else {}
+    given = {str(key).replace("-", "_"): value for key, value in raw.items()}
+    if "settings" not in given or not given.keys() <= known:
+        names = ", ".join(sorted(item.replace("_", "-") for item in known))
+        raise ConfigError(f"{path}: task {name}: must have settings, and of {names} no other")
+    if not name:
+        raise ConfigError(f"{path}: a task has no name")
+    if isinstance(given["settings"], str):
+        given["settings"] = _read(path_in_recipe(given["settings"]))
+    given = _of_kinds(given, {"settings": _MAPPING, "warm_start": _MAPPING}, f"{path}: task {name}")
+    return Task(
+        name,
+        settings=given.get("settings", {}),
+        kind=str(given.get("kind", "")),
+        warm_start=given.get("warm_start", {}),
+        skill=_skill(given.get("skill"), f"{path}: task {name}"),
+    )
+
+
+def _skill(given: Any, where: str) -> float | None:
+    """A number, or the file that `ibpo skill --save` wrote."""
+    if given is None or isinstance(given, int | float):
+        return given
+    try:
+        return comparison_skill(path_in_recipe(given))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{where}: skill must be a number, or a file of `ibpo skill`: {error!r}") from error
+
+
+def _known(what: str, asked: Sequence[str], known: Collection[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise ConfigError(f"no {what} {name!r}; there are {', '.join(known)}{nearest(name, list(known))}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = read_yaml(path, str(path))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold `key: value` lines")
+    return content

@@ -1,0 +1,284 @@
+"""A study from its plan to its page: predicted, tuned, run, resumed, compared, confirmed."""
+
+import fcntl
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.study.claims import compare_all, winners
+from megatron_ibpo.study.findings import Findings, write_findings
+from megatron_ibpo.study.page import write_page
+from megatron_ibpo.study.plan import (
+    PlannedRun,
+    Settings,
+    Study,
+    plan_main,
+    plan_point,
+    plan_runs,
+    plan_tuning,
+)
+from megatron_ibpo.study.power import PowerAnalysis, analyse, in_words
+from megatron_ibpo.study.run_results import RunResult, read_run
+from megatron_ibpo.study.runs import Program, is_finished, summary
+from megatron_ibpo.study.side_by_side import run_all
+from megatron_ibpo.study.tuning import Choice, Tried, beyond, choose
+
+OVERHEAD_S = 40.0
+"""Seconds that a run is assumed to take on top of its budget (start, evaluation) before one was seen."""
+
+MOST_EXTENSIONS = 4
+"""By so many values a grid is extended, one after the other, while its best lies at an end."""
+
+
+def conduct(
+    study: Study,
+    directory: Path,
+    program: Program,
+    console: Console,
+    *,
+    parallel: int = 1,
+    runs_at_most: int | None = None,
+) -> bool:
+    """Run what is not finished yet, then write results.json, table.md, curves and page.html into `directory`.
+
+    Args:
+        program: what a run is: training.
+        parallel: runs at a time.
+        runs_at_most: stop after so many runs; the rest is for the next time.
+
+    Returns:
+        whether every run of the study is finished.
+
+    Raises:
+        ConfigError: a method's settings cannot work; found before anything is run. Or another process works
+            in the same directory, or seconds are to be compared of runs that share the machine.
+    """
+    if parallel > 1 and study.budget_unit == "accelerator-seconds":
+        raise ConfigError(
+            "--parallel: runs that share the machine slow each other down, and the budget is in seconds; "
+            "give --budget-unit flops or tokens"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone(directory):
+        return _Conductor(study, directory, program, console, parallel, runs_at_most).conduct()
+
+
+@dataclass
+class _Conductor:
+    study: Study
+    directory: Path
+    program: Program
+    console: Console
+    parallel: int
+    left: int | None
+    """Runs that may still be run; None: any number."""
+
+    def conduct(self) -> bool:
+        study, tuning = self.study, plan_tuning(self.study, self.directory)
+        planned = [*tuning, *self._pilot({}), *plan_main(study, self.directory)]
+        self._say(_announcement(study, planned))
+        choices = self._tune(tuning)
+        if choices is None:
+            self._say_rest(planned, "tuning")
+            return False
+        chosen = {(choice.task, choice.method): choice.setting for choice in choices}
+        for choice in choices:
+            self._say(_tuned(choice))
+        pilot = self._pilot(chosen)
+        if not self._run(pilot):
+            self._say_rest([*pilot, *plan_main(study, self.directory, chosen)], "the pilot")
+            return False
+        found = Findings(study, [], choices, self._power(pilot))
+        self._say(in_words(found.power) if found.power else _NO_PILOT)
+        main = plan_main(study, self.directory, chosen)
+        complete = self._run(main)
+        found = replace(found, runs=self._results(main), runs_left=sum(not is_finished(run) for run in main))
+        self._say(f"{len(found.runs)} of {len(main)} runs are finished")
+        if complete and study.confirm_seeds:
+            again = self._confirmation(found, chosen)
+            complete = self._run(again)
+            if complete:  # a part of it confirms nothing, and may have no run of the baseline
+                found = replace(found, confirmation=self._results(again))
+            main += again
+        if not complete:
+            self._say_rest(main, "the study")
+        if not any(run.method == study.baseline for run in found.runs):
+            self._say(f"no run of the baseline {study.baseline} is finished: no table yet")
+            return complete
+        self._write(found)
+        return complete
+
+    def _tune(self, planned: Sequence[PlannedRun]) -> list[Choice] | None:
+        """What each method was tuned to on each task; None while tuning is not finished."""
+        if not self._run(planned):
+            return None
+        of_method: dict[tuple[str, str], list[PlannedRun]] = {}
+        for run in planned:
+            of_method.setdefault((run.task, run.method), []).append(run)
+        for _ in range(MOST_EXTENSIONS):
+            choices = [self._choice(*which, runs) for which, runs in of_method.items()]
+            known = {run.directory for runs in of_method.values() for run in runs}
+            further = [r for choice in choices for r in self._beyond(choice) if r.directory not in known]
+            if not further:
+                break
+            if not self._run(further):
+                return None
+            for run in further:
+                of_method[run.task, run.method].append(run)
+        return [self._settled(self._choice(*which, runs)) for which, runs in of_method.items()]
+
+    def _choice(self, task: str, method: str, runs: Sequence[PlannedRun]) -> Choice:
+        results = [(run, read_run(run, self.study.budget_unit)) for run in runs if is_finished(run)]
+        if not results:
+            raise ConfigError(f"every tuning run of {method} failed; see their logs")
+        tried = [
+            Tried(run.setting, run.seed, result.accuracy[-1][1], result.greedy, result.steps)
+            for run, result in results
+        ]
+        return choose(task, method, tried)
+
+    def _beyond(self, choice: Choice) -> list[PlannedRun]:
+        """The runs that extend the grid where the best lies at its edge."""
+        return [run for point in beyond(choice).values() for run in self._possible(choice, point)]
+
+    def _settled(self, choice: Choice) -> Choice:
+        """The choice without those edges beyond which no run is possible: there the axis ends by itself."""
+        edges = tuple(key for key, point in beyond(choice).items() if self._possible(choice, point))
+        return replace(choice, at_edge=edges)
+
+    def _possible(self, choice: Choice, point: Settings) -> list[PlannedRun]:
+        """The runs of a combination; none where its settings are refused."""
+        assert self.study.tune is not None
+        task = next(task for task in self.study.tasks if task.name == choice.task)
+        try:
+            return plan_point(self.study, self.directory, task, choice.method, point, self.study.tune.seeds)
+        except ConfigError:
+            return []
+
+    def _pilot(self, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
+        study = self.study
+        return plan_runs(study, self.directory, "pilot", study.pilot_seeds, [study.baseline], chosen)
+
+    def _power(self, pilot: Sequence[PlannedRun]) -> PowerAnalysis | None:
+        """From the baseline's accuracies in the pilot: of each seed, their mean over the tasks."""
+        by_seed: dict[int, list[float]] = {}
+        for result in self._results(pilot):
+            by_seed.setdefault(result.seed, []).append(result.accuracy[-1][1])
+        whole = [statistics.fmean(of) for of in by_seed.values() if len(of) == len(self.study.tasks)]
+        return analyse(
+            [whole],
+            paired=False,
+            seeds=len(self.study.seeds),
+            tests=len(self.study.methods) - 1,
+            source=f"{counted(len(whole), 'run')} of {self.study.baseline} per task",
+        )
+
+    def _confirmation(self, found: Findings, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
+        """The baseline and what beat it, with fresh seeds; nothing where nothing did."""
+        better = winners(found)
+        if not better:
+            return []
+        self._say(f"with fresh seeds: {', '.join(better)}")
+        methods = [self.study.baseline, *better]
+        seeds = self.study.confirm_seeds
+        return plan_runs(self.study, self.directory, "confirmation", seeds, methods, chosen)
+
+    def _results(self, runs: Sequence[PlannedRun]) -> list[RunResult]:
+        return [read_run(run, self.study.budget_unit, run.setting) for run in runs if is_finished(run)]
+
+    def _run(self, runs: Sequence[PlannedRun]) -> bool:
+        """Run them; whether what follows can go on from them. A tuning run that failed for good (its summary
+        says so) is no candidate, and nothing waits for it."""
+        ran = run_all(self.study, runs, self.program, self.console, parallel=self.parallel, at_most=self.left)
+        if self.left is not None:
+            self.left -= ran
+        return all(is_finished(run) or _is_lost(run) for run in runs)
+
+    def _write(self, found: Findings) -> None:
+        tables = compare_all(found)
+        write_findings(self.directory / "results.json", found, asdict(tables))
+        for path in write_page(found, tables, self.directory, self.console):
+            self.console.print(str(path), highlight=False)
+        for claim in tables.claims:
+            self._say(f"{claim.method}: {claim.verdict}" + "".join(f"; but {why}" for why in claim.blocks))
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _say_rest(self, runs: Sequence[PlannedRun], what: str) -> None:
+        self._say(f"{what} is not finished: start again to go on, {_rest(self.study, runs)}")
+
+
+_NO_PILOT = "power: not known beforehand; pilot-seeds in the study let it run the baseline first and tell"
+
+
+def _is_lost(run: PlannedRun) -> bool:
+    left = summary(run)
+    return run.phase == "tuning" and left is not None and left["status"].startswith("failed")
+
+
+def _tuned(choice: Choice) -> str:
+    name = f"{choice.task}, {choice.method}" if choice.task else choice.method
+    edge = f"; {' and '.join(choice.at_edge)} AT THE EDGE of the grid" if choice.at_edge else ""
+    return f"{name}: tuned to {', '.join(f'{key} {value}' for key, value in choice.setting.items())}{edge}"
+
+
+def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
+    """What will be run and what it will cost."""
+    kinds = [(len(study.tasks), "task"), (len(study.methods), "method"), (len(study.seeds), "seed")]
+    parts = [f"{study.name}: {' x '.join(counted(number, noun) for number, noun in kinds)}"]
+    main = len(study.tasks) * len(study.methods) * len(study.seeds)
+    if before := len(runs) - main:
+        parts.append(f"{counted(before, 'run')} of tuning and pilot")
+    there = sum(summary(run) is not None for run in runs)
+    parts += [
+        f"budget {study.budget:g} {study.budget_unit}, {sum(run.budget for run in runs):g} in all",
+        f"{there} of {len(runs)} runs are there already",
+        _rest(study, runs),
+    ]
+    return ", ".join(parts)
+
+
+def _rest(study: Study, runs: Sequence[PlannedRun]) -> str:
+    """What the runs that are not there yet will cost."""
+    # whether a main run has the settings that are tuned is known after tuning only
+    known = [(run, left["seconds_total"]) for run in runs if (left := summary(run)) is not None]
+    open_runs = [run for run in runs if summary(run) is None]
+    seconds = _predicted(study, known, open_runs)
+    budget = f"{sum(run.budget for run in open_runs):g} {study.budget_unit}"
+    cost = f"{counted(len(open_runs), 'run')} to go, {budget}"
+    if seconds is None:
+        return f"{cost}, how long they take is not known beforehand"
+    return f"{cost}, about {seconds / 60:.0f} minutes one after the other"
+
+
+def _predicted(
+    study: Study, seen: Sequence[tuple[PlannedRun, float]], open_runs: Sequence[PlannedRun]
+) -> float | None:
+    """Seconds for the open runs, from those that the others took; None where nothing tells how long so many
+    tokens or operations take."""
+    if study.budget_unit == "accelerator-seconds":
+        extra = [seconds - run.budget / study.processes for run, seconds in seen]
+        overhead = statistics.fmean(extra) if extra else OVERHEAD_S
+        return sum(run.budget / study.processes + overhead for run in open_runs)
+    if not seen:
+        return None
+    per_budget = statistics.fmean(seconds / run.budget for run, seconds in seen)
+    return sum(run.budget * per_budget for run in open_runs)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two processes would run the same runs."""
+    with (directory / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{directory}: another process is at this study") from None
+        yield

@@ -1,0 +1,29 @@
+"""What goes wrong with a checkpoint, or with a weight update when no engine died. Needs no torch."""
+
+from collections.abc import Sequence
+
+from megatron_ibpo.basics import text
+
+SHOWN = 8
+"""Names listed in an error before it only counts."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint's files or tensors are not what the model needs."""
+
+
+class WeightMismatchError(RuntimeError):
+    """An engine does not have the weights that were sent to it."""
+
+
+class WeightPlanError(ValueError):
+    """The trainer's tensors are not those that the engine's model loads."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def listed(names: Sequence[str]) -> str:
+    return text.listed(names, most=SHOWN)
