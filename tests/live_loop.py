@@ -24,8 +24,11 @@ from megatron_ibpo.config import Config, on_device, parse_config
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Stages
 from megatron_ibpo.rewards import Pool, open_pool
+from megatron_ibpo.run.inputs import open_inputs, open_journal
 from megatron_ibpo.run.loop import Run
-from megatron_ibpo.run.opening import Standing, join, open_given, read_beginning
+from megatron_ibpo.run.open import join
+from megatron_ibpo.run.processes import Processes
+from megatron_ibpo.run.resume_point import read_resume_point
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny_qwen3"
@@ -219,19 +222,21 @@ def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps
     """The run, opened as every run is; all of a process share its verifier, whose start takes the longest."""
     engines, trainers = Engines(), trainers or Trainers()
     with ExitStack() as stack:
-        stack.enter_context(patch("megatron_ibpo.run.opening.open_pool", lambda *_: nullcontext(verifiers())))
-        begun = read_beginning(config)
-        given = open_given(begun, stack)
-        engines.update_weights(begun.step)
-        standing = Standing(
-            config=given.config,
+        stack.enter_context(patch("megatron_ibpo.run.inputs.open_pool", lambda *_: nullcontext(verifiers())))
+        point = read_resume_point(config)
+        inputs = open_inputs(point.config, point.hf_dir, point.shape, stack)
+        journal = open_journal(inputs.config, point.step, stack)
+        engines.update_weights(point.step)
+        processes = Processes(
+            config=inputs.config,
             trainers=trainers,
             world_size=1,
             engines=engines,  # none is asked alone
-            verifiers=given.pool,
+            verifiers=inputs.pool,
             accelerators=1,
-            progress=begun.progress(),
+            progress=point.progress(),
             deaths=dict,
             where="in a test",
         )
-        yield Steps(join(begun, given, standing, Stages(), stack), engines, trainers)
+        run = join(point, inputs, journal, processes, Stages(), stack)
+        yield Steps(run, engines, trainers)

@@ -31,12 +31,13 @@ from megatron_ibpo.basics.process_group import shared_memory
 from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.engines.eos import read_eos_token_ids
 from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
 from megatron_ibpo.engines.vllm.arguments import vllm_arguments
 from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import _device_arguments, _engine_args
-from megatron_ibpo.engines.vllm.settings import engine_settings, read_eos_token_ids, start_timeout
+from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 from megatron_ibpo.weights.transfer import gloo

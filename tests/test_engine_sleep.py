@@ -58,6 +58,7 @@ def engines(monkeypatch):
         trainers=trainers,
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None,
+        engine="vllm",
         settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
         logs=Path("logs"),
         order=Order(version=0, sleeping=True, check=False, timeout=1.0),

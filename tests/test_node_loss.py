@@ -11,8 +11,9 @@ from megatron_ibpo.basics.entry_point import FAILED, guarded
 from megatron_ibpo.cluster.actor import ProcessDiedError
 from megatron_ibpo.commands import train
 from megatron_ibpo.config import Config, on_device
-from megatron_ibpo.run import startup
-from megatron_ibpo.run.opening import sampling_settings
+from megatron_ibpo.run import on_cluster
+from megatron_ibpo.run import open as run_open
+from megatron_ibpo.run.inputs import sampling_settings
 
 
 @pytest.fixture
@@ -37,8 +38,8 @@ def opened(monkeypatch):
                 raise end
             return end
 
-        monkeypatch.setattr(startup, "open_run", open_run)
-        monkeypatch.setattr(startup, "going_on", lambda run, asked: run.config)
+        monkeypatch.setattr(run_open, "open_run", open_run)
+        monkeypatch.setattr(on_cluster, "going_on", lambda run, asked: run.config)
         monkeypatch.setattr(train, "_steps", steps)
         stop = SimpleNamespace(cuts_short=lambda work: work())
         return guarded(lambda: train._train(config, stop)), waits
@@ -46,7 +47,7 @@ def opened(monkeypatch):
     return trained
 
 
-LOST, DIED = startup.NodeLostError("a node is lost"), ProcessDiedError("engine 1 has ended")
+LOST, DIED = on_cluster.NodeLostError("a node is lost"), ProcessDiedError("engine 1 has ended")
 
 
 def test_a_lost_node_is_waited_for(opened):
@@ -67,7 +68,7 @@ def test_but_not_for_good_and_not_at_the_first_start(opened, capsys):
 def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_some_settings():
     asked = Config()
     run = SimpleNamespace(config=on_device(asked, on_gpu=False, has_delta_nets=True))
-    again = startup.going_on(run, asked)
+    again = on_cluster.going_on(run, asked)
     assert again.run.load == run.config.run.run_dir
     assert again.model.bf16 is False
     assert run.config.rollout.vllm_dtype == "bfloat16"

@@ -35,8 +35,8 @@ from test_weights import assert_same_bytes, round_trip, with_fused_experts
 from tiny_models import make_qwen3_5
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
+from megatron_ibpo.engines.eos import read_eos_token_ids
 from megatron_ibpo.engines.probe import compare_probes, probe
-from megatron_ibpo.engines.vllm.settings import read_eos_token_ids
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements

@@ -297,7 +297,7 @@ def test_an_update_replays_the_pass_for_its_old_log_probs(model, parallel):
 
 
 def test_a_dense_model_is_refused_by_name(shapes):
-    from megatron_ibpo.run.opening import check_model_layout
+    from megatron_ibpo.run.processes import check_model_layout
 
     config = replaying(layout())
     with pytest.raises(ValueError, match="qwen3 is dense and routes"):

@@ -31,7 +31,7 @@ END_TIMEOUT_S = 2.0
 is ended by force. Its successor waits for it, and one that stands still never answers."""
 CLOSE_TIMEOUT_S = 45.0
 """For an engine to be stopped in order: twice the time that it gives vLLM itself, and some more."""
-FACTORY = "megatron_ibpo.engines.vllm.engine:Engine"
+FACTORY = "megatron_ibpo.engines.registry:start_engine"
 CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
 LOOK_EVERY_S = 0.1
@@ -118,8 +118,10 @@ class Engines:
     trainers: Trainers
     placement: Placement
     group: PlacementGroup
+    engine: str
+    """Name or import path of the engine (--rollout-backend)."""
     settings: EngineSettings
-    """Of each of them; which GPUs it has is filled in."""
+    """Settings of each engine; the GPUs it has are filled in."""
     logs: Path
     order: Order
     """How the next update is done."""
@@ -408,7 +410,7 @@ class Engines:
             settings = replace(settings, extra_arguments=extra)
             environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         path = self.logs / f"engine_{index}.log"
-        self.hosts[index].build(FACTORY, environment, settings, path, again)
+        self.hosts[index].build(FACTORY, environment, self.engine, settings, path, again)
 
     def _stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.commands.train import check_installed, opened
 from megatron_ibpo.config import Config, ConfigError, parse_config
-from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.checks import check_installed, check_settings
 
 if TYPE_CHECKING:
     from megatron_ibpo.plan.calibration import MeasuredStep
@@ -79,10 +78,11 @@ def calibrate(config: Config, path: Path) -> None:
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.plan.calibration import calibrated, measure_rates
     from megatron_ibpo.plan.machine import write_machine
+    from megatron_ibpo.run.open import open_run
 
     rates = measure_rates()
     with ExitStack() as stack:
-        run = stack.enter_context(opened(config))
+        run = stack.enter_context(open_run(config))
         steps = list(measured_steps(run))
         config = run.config
     hf_dir, world_size = config.model.hf_checkpoint, config.cluster.num_trainers

@@ -30,13 +30,12 @@ from rich.progress import (
 
 from megatron_ibpo.basics.entry_point import DONE, command, guarded
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.commands.train import check_installed
 from megatron_ibpo.config import Config, ConfigError, parse_config, path_of_user
-from megatron_ibpo.run.checks import check_evaluation
+from megatron_ibpo.run.checks import check_evaluation, check_installed
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
 
 if TYPE_CHECKING:
-    from megatron_ibpo.run.startup import OpenEvaluation
+    from megatron_ibpo.run.on_cluster import OpenEvaluation
 
 _BAR = (TextColumn("{task.description}"), BarColumn())
 OF_TRAINING = {"--load", "--load-debug-rollout-data", "--dry-run"}
@@ -103,7 +102,7 @@ def evaluate_policy(policy: Policy) -> None:
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.report import Stages
     from megatron_ibpo.report.evaluation_report import report_evaluation
-    from megatron_ibpo.run.startup import open_evaluation
+    from megatron_ibpo.run.on_cluster import open_evaluation
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does

@@ -18,7 +18,6 @@ from rich.progress import track
 from megatron_ibpo.basics.entry_point import command, guarded
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.commands.train import check_installed
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.data import PromptSource, Tokenizer
 from megatron_ibpo.data.pass_rates import (
@@ -29,7 +28,7 @@ from megatron_ibpo.data.pass_rates import (
     rate_line,
     read_pass_rates,
 )
-from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.checks import check_installed, check_settings
 
 AT_ONCE = 128
 """Prompts that are asked, and then written down, together."""
@@ -74,8 +73,8 @@ def measure(config: Config, path: Path) -> None:
     """The whole measurement."""
     check_installed()
     # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.run.on_cluster import open_evaluation
     from megatron_ibpo.run.rollouts import LiveRollouts
-    from megatron_ibpo.run.startup import open_evaluation
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does

@@ -6,14 +6,13 @@ has no model itself.
 
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
-from megatron_ibpo.basics.versions import missing
-from megatron_ibpo.config import Config, ConfigError, parse_config
-from megatron_ibpo.run.checks import check_run, check_settings
+from megatron_ibpo.config import Config, parse_config
+from megatron_ibpo.run.checks import check_installed, check_run, check_settings
 from megatron_ibpo.run.stop_request import StopRequest
 
 if TYPE_CHECKING:
@@ -42,13 +41,14 @@ def train(config: Config) -> int:
 def _train(config: Config, stop: StopRequest) -> int:
     # imported late, so that wrong flags are answered at once
     from megatron_ibpo.cluster.actor import ProcessDiedError
-    from megatron_ibpo.run.startup import NODE_ERRORS, going_on
+    from megatron_ibpo.run.on_cluster import NODE_ERRORS, going_on
+    from megatron_ibpo.run.open import open_run
 
     starts_left, node_wait = 1, 0.0
     while True:
         with ExitStack() as stack:
             try:
-                run = stop.cuts_short(partial(stack.enter_context, opened(config, node_wait)))
+                run = stop.cuts_short(partial(stack.enter_context, open_run(config, node_wait)))
             except ProcessDiedError as error:
                 starts_left -= 1
                 if starts_left == 0:
@@ -63,17 +63,6 @@ def _train(config: Config, stop: StopRequest) -> int:
                 config = going_on(run, config)
                 run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
         starts_left, node_wait = STARTS, config.cluster.node_wait
-
-
-def opened(config: Config, node_wait: float = 0.0) -> AbstractContextManager["Run"]:
-    """The run in one process where --rollout-backend asks for that, which takes torch in this one."""
-    if config.rollout.rollout_backend == "lean":
-        from megatron_ibpo.run.lean_run import open_lean_run
-
-        return open_lean_run(config)
-    from megatron_ibpo.run.startup import open_run
-
-    return open_run(config, node_wait)
 
 
 def _steps(run: "Run", stop: StopRequest) -> int:
@@ -98,17 +87,6 @@ def _plan(config: Config) -> int:
 
     check_run(config)
     return plan_run(config)
-
-
-def check_installed() -> None:
-    """
-    Raises:
-        ConfigError: packages that a run needs are not installed.
-    """
-    if names := missing():
-        raise ConfigError(
-            f"not installed: {', '.join(names)}; `bash tools/bootstrap.sh` installs what a run needs"
-        )
 
 
 if __name__ == "__main__":

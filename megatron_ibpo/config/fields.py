@@ -446,10 +446,10 @@ class DataConfig:
 class RolloutConfig:
     """Sampling, by vLLM where nothing else is said."""
 
-    rollout_backend: Literal["vllm", "lean"] = "vllm"
-    """What samples. "lean": the trainer's own process in plain torch and float32, without Ray; for studies of
-    dense Qwen3 of up to 4 M parameters on a processor, where starting vLLM takes longer than training
-    (docs/studies.md)."""
+    rollout_backend: str = "vllm"
+    """Engine that samples: "vllm"; "lean", the trainer's own process in plain torch and float32, without Ray,
+    for studies of dense Qwen3 of up to 4 M parameters on a processor, where starting vLLM takes longer than
+    training (docs/studies.md); or an import path package.module:Engine (docs/extending.md)."""
     rollout_batch_size: Annotated[int, COUNT] = 32
     """P: prompts per rollout."""
     n_samples_per_prompt: Annotated[int, COUNT] = 8

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, LossConfig, named_values
+from megatron_ibpo.engines.registry import VLLM, samples_in_trainer
 from megatron_ibpo.report.display import Size
 
 
@@ -71,9 +72,10 @@ def run_sizes(
         sizes.append(Size("parameters", parameters, "of the whole model"))
     if engines is not None:
         per_engine = rollout.rollout_num_gpus_per_engine
-        of_vllm = f"vLLM, TP{per_engine}, {rollout.vllm_dtype}"
-        own = "--rollout-backend lean: the trainer's own process, float32"
-        sizes.append(Size("engines", engines, own if rollout.rollout_backend == "lean" else of_vllm))
+        backend = rollout.rollout_backend
+        own = f"{'vLLM' if backend == VLLM else backend}, TP{per_engine}, {rollout.vllm_dtype}"
+        in_trainer = f"--rollout-backend {backend}: the trainer's own process, float32"
+        sizes.append(Size("engines", engines, in_trainer if samples_in_trainer(backend) else own))
     unused = set() if corrections else {"corrections per step"}
     unused |= {"budget"} if config.run.budget is None else set()
     unused |= {"without a gradient"} if config.model.log_probs_max_tokens_per_gpu is None else set()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.config import Config, ConfigError, check_config
 from megatron_ibpo.credit import (
     CRITIC,
@@ -10,8 +11,21 @@ from megatron_ibpo.credit import (
     find_operator,
     find_token_credit,
 )
+from megatron_ibpo.engines.registry import check_engine
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.rewards import reward_functions
+
+
+def check_installed() -> None:
+    """Refuse to start where a package is missing that runs need.
+
+    Raises:
+        ConfigError: with the names of the packages.
+    """
+    if names := missing():
+        raise ConfigError(
+            f"not installed: {', '.join(names)}; `bash tools/bootstrap.sh` installs what a run needs"
+        )
 
 
 def check_run(config: Config) -> None:
@@ -59,6 +73,7 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
     lambda config: find_estimator(config.algorithm.advantages),
     lambda config: find_token_credit(config.algorithm),
     lambda config: find_group_filter(config.algorithm),
+    lambda config: check_engine(config.rollout.rollout_backend),
     lambda config: reward_functions(config.data),
     check_overrides,
 )

@@ -26,7 +26,8 @@ Program = Callable[[Sequence[str]], int]
 """What a child runs (`commands.train.main`): given the flags of a run, it returns the exit status."""
 PRELOADED = [
     __name__,
-    "megatron_ibpo.run.lean_run",
+    "megatron_ibpo.run.in_one_process",
+    "megatron_ibpo.run.open",
     "megatron_ibpo.report.run_curves",
     "transformers.tokenization_utils_tokenizers",
 ]

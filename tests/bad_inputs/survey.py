@@ -61,8 +61,9 @@ def _import_all() -> None:
     import megatron_ibpo.plan.run_plan
     import megatron_ibpo.plan.search
     import megatron_ibpo.report.page.static
-    import megatron_ibpo.run.lean_run
-    import megatron_ibpo.run.startup
+    import megatron_ibpo.run.in_one_process
+    import megatron_ibpo.run.on_cluster
+    import megatron_ibpo.run.open
     import megatron_ibpo.study.study_run
     import megatron_ibpo.weights.formats.convert
     import megatron_ibpo.weights.formats.gguf  # noqa: F401

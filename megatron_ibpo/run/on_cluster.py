@@ -1,4 +1,4 @@
-"""From a configuration to a run in progress: what the user gave is checked, then the processes start.
+"""Trainers, engines and verifiers on a Ray cluster: connected, placed, started.
 
 Ray comes up while tokenizer and data are read, engines while the trainers build their model.
 """
@@ -25,95 +25,85 @@ from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
-from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.report import Stages, prepare_run_dir
-from megatron_ibpo.report.run_lock import locked
-from megatron_ibpo.rewards import Verifier, check_labels, named_rm_types, open_pool
+from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.run.inputs import Inputs, open_inputs
 from megatron_ibpo.run.loop import Progress, Run
-from megatron_ibpo.run.opening import (
-    Beginning,
-    Given,
-    Standing,
-    check_model_layout,
-    failure_in_summary,
-    join,
-    open_given,
-    read_beginning,
-    with_context,
-)
+from megatron_ibpo.run.processes import Processes, check_model_layout
+from megatron_ibpo.run.resume_point import ResumePoint, with_context
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
-from megatron_ibpo.run.task import Task, open_task
+from megatron_ibpo.run.task import Task
 from megatron_ibpo.weights.transfer.update_order import Order, choose_transport
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
-"""What a run raises that can go on once the cluster has room for it again."""
+"""Errors after which a run can go on once the cluster has room for it again."""
 
 
-@contextmanager
-def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
-    """Everything a run needs, started; closed again on the way out, whatever happens.
+@dataclass(frozen=True)
+class OnCluster:
+    """The back end of engines that run in processes of their own."""
 
-    Args:
-        node_wait: seconds to wait for a cluster that has too little.
+    node_wait: float = 0.0
+    """Seconds to wait for nodes while the cluster has too few."""
+
+    def check(self, config: Config, shape: ModelShape) -> Config:
+        """Refuse a layout that cannot hold the model, where the number of trainers is known already."""
+        if config.cluster.num_trainers is not None:
+            check_model_layout(shape, config, config.cluster.num_trainers)
+        return config
+
+    def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
+        """Connect to the Ray of --ray-address or RAY_ADDRESS, or start one, in a thread."""
+        return _starting(_ray_of(config))
+
+    def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
+        """Start trainers with their model; engines and verifiers are on their way up when this returns."""
+        placement = placed_within(self.node_wait, lambda: _placed(inputs.config))
+        config = _on_devices(inputs.config, placement, point.shape)
+        verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
+        group = stack.enter_context(reserved(placement))
+        trainers = Trainers(group, placement)
+        stack.callback(trainers.close)
+        engines = None
+        if placement.engines:
+            engines = _launch_engines(config, point.hf_dir, trainers, placement, group, stack)
+        trainers.locate()
+        from megatron_ibpo.plan.node_memory import check_main_memory  # imports torch
+
+        there = trainers.main_memory() | (engines.main_memory() if engines is not None else {})
+        check_main_memory(config, point.shape, inputs.elements, placement, there)
+        _build(config, point.checkpoint, trainers, engines)
+        progress = point.progress()
+        return Processes(
+            config=config,
+            trainers=trainers,
+            world_size=len(placement.trainers),
+            engines=engines,
+            verifiers=verifiers,
+            accelerators=_accelerators(config, placement),
+            progress=progress,
+            deaths=partial(_deaths, engines, verifiers, progress),
+            where=_where(placement, verifiers),
+            wait_ready=partial(_wait_ready, engines, verifiers),
+        )
+
+
+def _on_devices(config: Config, placement: Placement, shape: ModelShape) -> Config:
+    """Return the configuration with everything resolved that depends on the devices of the placement.
 
     Raises:
-        ValueError, OSError, EngineError, ProcessDiedError: with what is wrong, where, and what to do.
+        ValueError: the layout cannot hold the model on so many trainers.
     """
-    stages = Stages()
-    with ExitStack() as stack:
-        with stages("start"):
-            begun = read_beginning(config)
-            if config.cluster.num_trainers is not None:
-                check_model_layout(begun.shape, begun.config, config.cluster.num_trainers)
-            # what takes no time is checked before Ray starts, and the rest while it does
-            wait_for_ray = stack.enter_context(_starting(_ray_of(begun.config)))
-            given = open_given(begun, stack)
-            wait_for_ray()
-            run = join(begun, given, _started(begun, given, node_wait, stack), stages, stack)
-        if run.engines is not None and run.progress.step > 0:
-            with stages("sync"):
-                run.engines.update_weights(run.progress.step)
-        run.progress.start_seconds = stages.take()
-        with failure_in_summary(run.reporter):
-            yield run
-
-
-def _started(begun: Beginning, given: Given, node_wait: float, stack: ExitStack) -> Standing:
-    """Trainers with their model, and engines and verifiers on their way up, where there is room for them."""
-    placement = placed_within(node_wait, lambda: _placed(given.config))
     world_size = len(placement.trainers)
-    config = replace(given.config, cluster=replace(given.config.cluster, num_trainers=world_size))
+    config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
     on_gpu = any(node.gpus for node in placement.nodes)
-    config = on_device(config, on_gpu=on_gpu, has_delta_nets=begun.shape.is_recurrent)
-    check_model_layout(begun.shape, config, world_size)
-    verifiers = stack.enter_context(Verifiers(given.pool, placement.nodes, config.data, given.rm_types))
-    group = stack.enter_context(reserved(placement))
-    trainers = Trainers(group, placement)
-    stack.callback(trainers.close)
-    engines = _launch_engines(config, begun.hf_dir, trainers, placement, group, stack)
-    trainers.locate()
-    from megatron_ibpo.plan.node_memory import check_main_memory  # takes torch
-
-    there = trainers.main_memory() | (engines.main_memory() if engines is not None else {})
-    check_main_memory(config, begun.shape, given.elements, placement, there)
-    _build(config, begun.checkpoint, trainers, engines)
-    progress = begun.progress()
-    return Standing(
-        config=config,
-        trainers=trainers,
-        world_size=world_size,
-        engines=engines,
-        verifiers=verifiers,
-        accelerators=_accelerators(config, placement),
-        progress=progress,
-        deaths=partial(_deaths, engines, verifiers, progress),
-        where=_where(placement, verifiers),
-        wait_ready=partial(_wait_ready, engines, verifiers),
-    )
+    config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+    check_model_layout(shape, config, world_size)
+    return config
 
 
 def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines: Engines | None) -> None:
-    """The trainers' model, while engines load theirs."""
+    """Build the trainers' model while engines load theirs."""
     if engines is not None:
         engines.start()
         if engines.settings.sleep_mode:
@@ -132,7 +122,7 @@ def _wait_ready(engines: Engines | None, verifiers: Verifiers) -> None:
 
 
 def _deaths(engines: Engines | None, verifiers: Verifiers, progress: Progress) -> dict[str, int]:
-    """Who has died so far, and what was started again, by metric."""
+    """Return how many processes died and how many were started again, by metric."""
     counts = {"verifier_deaths": verifiers.deaths, "trainer_restarts": progress.trainer_restarts}
     if engines is not None:
         counts |= {"engine_deaths": engines.died, "engine_restarts": engines.restarts}
@@ -141,7 +131,7 @@ def _deaths(engines: Engines | None, verifiers: Verifiers, progress: Progress) -
 
 @dataclass(frozen=True)
 class OpenEvaluation:
-    """An evaluation about to be made, with what it asks."""
+    """An evaluation whose engines and verifiers have been started."""
 
     task: Task
     kept: KeptSamples | None
@@ -149,55 +139,48 @@ class OpenEvaluation:
     engines: Engines
     verifiers: Verifiers
     where: str
-    """What sits where."""
+    """Which process is on which node, for the user."""
 
 
 @contextmanager
 def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenEvaluation]:
-    """Engines with the weights of --hf-checkpoint, and verifiers; no trainer. Closed again on the way out,
-    whatever happens.
+    """Start engines with the weights of --hf-checkpoint, and verifiers, without trainers. End them on the way
+    out.
 
     Args:
-        policy: that these weights are, as the user named it, for what is kept; None: nothing is.
+        policy: the user's name for these weights, under which samples are kept; None keeps none.
 
     Raises:
-        ValueError, OSError, EngineError, ProcessDiedError: with what is wrong, where, and what to do.
+        ValueError, OSError, EngineError, ProcessDiedError: says what is wrong, where, and what to do.
     """
     hf_dir = config.model.hf_checkpoint
     assert hf_dir is not None  # check_evaluation saw to it
     with ExitStack() as stack:
         shape = read_hf_config(hf_dir)
         config = with_context(config, shape)
-        wait_for_ray = stack.enter_context(_starting(_ray_of(config)))
-        task = open_task(config, trains=False)
-        from megatron_ibpo.weights.formats.convert import check_checkpoint  # takes torch
-
-        check_checkpoint(hf_dir, shape)
-        stack.enter_context(locked(config.run.run_dir))
-        prepare_run_dir(config)
-        rm_types = named_rm_types(task.first_prompts, config.data)
-        own_pool = stack.enter_context(open_pool(config.data, rm_types))
-        check_labels(own_pool, task.first_prompts, config.data)
-        wait_for_ray()
+        wait_connected = stack.enter_context(_starting(_ray_of(config)))
+        inputs = open_inputs(config, hf_dir, shape, stack, trains=False)
+        wait_connected()
         placement = _engines_placed(config)
         on_gpu = any(node.gpus for node in placement.nodes)
         config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
-        kept = None if policy is None else stack.enter_context(_kept_samples(config, hf_dir, task, policy))
-        verifiers = stack.enter_context(Verifiers(own_pool, placement.nodes, config.data, rm_types))
+        kept = None
+        if policy is not None:
+            kept = stack.enter_context(_kept_samples(config, hf_dir, inputs.task, policy))
+        verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
         group = stack.enter_context(reserved(placement))
-        nobody = Trainers(group, placement)
-        engines = _launch_engines(config, hf_dir, nobody, placement, group, stack)
-        assert engines is not None  # the placement has one or more
+        no_trainers = Trainers(group, placement)
+        engines = _launch_engines(config, hf_dir, no_trainers, placement, group, stack)
         engines.start()
         verifiers.wait_ready()
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
-        rollouts = stack.enter_context(open_rollouts(config, task, engines, verifier))
-        yield OpenEvaluation(task, kept, rollouts, engines, verifiers, _where(placement, verifiers))
+        rollouts = stack.enter_context(open_rollouts(config, inputs.task, engines, verifier))
+        yield OpenEvaluation(inputs.task, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 
 
 def _kept_samples(config: Config, hf_dir: Path, task: Task, policy: str) -> KeptSamples:
-    """What an earlier start of the same evaluation left, to go on from."""
+    """Open the samples that an earlier start of the same evaluation kept, to resume from."""
     digest = policy_digest(hf_dir)
     settings = {own.name: set_settings(own, config, digest) for own in task.eval_sets}
     return KeptSamples(config.run.run_dir, policy, settings)
@@ -205,7 +188,7 @@ def _kept_samples(config: Config, hf_dir: Path, task: Task, policy: str) -> Kept
 
 @contextmanager
 def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any]]:
-    """Enters `context`, a Ray, in a thread, and gives what waits for that; leaves it on the way out."""
+    """Enter `context`, a Ray, in a thread; give a function that waits for it. Leave it on the way out."""
     with ThreadPoolExecutor(1) as thread:
         entered = thread.submit(context.__enter__)
 
@@ -223,7 +206,7 @@ def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any
 
 
 def _ray_of(config: Config) -> AbstractContextManager[None]:
-    """Ray, connected: that of --ray-address or RAY_ADDRESS, or one of the run's own."""
+    """Return the Ray to connect to: that of --ray-address or RAY_ADDRESS, or one of the run's own."""
     cluster, rollout = config.cluster, config.rollout
     # a Ray of the run's own counts processes, which share the processors
     processes = 2 * (cluster.num_trainers or 1) + (rollout.rollout_num_gpus or 0)
@@ -235,7 +218,7 @@ def _ray_of(config: Config) -> AbstractContextManager[None]:
 
 
 def _placed(config: Config) -> Placement:
-    """Where everything goes, on the nodes that there are.
+    """Place trainers and engines on the nodes of the cluster.
 
     Raises:
         PlacementError: the cluster has too little.
@@ -262,8 +245,7 @@ def _placed(config: Config) -> Placement:
 
 
 def _engines_placed(config: Config) -> Placement:
-    """Where engines go that have the cluster to themselves: all its GPUs, or as many CPU processes as there
-    would be trainers.
+    """Place engines alone: on all GPUs of the cluster, or as many CPU processes as a run has trainers.
 
     Raises:
         PlacementError: the cluster has too little.
@@ -283,10 +265,8 @@ def _launch_engines(
     placement: Placement,
     group: Any,
     stack: ExitStack,
-) -> Engines | None:
-    """Engines whose processes are on their way up, unless recorded rollouts are replayed."""
-    if not placement.engines:
-        return None
+) -> Engines:
+    """Launch the engines' processes without waiting for them."""
     rollout = config.rollout
     on_gpu = any(node.gpus for node in placement.nodes)
     transport = choose_transport(on_gpu=on_gpu, colocate=rollout.colocate)
@@ -297,6 +277,7 @@ def _launch_engines(
         trainers,
         placement,
         group,
+        rollout.rollout_backend,
         settings,
         config.run.run_dir / "logs",
         Order(
@@ -313,23 +294,24 @@ def _launch_engines(
 
 
 def going_on(run: Run, asked: Config) -> Config:
-    """Return the configuration for going on after a node was lost, from the run's own checkpoint and journal.
+    """Return the configuration for restarting after a node was lost, from the run's checkpoint and journal.
 
     Args:
-        asked: what the run was started with. The journal knows its settings of sampling as they were asked.
+        asked: the configuration that the run was started with. The journal compares the sampling settings as
+            they were asked, before devices decided some of them.
     """
     own = replace(run.config.run, load=run.config.run.run_dir)
     return replace(run.config, rollout=asked.rollout, run=own)
 
 
 def _accelerators(config: Config, placement: Placement) -> int:
-    """Accelerators that the run holds: the trainers', and the engines' own where they do not share those."""
+    """Return how many GPUs the run holds: the trainers', and the engines' unless these share them."""
     own = 0 if placement.colocated else len(placement.engines) * config.rollout.rollout_num_gpus_per_engine
     return len(placement.trainers) + (own if any(node.gpus for node in placement.nodes) else 0)
 
 
 def _where(placement: Placement, verifiers: Verifiers) -> str:
-    """What sits where, a line for each node."""
+    """Return which processes are where, a line per node."""
     return "\n".join(
         f"{address}: trainers {trainers}, engines {engines}, {verifiers.workers(node)} verifiers"
         for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)

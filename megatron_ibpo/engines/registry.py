@@ -1,0 +1,44 @@
+"""Engines by name (--rollout-backend), and the user's own by import path."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.config import known_or_path, load_hook
+
+FLAG = "--rollout-backend"
+VLLM, LEAN = "vllm", "lean"
+ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
+"""Name → import path of the class that an engine's process builds (`engines.protocol.Engine`); None: the
+trainer's own process samples, and no cluster is needed."""
+
+_METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
+
+
+def check_engine(name: str) -> None:
+    """Refuse an engine that does not exist or cannot be asked.
+
+    Raises:
+        ConfigError: no such name or import path.
+        ValueError: the class lacks a method.
+    """
+    if known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine"):
+        return
+    found = load_hook(
+        FLAG, name, called_with="its settings, the path of its log, and whether it starts again"
+    )
+    lacking = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if lacking:
+        raise ValueError(
+            f"{FLAG} {name}: it lacks {', '.join(lacking)}; an engine has {', '.join(_METHODS)}: "
+            "megatron_ibpo.engines.protocol.Engine"
+        )
+
+
+def samples_in_trainer(name: str) -> bool:
+    """Return whether the trainer's own process samples, so that there are no engine processes."""
+    return name in ENGINES and ENGINES[name] is None
+
+
+def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
+    """Start the engine that `name` means, in the process that is to own it."""
+    return load_hook(FLAG, ENGINES.get(name) or name)(settings, log, again)

@@ -1,0 +1,183 @@
+"""Trainer and engine in the driver's own process, for studies of tiny policies (--rollout-backend lean).
+
+The loop, the trainer, credit and rewards are those of every run; there is no Ray, and `engines.lean` samples
+in place of vLLM. When this process dies, --load resumes from the last checkpoint and the journal as always.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.engines import EngineLostError
+from megatron_ibpo.engines.eos import read_eos_token_ids
+from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.policy.process_start import trainer_rank
+from megatron_ibpo.rewards import Pool
+from megatron_ibpo.run.inputs import Inputs
+from megatron_ibpo.run.processes import Processes, check_model_layout
+from megatron_ibpo.run.resume_point import ResumePoint
+
+ABOUT = (
+    "one process trains and samples (--rollout-backend lean): compare its steps and rewards with those of "
+    "other runs, not its seconds"
+)
+
+
+class InOneProcess:
+    """The back end of the lean engine."""
+
+    def check(self, config: Config, shape: ModelShape) -> Config:
+        """Return the configuration for one process.
+
+        Raises:
+            ValueError: a GPU is there, or a model or layout that cannot be had in one process.
+        """
+        check_shape(shape)
+        if torch.cuda.is_available():
+            raise ValueError("--rollout-backend lean: is for processors, and there is a GPU; take vllm")
+        config = replace(config, cluster=replace(config.cluster, num_trainers=1))
+        config = on_device(config, on_gpu=False, has_delta_nets=shape.is_recurrent)
+        check_model_layout(shape, config, 1)
+        return config
+
+    def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
+        """Connect to nothing: there is no cluster."""
+        return nullcontext(lambda: None)
+
+    def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
+        """Build the trainer in this process, and the engine with its weights."""
+        config = inputs.config
+        rank = stack.enter_context(_trainer(config, point.checkpoint))
+        engines = LeanEngines(rank, point.shape, config, point.hf_dir)
+        engines.update_weights(point.step)
+        return Processes(
+            config=config,
+            trainers=OwnRank(rank),
+            world_size=1,
+            engines=engines,
+            verifiers=inputs.pool,
+            accelerators=1,
+            progress=point.progress(),
+            deaths=partial(_deaths, inputs.pool),
+            where=ABOUT,
+        )
+
+
+class OwnRank:
+    """The only trainer rank, an object of this process (`policy.group.RankCalls`)."""
+
+    def __init__(self, rank: Any) -> None:
+        self._rank = rank
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return what `method` gives, called with the one rank's arguments."""
+        (own,) = arguments
+        return [getattr(self._rank, method)(*own)]
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """Return what `method` gives."""
+        return self.each(method, [arguments])
+
+    def share(self, value: Any) -> Any:
+        """Return the value itself: nothing travels."""
+        return value
+
+    def restart(self, *arguments: Any) -> None:
+        """Never called: a trainer that dies here takes the driver with it."""
+        raise NotImplementedError
+
+
+class LeanEngines:
+    """The one engine, in this process, as the loop and the sampler hold it (`run.loop.Engines`)."""
+
+    count = alive = 1
+
+    def __init__(self, rank: Any, shape: ModelShape, config: Config, hf_dir: Path) -> None:
+        """
+        Args:
+            rank: the trainer, from whose memory weights are copied.
+
+        Raises:
+            ValueError: a model that the lean back end does not compute.
+        """
+        limit = config.rollout.rollout_max_context_len
+        assert limit is not None  # start-up resolved it
+        self._rank, self._shape = rank, shape
+        self._engine = LeanEngine(
+            shape,
+            read_eos_token_ids(hf_dir),
+            max_context=limit,
+            most_at_once=config.rollout.vllm_max_num_seqs,
+        )
+        self.version = 0
+
+    prefix_caching = False
+    reproducible = True
+
+    def clients(self) -> list[Any]:
+        """Return the engines for the sampler."""
+        return [self._engine]
+
+    async def revive(self, index: int) -> Any:
+        """Raise: this process cannot be replaced."""
+        raise EngineLostError("the engine is this process")
+
+    def sleep(self) -> None:
+        """No-op: a lean engine holds no device."""
+
+    def wake(self) -> None:
+        """No-op: it never sleeps."""
+
+    def admit(self) -> None:
+        """No-op: no engine is ever restarted."""
+
+    def meet_trainers(self) -> None:
+        """No-op: trainer and engine are objects of one process."""
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Copy the trainer's weights, those of policy `version`; return the same metrics as other engines."""
+        began = time.monotonic()
+        copied = self._engine.load(iter(self._rank.export), version)
+        self.version = version
+        return {
+            "weight_update_seconds": time.monotonic() - began,
+            "weight_update_bytes": float(copied),
+            "weight_update_bytes_ratio": 1.0,
+        }
+
+    def idle(self, index: int) -> Any:
+        """Return the engine."""
+        return self._engine
+
+    @contextmanager
+    def fresh(self, index: int, hf_dir: Path) -> Iterator[Any]:
+        """Give the engine with the weights of `hf_dir` as version 0; load the trainer's on the way out."""
+        self._engine.load(checkpoint_weights(self._shape, hf_dir), 0)
+        yield self._engine
+        self.update_weights(self.version)
+
+
+@contextmanager
+def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
+    """Build the trainer rank of a world of one; destroy Megatron's groups on the way out."""
+    rank = trainer_rank(config, checkpoint)
+    from megatron_ibpo.policy import parallel  # after trainer_rank has put its stand-ins before Megatron
+
+    try:
+        yield rank
+    finally:
+        parallel.destroy()
+        rank.world.close()
+
+
+def _deaths(pool: Pool) -> dict[str, int]:
+    """Return how many processes died, by metric."""
+    return {"verifier_deaths": pool.deaths, "trainer_restarts": 0, "engine_deaths": 0, "engine_restarts": 0}

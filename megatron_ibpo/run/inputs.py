@@ -1,0 +1,112 @@
+"""What the user gave a run, read and checked before its processes start: data, verifiers, the journal."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.journal import Journal, Recovered, read_journal
+from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.report import checkpoint_bytes, export_bytes, kept_at_once, prepare_run_dir
+from megatron_ibpo.report.run_lock import locked
+from megatron_ibpo.rewards import Pool, check_labels, named_rm_types, open_pool
+from megatron_ibpo.run.checks import check_loss_of_run
+from megatron_ibpo.run.resume_point import JOURNAL
+from megatron_ibpo.run.task import Task, open_task, with_epochs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the user gave, read and checked. Its run directory is locked for this run."""
+
+    config: Config
+    """The configuration with the number of steps resolved."""
+    task: Task
+    elements: dict[str, int]
+    """Trained tensor → number of its elements; empty for an evaluation."""
+    rm_types: list[str]
+    """Verifiers that some prompt names."""
+    pool: Pool
+    """Verifier processes of this machine."""
+
+
+def open_inputs(
+    config: Config, hf_dir: Path, shape: ModelShape, stack: ExitStack, *, trains: bool = True
+) -> Inputs:
+    """Read and check data, weights' headers and verifiers, which takes seconds, and lock the run's directory.
+
+    Args:
+        stack: closes what is opened.
+        trains: False for an evaluation on its own, which needs held-out prompts only.
+
+    Raises:
+        ValueError, OSError: an input cannot be used; says which, where, and what to do.
+    """
+    if trains:
+        check_loss_of_run(config)
+    # these import torch, which takes a second
+    from megatron_ibpo.weights.formats.convert import check_checkpoint
+    from megatron_ibpo.weights.formats.hugging_face import trained_elements
+
+    task = open_task(config, trains=trains)
+    config = with_epochs(config, task.prompts)
+    stack.enter_context(locked(config.run.run_dir))
+    elements = trained_elements(hf_dir, shape) if trains else {}
+    check_checkpoint(hf_dir, shape)
+    prepare_run_dir(config, checkpoint_bytes=_bytes_kept(config, sum(elements.values())) if trains else 0)
+    rm_types = named_rm_types(task.first_prompts, config.data)
+    pool = stack.enter_context(open_pool(config.data, rm_types))
+    check_labels(pool, task.first_prompts, config.data)
+    return Inputs(config, task, elements, rm_types, pool)
+
+
+def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
+    """Open the run's journal and read what it holds of steps after `step`.
+
+    Raises:
+        JournalError: another version of the program wrote it.
+    """
+    directory, settings = config.run.run_dir / JOURNAL, sampling_settings(config)
+    recovered = read_journal(directory, step)
+    journal = stack.enter_context(
+        Journal(directory, round(config.run.journal_keep * 1024**3), settings, step)
+    )
+    if recovered.settings is not None and recovered.settings != settings:
+        note = f"{directory}: what was sampled after step {step} is not used, since the settings have changed"
+        recovered = Recovered(settings, (), {}, step, is_whole=False, notes=(note,))
+    journal.follow(recovered)
+    return journal, recovered
+
+
+def sampling_settings(config: Config) -> str:
+    """Return all settings that samples and their credit depend on, as text. A journal serves only runs with
+    equal ones."""
+    rollout = {
+        name: value
+        for name, value in asdict(config.rollout).items()
+        if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
+    }
+    sections = [asdict(config.algorithm), asdict(config.data), rollout, {"seed": config.run.seed}]
+    return json.dumps(sections, default=str, sort_keys=True)
+
+
+def _bytes_kept(config: Config, parameters: int) -> int:
+    """Return the bytes that the run keeps on disk at one time: an upper bound, since the device, and with it
+    the precision, is not known yet."""
+    models = 2 if config.algorithm.advantages == "critic" else 1
+    bf16 = config.model.bf16 is not False
+    checkpoints, exports = kept_at_once(config)
+    saved = checkpoint_bytes(_saved_parameters(config, parameters), bf16=bf16)
+    return models * checkpoints * saved + exports * export_bytes(parameters, bf16=bf16)
+
+
+def _saved_parameters(config: Config, parameters: int) -> int:
+    """Return how many parameters a checkpoint holds: the adapters' alone with --lora-rank, else the
+    model's."""
+    hf_dir = config.model.hf_checkpoint
+    if config.model.lora_rank is None or hf_dir is None:
+        return parameters
+    from megatron_ibpo.models.lora import adapter_elements  # imports torch
+
+    return adapter_elements(config.model, read_hf_config(hf_dir))

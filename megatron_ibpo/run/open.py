@@ -1,0 +1,152 @@
+"""Opening a run: read what it starts from, check it, place and start its processes, join them to a `Run`."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.engines.registry import samples_in_trainer
+from megatron_ibpo.journal import Journal, Recovered
+from megatron_ibpo.models import forward_flops
+from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.policy.reports import About
+from megatron_ibpo.report import Report, Stages, run_sizes
+from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.inputs import Inputs, open_inputs, open_journal
+from megatron_ibpo.run.loop import Run
+from megatron_ibpo.run.processes import Backend, Processes
+from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
+from megatron_ibpo.run.rollouts import open_rollouts
+from megatron_ibpo.sampling.journal_memory import JournalMemory
+
+
+@contextmanager
+def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
+    """Open a run; close it, with all its processes, on the way out.
+
+    Args:
+        node_wait: seconds to wait for nodes while the cluster has too few.
+
+    Raises:
+        ValueError, OSError, EngineError, ProcessDiedError: says what is wrong, where, and what to do.
+    """
+    backend = choose_backend(config, node_wait)
+    stages = Stages()
+    with ExitStack() as stack:
+        with stages("start"):
+            point = read_resume_point(config)
+            config = backend.check(point.config, point.shape)
+            # Ray starts while data and journal are read
+            wait_connected = stack.enter_context(backend.connect(config))
+            inputs = open_inputs(config, point.hf_dir, point.shape, stack)
+            journal = open_journal(inputs.config, point.step, stack)
+            wait_connected()
+            processes = backend.start(point, inputs, stack)
+            run = join(point, inputs, journal, processes, stages, stack)
+        if run.engines is not None and run.engines.version != run.progress.step:
+            with stages("sync"):
+                run.engines.update_weights(run.progress.step)
+        run.progress.start_seconds = stages.take()
+        with _failure_in_summary(run.reporter):
+            yield run
+
+
+def choose_backend(config: Config, node_wait: float) -> Backend:
+    """Return what starts the processes for --rollout-backend."""
+    if samples_in_trainer(config.rollout.rollout_backend):
+        from megatron_ibpo.run.in_one_process import InOneProcess  # imports torch
+
+        return InOneProcess()
+    from megatron_ibpo.run.on_cluster import OnCluster
+
+    return OnCluster(node_wait)
+
+
+def join(
+    point: ResumePoint,
+    inputs: Inputs,
+    journal: tuple[Journal, Recovered],
+    processes: Processes,
+    stages: Stages,
+    stack: ExitStack,
+) -> Run:
+    """Return the run over its processes, with its table of sizes shown.
+
+    Args:
+        stack: closes what is opened.
+    """
+    config, engines = processes.config, processes.engines
+    own_journal, recovered = journal
+    about = processes.trainers.all("about")[0]
+    reporter = stack.enter_context(Report(config, completed_steps=point.step, deaths=processes.deaths))
+    _introduce(reporter, point, processes, about)
+    for note in (*about.notes, *inputs.task.notes, *recovered.notes, *_warnings(config)):
+        reporter.note(note)
+    processes.wait_ready()
+    disk = DiskWait(config.run.disk_wait, reporter.note)
+    memory = JournalMemory(own_journal, recovered, disk.write)
+    verifier = Verifier(processes.verifiers, config.data)
+    rollouts = open_rollouts(config, inputs.task, engines, verifier, memory, point.state)
+    return Run(
+        config=config,
+        task=inputs.task,
+        rollouts=stack.enter_context(rollouts),
+        journal=own_journal,
+        policy=Policy(processes.trainers, config, processes.world_size, partial(forward_flops, point.shape)),
+        engines=engines,
+        reporter=reporter,
+        disk=disk,
+        stages=stages,
+        cost=CostMeter(
+            point.shape,
+            processes.accelerators,
+            recomputes=config.model.recompute_granularity == "full",
+            before=point.spent,
+        ),
+        progress=processes.progress,
+    )
+
+
+def _introduce(reporter: Report, point: ResumePoint, processes: Processes, about: About) -> None:
+    """Show the sizes of the run, which process is where, and how long a step is predicted to take."""
+    from megatron_ibpo.plan.forecast import forecast  # imports torch
+
+    config, engines = processes.config, processes.engines
+    reporter.sizes(
+        run_sizes(
+            config,
+            processes.world_size,
+            parameters=about.parameters,
+            engines=engines.count if engines is not None else None,
+            loss_backend=about.loss_backend,
+            layers=about.layers,
+        )
+    )
+    reporter.note(processes.where)
+    if engines is not None:
+        reporter.predicted(forecast(config, point.shape, processes.world_size, about.device))
+
+
+def _warnings(config: Config) -> list[str]:
+    """Return what the user should know of settings that work and may not be meant."""
+    if config.rollout.max_staleness and not config.loss.corrections:
+        return [
+            "samples may be older than the policy that they train, and nothing corrects for that: "
+            "--use-tis, --icepop or --sequence-rejection do (docs/loss_variants.md)"
+        ]
+    return []
+
+
+@contextmanager
+def _failure_in_summary(reporter: Report) -> Iterator[None]:
+    """Write how the run failed into its summary."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        reporter.finish(status="stopped at once")
+        raise
+    except BaseException as error:
+        reporter.finish(status=f"failed: {type(error).__name__}: {error}")
+        raise
