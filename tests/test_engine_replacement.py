@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ibpo.cluster import engine_handles
 from megatron_ibpo.cluster import engines as module
-from megatron_ibpo.cluster.engines import Engines, RemoteEngine
+from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
+from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.weights.transfer.update_order import Order
 
@@ -38,20 +40,20 @@ class StandsStill(Process):
 def engines(monkeypatch):
     monkeypatch.setattr(module, "result", lambda *_: None)
     order = Order(version=0, sleeping=False, check=False, timeout=1.0)
-    nothing = dict.fromkeys(("trainers", "placement", "group"))
+    nothing = dict.fromkeys(("trainers", "placement", "group")) | {"engine": "vllm"}
     settings = SimpleNamespace(transport="gloo", sleep_mode=False, extra_arguments={})
     found: Any = Engines(**nothing, settings=settings, logs=Path("logs"), order=order, start_timeout=1.0)
-    found.hosts = {index: Process() for index in range(3)}
+    found.members = {index: Member(index, Process()) for index in range(3)}
     return found
 
 
 def test_an_update_ends_the_engines_that_died_in_it_and_not_what_took_their_places_meanwhile(
     engines, monkeypatch
 ):
-    first, successor = dict(engines.hosts), Process()
+    first, successor = {index: member.host for index, member in engines.members.items()}, Process()
 
     def update(*_):
-        engines.hosts[1] = successor  # who samples has noticed first
+        engines.members[1].host = successor  # who samples has noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 
     monkeypatch.setattr(engines, "_catch_up", update)
@@ -62,18 +64,18 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_what_took_their_plac
 def test_an_engine_whose_process_stands_still_is_ended_by_force_so_that_nobody_waits_for_it_again(
     engines, monkeypatch
 ):
-    monkeypatch.setattr(module, "END_TIMEOUT_S", 0.01)
-    engines.hosts[1] = StandsStill()
-    asyncio.run(RemoteEngine(engines.hosts, 1).kill("it hangs"))
-    assert [engines.hosts[index].killed for index in range(3)] == [False, True, False]
+    monkeypatch.setattr(engine_handles, "END_TIMEOUT_S", 0.01)
+    engines.members[1].host = StandsStill()
+    asyncio.run(RemoteEngine(engines.members[1]).kill("it hangs"))
+    assert [engines.members[index].host.killed for index in range(3)] == [False, True, False]
 
 
 def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
     for version in (1, 1, 2, 2):
         engines.order = replace(engines.order, version=version)
-        engines._count_death(0)
+        engines._count_death(engines.members[0])
     with pytest.raises(EngineError, match="engine 0 died 3 times within 0 seconds of work"):
-        engines._count_death(0)
+        engines._count_death(engines.members[0])
 
 
 def test_engines_that_died_before_their_trainers_did_start_anew(engines):

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_ibpo.cluster import engines as module
 from megatron_ibpo.cluster.actor import ProcessDiedError
+from megatron_ibpo.cluster.engine_handles import Member
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineError
@@ -64,7 +65,7 @@ def engines(monkeypatch):
         order=Order(version=0, sleeping=True, check=False, timeout=1.0),
         start_timeout=1.0,
     )
-    found.hosts = {index: Process(index, events) for index in range(2)}
+    found.members = {index: Member(index, Process(index, events)) for index in range(2)}
     monkeypatch.setattr(found, "_catch_up", partial(updated, events))
     return found
 
@@ -91,7 +92,7 @@ def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(en
 def test_an_engine_that_does_not_sleep_is_ended(engines):
     engines.wake()
     engines.events.clear()
-    engines.hosts[1].faults.add("sleep")
+    engines.members[1].host.faults.add("sleep")
     engines.sleep()
     assert engines.events[:2] == [("engine 0", "call", "sleep"), ("engine 1", "call", "sleep")]
     assert engines.events[-1] == ("engine 1", "killed")
@@ -133,7 +134,7 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wake
     engines.wake()
     engines.events.clear()
     revived = asyncio.run_coroutine_threadsafe(engines.revive(1), sampler)
-    while not engines.starting:
+    while not engines.members[1].starting:
         time.sleep(0.01)
     sleeping = threading.Thread(target=engines.sleep)
     sleeping.start()
@@ -172,7 +173,7 @@ def losing_a_trainer(engines, monkeypatch):
         return 0, 0, {}
 
     engines.wake()
-    engines.joining[1] = Future()
+    engines.members[1].absent, engines.members[1].joined = True, Future()
     engines.events.clear()
     monkeypatch.setattr(engines, "_catch_up", catch_up)
     return engines
@@ -195,21 +196,21 @@ def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_slee
     engines.meet_trainers()
     engines.wake()
     assert engines.events[-3:] == [("trainers", "open_transport"), update(0), update(1)]
-    assert engines.joining == {}
+    assert not any(member.absent for member in engines.members.values())
 
 
 def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then_sleeps_with_the_rest(
     losing_a_trainer,
 ):
     engines = losing_a_trainer
-    del engines.hosts[0]
+    del engines.members[0]
     with pytest.raises(ProcessDiedError):
         engines.admit()
     assert engines.events == [update(1), ("engine 1", "call", "sleep")]
     engines.sleep()  # as who starts trainers does
     engines.meet_trainers()
     engines.admit()
-    assert engines.joining == {}
+    assert not any(member.absent for member in engines.members.values())
     engines.events.clear()
     engines.sleep()
     assert engines.events == [("engine 1", "call", "sleep")], "it was awake"

@@ -415,7 +415,8 @@ def real_calls(tokens: int, responses: int) -> dict[str, Any]:
     import ray
 
     from megatron_ibpo.cluster.actor import Host, on_node, result
-    from megatron_ibpo.cluster.engines import CALLS_AT_ONCE, RemoteEngine
+    from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
+    from megatron_ibpo.cluster.engines import CALLS_AT_ONCE
 
     node = ray.get_runtime_context().get_node_id()
     hosts = {
@@ -425,7 +426,7 @@ def real_calls(tokens: int, responses: int) -> dict[str, Any]:
     try:
         for host in hosts.values():
             result(host.build(ANSWERING, {}, tokens), host.name, TIMEOUT_S)
-        engines = [RemoteEngine(hosts, index) for index in hosts]
+        engines = [RemoteEngine(Member(index, host)) for index, host in hosts.items()]
         prompt = Prompt(0, token_ids(np.arange(PROMPT_TOKENS)), PROMPT_TOKENS - 1, "", "", "")
 
         async def score(_: Prompt, sample: Sample) -> None:

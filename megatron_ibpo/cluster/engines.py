@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,19 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.cluster.actor import Host, ProcessDiedError, awaited, gather, in_bundle, result
+from megatron_ibpo.cluster.actor import Host, ProcessDiedError, gather, in_bundle, result
+from megatron_ibpo.cluster.engine_handles import (
+    END_TIMEOUT_S,
+    SLACK_S,
+    IdleEngine,
+    Member,
+    RemoteEngine,
+    RemoteLink,
+)
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
-from megatron_ibpo.engines import EngineDiedError, EngineError, EngineLostError
+from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.engines.vllm.settings import EngineSettings
 from megatron_ibpo.weights.transfer.update_order import Order
 
@@ -26,9 +33,6 @@ MOST_DEATHS, WITHIN_S = 3, 60.0
 """So many deaths of one engine within so many seconds, and without a step of the run between, end the run:
 they have a cause that starting it again does not mend. Starting does not count, since a large model takes
 minutes for it."""
-END_TIMEOUT_S = 2.0
-"""For an engine that died to be taken away in order, which takes some tens of milliseconds; then its process
-is ended by force. Its successor waits for it, and one that stands still never answers."""
 CLOSE_TIMEOUT_S = 45.0
 """For an engine to be stopped in order: twice the time that it gives vLLM itself, and some more."""
 FACTORY = "megatron_ibpo.engines.registry:start_engine"
@@ -36,79 +40,10 @@ CALLS_AT_ONCE = 8
 """Of an engine: one waits for samples while others submit, abort or kill."""
 LOOK_EVERY_S = 0.1
 """For engines that are starting."""
-SLACK_S = 2.0
-"""For an answer to come back, beyond the time that the engine itself was given."""
-
 Reasons = dict[int, str]
 """By engine: how it died."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteEngine:
-    """An engine as the Sampler asks it (`engines.protocol.AsyncEngine`), whichever process it is now."""
-
-    hosts: Mapping[int, Host]
-    index: int
-
-    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        await self._call("submit", list(requests), version)
-
-    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        return await self._call("take", timeout)
-
-    async def abort(self, numbers: Collection[int]) -> None:
-        await self._call("abort", list(numbers))
-
-    async def kill(self, why: str) -> None:
-        """End it in order, or by force where its process does not answer: nobody is to wait for it again."""
-        host = self.hosts[self.index]
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await self._call("kill", why)
-        except TimeoutError:
-            host.kill()
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        host = self.hosts[self.index]
-        try:
-            return await awaited(host.call(method, *arguments), host.name)
-        except ProcessDiedError as error:
-            raise EngineDiedError(str(error)) from None
-
-
-@dataclass(frozen=True, slots=True)
-class IdleEngine:
-    """An engine that nobody else asks meanwhile."""
-
-    host: Host
-
-    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
-        """One sample for each request, in order."""
-        answer = self.host.call("generate", list(requests), version=version, timeout=timeout)
-        return result(answer, self.host.name, timeout + SLACK_S)
-
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """What a control method of vLLM's process gives."""
-        answer = self.host.call("call", method, *arguments, timeout=timeout)
-        return result(answer, self.host.name, timeout + SLACK_S)
-
-
-@dataclass(slots=True)
-class RemoteLink:
-    """An engine as a weight update asks it (`weights.transfer.EngineLink`), from a trainer's process."""
-
-    host: Host
-    begun: Any = None
-
-    def begin(self, method: str, *arguments: Any) -> None:
-        self.begun = self.host.call("begin", method, *arguments)
-
-    def result(self, timeout: float) -> Any:
-        # the engine's calls run in threads: the second must not overtake the first
-        result(self.begun, self.host.name, timeout)
-        return result(self.host.call("result", timeout), self.host.name, timeout + SLACK_S)
 
 
 @dataclass
@@ -131,24 +66,15 @@ class Engines:
     """Engines that died in this run."""
     restarts: int = 0
     """Processes started in their place."""
-    hosts: dict[int, Host] = field(default_factory=dict)
-    connected: set[int] = field(default_factory=set)
-    """Engines that the trainers have met for weight updates."""
-    since: dict[int, float] = field(default_factory=dict)
-    """By engine: when it began to work (time.monotonic())."""
-    deaths: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """By engine, of its deaths: the version of the weights then, and how long it had worked."""
-    joining: dict[int, Future[None] | None] = field(default_factory=dict)
-    """Engines that are being started again, and what tells that they have joined; None until they are up."""
-    starting: set[int] = field(default_factory=set)
-    """Of those, engines whose processes are on their way up just now."""
+    members: dict[int, Member] = field(default_factory=dict)
+    """The engines by index."""
     trainers_lost: bool = False
     """A trainer died while engines joined beside others that sample: they join when there are new ones."""
 
     def launch(self) -> None:
         """Start the processes that will hold the engines, without waiting."""
         for index in range(len(self.placement.engines)):
-            self.hosts[index] = self._host(index)
+            self.members[index] = Member(index, self._host(index))
 
     def main_memory(self) -> dict[int, int]:
         """Bytes on each node that has engines and no trainers, by its index in the placement.
@@ -159,13 +85,13 @@ class Engines:
         with_trainers = {slot.node for slot in self.placement.trainers}
         slots = self.placement.engines
         own = {slot.node: index for index, slot in enumerate(slots) if slot.node not in with_trainers}
-        asked = [self.hosts[index] for index in own.values()]
+        asked = [self.members[index].host for index in own.values()]
         found = gather([host.where() for host in asked], [host.name for host in asked], START_TIMEOUT_S)
         return {node: where.memory for node, where in zip(own, found, strict=True)}
 
     def start(self) -> None:
         """Start the engines in them, once the trainers' places are known, and return at once."""
-        for index in self.hosts:
+        for index in self.members:
             self._build(index)
 
     def wait_ready(self) -> None:
@@ -174,14 +100,18 @@ class Engines:
         Raises:
             EngineStartError: one did not start; with the end of its log.
         """
-        self._wait(self.hosts)
-        self.since = dict.fromkeys(self.hosts, time.monotonic())
+        self._wait(self.members)
+        now = time.monotonic()
+        for member in self.members.values():
+            member.since = now
 
     def meet_trainers(self) -> None:
         """Let trainers that have just started get ready to send weights; they know no engine yet."""
-        self.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
+        for member in self.members.values():
+            member.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
         self.trainers.all("open_transport", self.settings.transport)
-        self.connected.clear()
+        for member in self.members.values():
+            member.connected = False
         self.trainers_lost = False
 
     @property
@@ -194,7 +124,7 @@ class Engines:
 
     def clients(self) -> list[RemoteEngine]:
         """What the Sampler asks, by engine."""
-        return [RemoteEngine(self.hosts, index) for index in sorted(self.hosts)]
+        return [RemoteEngine(self.members[index]) for index in sorted(self.members)]
 
     @property
     def version(self) -> int:
@@ -204,12 +134,12 @@ class Engines:
     @property
     def count(self) -> int:
         """Engines in all."""
-        return len(self.hosts)
+        return len(self.members)
 
     @property
     def alive(self) -> int:
         """Engines that can be asked: those being started again cannot, nor those given up."""
-        return len(self.hosts) - len(self.joining)
+        return sum(not member.absent for member in self.members.values())
 
     def sleep(self) -> None:
         """Let engines on the trainers' GPUs give back their memory, weights too; `wake` or an update wakes
@@ -246,7 +176,7 @@ class Engines:
         """
         began = time.monotonic()
         self.order = replace(self.order, version=version)
-        present = {index: self.hosts[index] for index in sorted(self.hosts) if index not in self.joining}
+        present = {member.index: member.host for member in self._present}
         try:
             sent, needed, found_dead = self._catch_up(list(present), self.order)
         except ProcessDiedError:
@@ -255,7 +185,7 @@ class Engines:
             raise
         self.order = replace(self.order, sleeping=False)
         # who samples may have found it first, and what stands in its place is not to be ended
-        dead = {index: why for index, why in found_dead.items() if self.hosts[index] is present[index]}
+        dead = {index: why for index, why in found_dead.items() if self.members[index].host is present[index]}
         if dead:
             log.warning("%s", _describe(dead))
         self._end(dead)  # who samples finds them dead, and has them replaced
@@ -271,7 +201,7 @@ class Engines:
         noticed when it is used next."""
         if "speculative_config" not in self.settings.extra_arguments:
             return {}
-        hosts = [self.hosts[index] for index in sorted(self.hosts) if index not in self.joining]
+        hosts = [member.host for member in self._present]
         asked = [(host, host.call("call", "drafts", timeout=self.order.timeout)) for host in hosts]
         drafted = accepted = 0
         for host, answer in asked:
@@ -291,38 +221,38 @@ class Engines:
             EngineError: the same engine died several times within a minute of work and one step.
             EngineLostError: there is no place for it now.
         """
-        self.joining[index] = None
+        member = self.members[index]
+        member.absent, member.joined = True, None
         self.died += 1
         try:
-            await self._its_turn(index)
-            await self._up_again(index)
-            joined: Future[None] = Future()
-            self.joining[index] = joined
+            await self._its_turn(member)
+            await self._up_again(member)
+            member.joined = joined = Future[None]()
         finally:
-            self.starting.discard(index)
+            member.starting = False
         await asyncio.wrap_future(joined)
-        self.since[index] = time.monotonic()
-        return RemoteEngine(self.hosts, index)
+        member.since = time.monotonic()
+        return RemoteEngine(member)
 
-    async def _its_turn(self, index: int) -> None:
-        """While engines sleep, trainers have the memory that one takes to start."""
-        self.starting.add(index)  # before the look: `sleep` says so and then looks for those that start
+    async def _its_turn(self, member: Member) -> None:
+        """Wait while engines sleep: the trainers have the memory that one takes to start."""
+        member.starting = True  # before the look: `sleep` says so and then looks for those that start
         while self.order.sleeping:
-            self.starting.discard(index)
+            member.starting = False
             await asyncio.sleep(LOOK_EVERY_S)
-            self.starting.add(index)
+            member.starting = True
 
-    async def _up_again(self, index: int) -> None:
+    async def _up_again(self, member: Member) -> None:
         while True:
-            self._count_death(index)
+            self._count_death(member)
             self.restarts += 1
             try:
-                await asyncio.to_thread(self._start_again, index)
+                await asyncio.to_thread(self._start_again, member)
                 return
             except EngineLostError:
                 raise
             except (EngineError, ProcessDiedError) as error:
-                log.warning("engine %d did not start: %s", index, error)
+                log.warning("engine %d did not start: %s", member.index, error)
 
     def admit(self) -> None:
         """Give engines that are up again the present weights and let them join.
@@ -333,14 +263,16 @@ class Engines:
             ProcessDiedError: a trainer died over it. Where engines are on the trainers' GPUs and some sample
                 there, it is left to who needs the trainers next: new ones would have no room beside them.
         """
-        if not (ready := {index: told for index, told in self.joining.items() if told is not None}):
+        ready = {member.index: member.joined for member in self.members.values() if member.joined is not None}
+        if not ready:
             return
         if self.trainers_lost and self.alive:
             return
         dead: Reasons = {}
         may_sleep = self.settings.sleep_mode  # who is up before it joins falls asleep with the others
         if self.version > 0 or may_sleep:  # else it has the weights that it loaded
-            self.connected -= ready.keys()
+            for index in ready:
+                self.members[index].connected = False
             try:
                 _, _, dead = self._catch_up(sorted(ready), replace(self.order, sleeping=may_sleep))
             except ProcessDiedError as death:
@@ -349,9 +281,10 @@ class Engines:
         if may_sleep:
             self.order = replace(self.order, sleeping=False)  # also where nobody else was left
         self._end(dead)
-        for index, told in ready.items():
-            del self.joining[index]
-            told.set_result(None)
+        for index, joined in ready.items():
+            member = self.members[index]
+            member.absent, member.joined = False, None
+            joined.set_result(None)
             if index not in dead:
                 # a warning as its death was: who sees the one is to see the other
                 log.warning("engine %d is back, with the weights of step %d", index, self.version)
@@ -371,8 +304,7 @@ class Engines:
         """A fresh engine with the weights of `hf_dir` as version 0, in the place of one that lives; it stays,
         and gets the current weights in the end."""
         self._stop([index])
-        self.connected.discard(index)
-        self.hosts[index] = self._host(index)
+        self.members[index].replaced_by(self._host(index))
         self._build(index, hf_dir)
         self._wait([index])
         yield self.idle(index)
@@ -381,12 +313,12 @@ class Engines:
 
     def idle(self, index: int) -> IdleEngine:
         """One engine, to be asked by itself."""
-        return IdleEngine(self.hosts[index])
+        return IdleEngine(self.members[index].host)
 
     def close(self) -> None:
         """Stop all engines; nothing of them remains, whatever state they are in."""
-        self._stop(self.hosts)
-        self.hosts.clear()
+        self._stop(self.members)
+        self.members.clear()
 
     def _host(self, index: int) -> Host:
         placement = self.placement
@@ -410,14 +342,14 @@ class Engines:
             settings = replace(settings, extra_arguments=extra)
             environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         path = self.logs / f"engine_{index}.log"
-        self.hosts[index].build(FACTORY, environment, self.engine, settings, path, again)
+        self.members[index].host.build(FACTORY, environment, self.engine, settings, path, again)
 
     def _stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""
         self._finish(engines, CLOSE_TIMEOUT_S, "close")
 
     def _wait(self, engines: Iterable[int]) -> None:
-        hosts = [self.hosts[index] for index in engines]
+        hosts = [self.members[index].host for index in engines]
         names = [host.name for host in hosts]
         gather([host.built for host in hosts], names)  # calls run in threads: none may overtake this one
         gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
@@ -426,25 +358,27 @@ class Engines:
         """Give `engines` the current weights as `order` says; (bytes sent, bytes that their shards take,
         those that died)."""
         ranks = range(len(self.placement.trainers))
-        strangers = [index for index in engines if index not in self.connected]
+        strangers = [index for index in engines if not self.members[index].connected]
         dead: Reasons = {}
         if strangers:
             asked = [(self._links(rank, strangers), strangers) for rank in ranks]
             dead = self._reasons(self.trainers.each("connect", asked))
-            self.connected |= set(strangers) - set(dead)
+            for index in strangers:
+                self.members[index].connected = index not in dead
         present = [index for index in engines if index not in dead]
         if not present:
             return 0, 0, dead
         orders = [(self._links(rank, present), present, order) for rank in ranks]
         passes = self.trainers.each("send", orders)
         dead |= self._reasons([done.failures for done in passes])
-        self.connected -= set(dead)
+        for index in dead:
+            self.members[index].connected = False
         return sum(done.num_bytes for done in passes), passes[0].needed_bytes, dead
 
     def _links(self, rank: int, engines: Sequence[int]) -> dict[int, RemoteLink]:
         """The engines that this rank speaks with."""
         owners = self.placement.owners
-        return {index: RemoteLink(self.hosts[index]) for index in engines if owners[index] == rank}
+        return {index: RemoteLink(self.members[index].host) for index in engines if owners[index] == rank}
 
     def _reasons(self, parts: Sequence[Mapping[int, str]]) -> Reasons:
         """Every engine that some rank found dead; its owner knows most of why."""
@@ -456,31 +390,33 @@ class Engines:
                     reasons[index] = reason
         return reasons
 
-    def _count_death(self, index: int) -> None:
+    def _count_death(self, member: Member) -> None:
         """
         Raises:
             EngineError: it was one too many.
         """
         now = time.monotonic()
-        worked = now - self.since.pop(index, now)
-        self.deaths.setdefault(index, []).append((self.version, worked))
-        last = self.deaths[index][-MOST_DEATHS:]
+        worked = 0.0 if member.since is None else now - member.since
+        member.since = None
+        member.deaths.append((self.version, worked))
+        last = member.deaths[-MOST_DEATHS:]
         seconds = sum(worked for _, worked in last[1:])
         if len(last) == MOST_DEATHS and last[0][0] == self.version and seconds < WITHIN_S:
+            log_file = self.logs / f"engine_{member.index}.log"
             raise EngineError(
-                f"engine {index} died {MOST_DEATHS} times within {seconds:.0f} seconds of work and one step "
-                f"of the run: starting it again does not help; see {self.logs / f'engine_{index}.log'}"
+                f"engine {member.index} died {MOST_DEATHS} times within {seconds:.0f} seconds of work and "
+                f"one step of the run: starting it again does not help; see {log_file}"
             )
 
-    def _start_again(self, index: int) -> None:
-        """A new process for a dead engine, ready to be asked."""
+    def _start_again(self, member: Member) -> None:
+        """Start a new process for a dead engine and wait until it can be asked."""
+        index = member.index
         log.warning("engine %d: starting it again", index)
         self._end([index])
         slot = self.placement.engines[index]
         if gone := lost_nodes(self.placement, [slot.node]):
             raise EngineLostError(f"engine {index} was lost with {gone[0]}")
-        self.connected.discard(index)
-        self.hosts[index] = self._host(index)
+        member.replaced_by(self._host(index))
         self._build(index, again=True)
         self._wait([index])
 
@@ -489,7 +425,7 @@ class Engines:
         self._finish(engines, END_TIMEOUT_S, "kill", "it failed")
 
     def _finish(self, engines: Iterable[int], timeout: float, method: str, *arguments: Any) -> None:
-        hosts = [self.hosts[index] for index in engines]
+        hosts = [self.members[index].host for index in engines]
         for host in hosts:
             with suppress(Exception):  # one that is still being made would leave its files behind
                 result(host.built, host.name, timeout)
@@ -502,7 +438,8 @@ class Engines:
             host.kill()
 
     def _lay_to_sleep(self) -> None:
-        while self.starting:  # what they take would be missing in training; each start has a time-out
+        # what starting engines take would be missing in training; each start has a time-out
+        while any(member.starting for member in self.members.values()):
             time.sleep(LOOK_EVERY_S)
         self._sleep_or_end(self._up)
 
@@ -515,14 +452,20 @@ class Engines:
         self._end(failed)  # who samples finds them dead, and has them replaced
 
     @property
+    def _present(self) -> list[Member]:
+        """Engines that can be asked, in order."""
+        return [self.members[index] for index in sorted(self.members) if not self.members[index].absent]
+
+    @property
     def _up(self) -> list[int]:
         """Engines that were started, whether they have joined or not."""
-        return [index for index in sorted(self.hosts) if self.joining.get(index, True) is not None]
+        members = self.members
+        return [index for index in sorted(members) if not members[index].absent or members[index].joined]
 
     def _tell(self, engines: Iterable[int], method: str, *arguments: Any) -> Reasons:
         """Ask these engines, and wait for all; why those failed that did. One that died over it is noticed
         when it is used next."""
-        asked = [(index, self.hosts[index]) for index in engines]
+        asked = [(index, self.members[index].host) for index in engines]
         answers = [
             (index, host, host.call("call", method, *arguments, timeout=self.order.timeout))
             for index, host in asked

@@ -1,0 +1,106 @@
+"""One engine of a run, and the handles by which driver, sampler and trainers ask it."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.cluster.actor import Host, ProcessDiedError, awaited, result
+from megatron_ibpo.engines import EngineDiedError
+
+END_TIMEOUT_S = 2.0
+"""For an engine that died to be taken away in order, which takes some tens of milliseconds; then its process
+is ended by force. Its successor waits for it, and one that stands still never answers."""
+SLACK_S = 2.0
+"""For an answer to come back, beyond the time that the engine itself was given."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One engine: the process that it is now, and what became of those before."""
+
+    index: int
+    host: Host
+    connected: bool = False
+    """The trainers have met this process for weight updates."""
+    since: float | None = None
+    """time.monotonic() when it began to work; None while it does not."""
+    deaths: list[tuple[int, float]] = field(default_factory=list)
+    """For each death the version of its weights then, and the seconds it had worked."""
+    absent: bool = False
+    """It died and has not joined the others again."""
+    joined: Future[None] | None = None
+    """Set while it is up again and waits to join: completes when it has joined."""
+    starting: bool = False
+    """Its new process is on its way up."""
+
+    def replaced_by(self, host: Host) -> None:
+        """Put another process in its place, which the trainers have not met."""
+        self.host, self.connected = host, False
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """An engine as the sampler asks it (`engines.protocol.AsyncEngine`), whichever process it is now."""
+
+    member: Member
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        await self._call("submit", list(requests), version)
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        return await self._call("take", timeout)
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        await self._call("abort", list(numbers))
+
+    async def kill(self, why: str) -> None:
+        """End it in order, or by force where its process does not answer."""
+        host = self.member.host
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._call("kill", why)
+        except TimeoutError:
+            host.kill()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        host = self.member.host
+        try:
+            return await awaited(host.call(method, *arguments), host.name)
+        except ProcessDiedError as error:
+            raise EngineDiedError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class IdleEngine:
+    """An engine that only its holder asks."""
+
+    host: Host
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """Return one sample for each request, in order."""
+        answer = self.host.call("generate", list(requests), version=version, timeout=timeout)
+        return result(answer, self.host.name, timeout + SLACK_S)
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Return what a control method of the engine's process gives."""
+        answer = self.host.call("call", method, *arguments, timeout=timeout)
+        return result(answer, self.host.name, timeout + SLACK_S)
+
+
+@dataclass(slots=True)
+class RemoteLink:
+    """An engine as a weight update asks it (`weights.transfer.EngineLink`), from a trainer's process."""
+
+    host: Host
+    begun: Any = None
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        self.begun = self.host.call("begin", method, *arguments)
+
+    def result(self, timeout: float) -> Any:
+        # the engine's calls run in threads: the second must not overtake the first
+        result(self.begun, self.host.name, timeout)
+        return result(self.host.call("result", timeout), self.host.name, timeout + SLACK_S)
