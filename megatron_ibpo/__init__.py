@@ -1,28 +1,60 @@
-"""Reinforcement learning of reasoning models with IBPO on Megatron-core and vLLM."""
+"""Reinforcement learning of reasoning models with IBPO on Megatron-core and vLLM.
+
+The names of `__all__` are imported from their rooms when they are first used, so that importing the package
+takes no time and needs no library.
+"""
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
+_ROOMS = {
+    "basics.records": ("Group", "Prompt", "Sample", "SampleRequest", "TrainSequence"),
+    "config": ("Config", "ConfigError", "parse_config"),
+    "credit": ("FollowUp", "Judgement", "Operator", "TokenFactors"),
+    "edit_distance": ("batch_distance", "distance", "opcodes", "rewrite_test", "unmodified_mask"),
+    "engines": ("Engine",),
+    "loss": ("Parameter", "Variant"),
+    "rewards": ("LabelError", "ResponseError", "Score"),
+    "run.open": ("open_run",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+__all__ = sorted(_ROOM_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 _MOVED = {f"{__name__}.{name}": f"{__name__}.basics.{name}" for name in ("records", "seeds")}
-"""Modules that docs named for users' own operators, by where they were → where they are."""
+"""Modules that the docs of version 0.1.0 named for users' own operators: old name → new name."""
 
 
 class _MovedModules(MetaPathFinder, Loader):
     """Imports a moved module under its old name, as the same module object."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname in _MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return importlib.import_module(_MOVED[spec.name])
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has been executed under its new name."""
+        """Do nothing: the module has been executed under its new name."""
 
 
 sys.meta_path.append(_MovedModules())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import megatron_ibpo
@@ -88,3 +91,21 @@ def test_heavy_libraries_stay_in_their_rooms():
         if (owners := LIBRARIES.get(name.split(".")[0])) is not None and room_of(path) not in owners
     ]
     assert strays == []
+
+
+def test_public_names_are_those_of_their_rooms_and_importing_the_package_loads_none():
+    program = "import sys, megatron_ibpo; print([name for name in sys.modules if 'megatron_ibpo.' in name])"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == "[]"
+    for name in megatron_ibpo.__all__:
+        assert getattr(megatron_ibpo, name).__name__ == name
+    assert megatron_ibpo.distance([1, 2, 3], [1, 3]) == 1 / 3
+
+
+def test_modules_that_docs_named_are_found_under_their_old_names_too():
+    from megatron_ibpo.basics import records, seeds
+
+    assert importlib.import_module("megatron_ibpo.records") is records
+    assert importlib.import_module("megatron_ibpo.seeds") is seeds

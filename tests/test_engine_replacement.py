@@ -80,8 +80,8 @@ def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
 
 def test_engines_that_died_before_their_trainers_did_start_anew(engines):
     for _ in range(2):
-        engines._count_death(1)
+        engines._count_death(engines.members[1])
     engines.trainers = type("Trainers", (), {"all": lambda *_: None})()
     engines.placement = type("Placement", (), {"engines": ()})()
     engines.meet_trainers()
-    engines._count_death(1)
+    engines._count_death(engines.members[1])

@@ -10,10 +10,11 @@ import pytest
 from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import DataConfig
+from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.credit import fill_batch, find_group_filter
 from megatron_ibpo.data import DataError, make_tiny_tokenizer, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.engines.registry import check_engine, samples_in_trainer, start_engine
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -25,7 +26,7 @@ def modules(tmp_path, monkeypatch):
     """Every example in a file of the name that its first line gives, where the user stands."""
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == 9
+    assert len(blocks) == text.count("```python") == 10
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -132,3 +133,26 @@ def test_the_operator_that_has_something_sampled():
     assert loop.asked == [(1, 5, 27)] * 2
     assert [s.reward for s in by_kind(credit, "response")] == [1.0, 0.3, 0.0]
     assert [s.reward for s in by_kind(credit, "correction")] == [1.0, 0.0]
+
+
+def test_the_engine(tmp_path, monkeypatch):
+    name = "counted_engine:CountedEngine"
+    check_engine(name)
+    assert not samples_in_trainer(name)
+
+    def init(self, settings, log, again):  # vLLM takes ten seconds to start
+        self.log = log
+
+    monkeypatch.setattr("megatron_ibpo.engines.Engine.__init__", init)
+    monkeypatch.setattr("megatron_ibpo.engines.Engine.submit", lambda *_: None)
+    engine = start_engine(name, None, tmp_path / "engine_0.log", False)
+    engine.submit([(0, "a request"), (1, "another")], 0)
+    assert (tmp_path / "engine_0.requests").read_text() == "2\n"
+
+
+def test_an_engine_that_cannot_be_asked_is_refused(tmp_path):
+    (tmp_path / "half_an_engine.py").write_text("class Half:\n    def submit(self, requests, version): ...\n")
+    with pytest.raises(ValueError, match="it lacks wait_ready, take, abort"):
+        check_engine("half_an_engine:Half")
+    with pytest.raises(ConfigError, match=r"--rollout-backend vlm: unknown engine.*vllm"):
+        check_engine("vlm")

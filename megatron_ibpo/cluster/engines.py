@@ -26,7 +26,7 @@ from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
 from megatron_ibpo.engines import EngineError, EngineLostError
-from megatron_ibpo.engines.vllm.settings import EngineSettings
+from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.weights.transfer.update_order import Order
 
 MOST_DEATHS, WITHIN_S = 3, 60.0

@@ -1,7 +1,7 @@
-"""What an engine is to those who ask it: a stream of requests in, a stream of finished samples out."""
+"""What an engine is: a stream of requests in, a stream of finished samples out."""
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
 
@@ -53,4 +53,57 @@ class AsyncEngine(Protocol):
     async def kill(self, why: str) -> None:
         """End an engine that has stopped working, by force where it does not answer; `take` then raises
         EngineDiedError, which says why."""
+        ...
+
+
+class Engine(Protocol):
+    """One engine in the process that owns it. A run's processes build it as `Class(settings, log, again)`:
+    its `EngineSettings`, the path of its log, and whether it takes the place of one that died.
+
+    Any thread may call any method. An engine that trains along answers the calls of a weight update too, with
+    the names and arguments of `engines.vllm.engine_process.SamplingEngine`.
+    """
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until the engine can be asked.
+
+        Raises:
+            EngineStartError: it did not start within `timeout` seconds.
+        """
+        ...
+
+    def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        """Add numbered requests, as `AsyncEngine.submit`."""
+        ...
+
+    def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        """Return what has finished since the last call, as `AsyncEngine.take`."""
+        ...
+
+    def abort(self, numbers: Collection[int]) -> None:
+        """Forget these requests."""
+        ...
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """Return one sample for each request, in order; called only while nothing else is asked."""
+        ...
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Start a control call without waiting for its answer."""
+        ...
+
+    def result(self, timeout: float) -> Any:
+        """Return the answer to the call that `begin` started."""
+        ...
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Do both: `begin`, then `result`."""
+        ...
+
+    def kill(self, why: str | None = None) -> None:
+        """End the engine at once, with everything it started."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine in order. Nothing of it remains."""
         ...

@@ -22,7 +22,17 @@ from megatron_ibpo.basics.process_group import end_group, shared_memory
 from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.basics.temporary_directory import private_directory
 from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.engines.vllm.settings import EngineSettings
+from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.vllm.messages import (
+    Answer,
+    Asked,
+    Call,
+    Finished,
+    Message,
+    Refused,
+    Samples,
+    Unsampled,
+)
 
 SOCKET_BYTES = 37
 """vLLM's sockets are called by 36 characters."""
@@ -105,11 +115,7 @@ class Engine:
             EngineDiedError: the engine has ended.
         """
         self._inbox.expect(requests)
-        plain = [
-            (number, r.prompt_token_ids, r.seed, r.max_tokens, r.temperature, r.top_p, r.top_k)
-            for number, r in requests
-        ]
-        self._send("submit", version, plain)
+        self._send("submit", version, [Asked(number, request) for number, request in requests])
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """The samples, by their requests' numbers, that have finished since the last call. Waits for the
@@ -174,10 +180,9 @@ class Engine:
             raise self._died(
                 "it has ended" if self._inbox.closed else f"no answer within {timeout:g} seconds"
             )
-        kind, value = answer
-        if kind == "refused":
-            raise EngineError(value)
-        return value
+        if isinstance(answer, Refused):
+            raise EngineError(answer.why)
+        return answer.value
 
     @property
     def pid(self) -> int:
@@ -218,7 +223,7 @@ class Engine:
     def _send(self, method: str, *arguments: Any) -> None:
         try:
             with self._sending:
-                self._channel.send((method, arguments))
+                self._channel.send(Call(method, arguments))
         except OSError:
             raise self._died("it has ended") from None
 
@@ -229,7 +234,7 @@ class Engine:
                 while not self._channel.poll(LOOK_EVERY_S):
                     if not self.is_alive() and not self._channel.poll(0):
                         raise EOFError
-                self._inbox.put(*self._channel.recv())
+                self._inbox.put(self._channel.recv())
         except (EOFError, OSError):
             self._inbox.close()
 
@@ -263,8 +268,8 @@ class _Inbox:
         self._samples: list[tuple[int, Sample]] = []
         self._refusal: str | None = None
         """Why requests were not sampled."""
-        self._answer: tuple[str, Any] | None = None
-        """To what was asked last, until somebody has taken it."""
+        self._answer: Answer | Refused | None = None
+        """Answer to the last call, until it is taken."""
         self._asked, self._answered = 1, 0
         """How many answers there will be, and have been; the first is that the engine is ready."""
         self.closed = False
@@ -298,39 +303,38 @@ class _Inbox:
                 self._open.pop(number, None)
             self._samples = [pair for pair in self._samples if pair[0] not in numbers]
 
-    def put(self, kind: str, value: Any) -> None:
-        """A message of the engine's: "samples" (perhaps none, as a sign of life), "unsampled", or the answer
-        to what it was asked."""
+    def put(self, message: Message) -> None:
+        """Take in a message from the engine."""
         with self._news:
             self._heard = time.monotonic()
-            if kind == "samples":
-                self._sampled(value)
-            elif kind == "unsampled":
-                numbers, self._refusal = value
-                for number in numbers:
+            if isinstance(message, Samples):
+                self._sampled(message.finished)
+            elif isinstance(message, Unsampled):
+                self._refusal = message.why
+                for number in message.numbers:
                     self._open.pop(number, None)
             else:
                 self._answered += 1
-                if not self.owed:  # else somebody has asked for more since
-                    self._answer = kind, value
+                if not self.owed:  # else something else has been asked since
+                    self._answer = message
             self._news.notify_all()
 
-    def _sampled(self, finished: Sequence[tuple[Any, ...]]) -> None:
-        for number, token_ids, logprobs, finish_reason, versions, routed_experts in finished:
-            request = self._open.pop(number, None)
+    def _sampled(self, finished: Sequence[Finished]) -> None:
+        for done in finished:
+            request = self._open.pop(done.number, None)
             if request is None:  # aborted after it had been sent
                 continue
             sample = Sample(
                 prompt_token_ids=request.prompt_token_ids,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                finish_reason=finish_reason,
+                token_ids=done.token_ids,
+                logprobs=done.logprobs,
+                finish_reason=done.finish_reason,
                 temperature=request.temperature,
-                versions=versions,
-                loss_mask=np.ones(len(token_ids), dtype=np.bool_),
-                routed_experts=routed_experts,
+                versions=done.versions,
+                loss_mask=np.ones(len(done.token_ids), dtype=np.bool_),
+                routed_experts=done.routed_experts,
             )
-            self._samples.append((number, sample))
+            self._samples.append((done.number, sample))
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -357,15 +361,15 @@ class _Inbox:
             self._asked, self._answer = self._asked + 1, None
             self._news.notify_all()
 
-    def answer(self, timeout: float) -> tuple[str, Any] | None:
-        """The answer, or None if there is none in time or none will come."""
+    def answer(self, timeout: float) -> Answer | Refused | None:
+        """Return the answer to the last call; None if none came in time or will come."""
         with self._news:
             asked = self._asked
             self._news.wait_for(
                 lambda: self._answer is not None or self._asked > asked or self.closed, timeout
             )
             if self._asked > asked:
-                return "refused", "something else was asked before the answer came"
+                return Refused("something else was asked before the answer came")
             answer, self._answer = self._answer, None
             return answer
 

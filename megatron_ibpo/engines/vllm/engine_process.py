@@ -22,8 +22,18 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.basics.process_group import end_group
-from megatron_ibpo.basics.records import ExpertIds, expert_ids
-from megatron_ibpo.engines.vllm.settings import EngineSettings
+from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
+from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.vllm.messages import (
+    Answer,
+    Asked,
+    Call,
+    Finished,
+    Message,
+    Refused,
+    Samples,
+    Unsampled,
+)
 from megatron_ibpo.weights.transfer.update_order import NCCL_BACKEND, TransportName
 
 HOLD_STEPS = 16
@@ -71,7 +81,7 @@ def main(descriptor: int, owner: int, scratch: Path) -> None:
         settings = channel.recv()
         started = time.monotonic()
         engine = SamplingEngine(settings)
-        channel.send(("ready", time.monotonic() - started))
+        channel.send(Answer(time.monotonic() - started))
         _serve(channel, engine)
     except (EOFError, ConnectionError):  # the owner is gone
         _end(scratch)
@@ -80,13 +90,13 @@ def main(descriptor: int, owner: int, scratch: Path) -> None:
 def _serve(channel: Connection, engine: SamplingEngine) -> None:
     """Sample what is asked for, and take in more between steps. Whatever fails inside vLLM ends the process,
     for a restart."""
-    finished: list[tuple[Any, ...]] = []
+    finished: list[Finished] = []
     held = 0
     said = time.monotonic()
     while True:
         ready = finished and (not engine.busy or held >= HOLD_STEPS)
         if ready or (engine.busy and held and time.monotonic() - said >= PROGRESS_S):
-            channel.send(("samples", finished))
+            channel.send(Samples(finished))
             finished, held, said = [], 0, time.monotonic()
         if engine.busy and not engine.paused and not channel.poll(0):
             finished += engine.step()
@@ -95,18 +105,19 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
         if engine.busy and engine.paused and not channel.poll(PROGRESS_S):
             held += 1  # it waits for its weights, perhaps for long while another engine hangs: a sign of life
             continue
-        method, arguments = channel.recv()
-        if method == "close":
+        call: Call = channel.recv()
+        if call.method == "close":
             engine.close()
-            channel.send(("result", None))
+            channel.send(Answer(None))
             return
-        answer = _obey(engine, method, arguments)
+        answer = _obey(engine, *call)
         if answer is not None:
             channel.send(answer)
 
 
-def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> tuple[str, Any] | None:
-    """The message to answer with. Requests are answered later, by their samples, and none to an abort."""
+def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> Message | None:
+    """Run the method and return the message to answer with; None for submit, which is answered by samples,
+    and abort."""
     try:
         if method == "submit":
             engine.submit(*arguments)
@@ -116,12 +127,12 @@ def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> tu
             return None
         if engine.busy and method not in WHILE_BUSY:
             raise Refusal(f"{method} must wait until the engine has no requests; take or abort them first")
-        return "result", getattr(engine, method)(*arguments)
+        return Answer(getattr(engine, method)(*arguments))
     except Refusal as refusal:
         if method == "submit":
             _, requests = arguments
-            return "unsampled", ([number for number, *_ in requests], str(refusal))
-        return "refused", str(refusal)
+            return Unsampled([asked.number for asked in requests], str(refusal))
+        return Refused(str(refusal))
 
 
 def _end_with_owner(owner: int, scratch: Path) -> None:
@@ -167,7 +178,7 @@ class SamplingEngine:
         self._drafted, self._accepted = 0, 0
         if self._records_itself:
             self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
-        self.submit(0, [(0, np.zeros(1, np.int32), 0, 2, 1.0, 1.0, -1)])
+        self.submit(0, [Asked(0, SampleRequest(np.zeros(1, np.int32), seed=0, max_tokens=2))])
         while self.busy:  # what is built at first use is built now
             self.step()
         gc.collect()
@@ -178,35 +189,31 @@ class SamplingEngine:
         """There are requests that have not finished."""
         return self._llm.has_unfinished_requests()
 
-    def submit(self, version: int, requests: list[tuple[Any, ...]]) -> None:
+    def submit(self, version: int, requests: list[Asked]) -> None:
         """Add requests, to be sampled with the weights of `version` or later ones. While weights come they
-        wait for those.
-
-        Args:
-            requests: (number, prompt ids, seed, max_tokens, temperature, top_p, top_k) of each.
-        """
+        wait for those."""
         held = self._llm.get_weight_version()
         if not self.paused and (held == NO_VERSION or int(held) < version):
             raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
-        for number, prompt, *rest in requests:
-            asked: Any = {"prompt_token_ids": prompt.tolist()}
+        for number, request in requests:
+            prompt: Any = {"prompt_token_ids": request.prompt_token_ids.tolist()}
             if not self._settings.recompute_kv_after_update:
                 # vLLM forgets no cached prefix as long as a request that keeps its cache runs; only requests
                 # with the same salt share one
-                asked["cache_salt"] = str(self._updates)
-            self._llm.add_request(str(number), asked, self._params(*rest))
+                prompt["cache_salt"] = str(self._updates)
+            self._llm.add_request(str(number), prompt, self._params(request))
 
-    def _params(self, seed: int, max_tokens: int, temperature: float, top_p: float, top_k: int) -> Any:
+    def _params(self, request: SampleRequest) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            seed=seed,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
             stop_token_ids=list(self._settings.eos_token_ids),
             ignore_eos=not self._settings.eos_token_ids,
             logprobs=0,
@@ -222,9 +229,8 @@ class SamplingEngine:
             self._llm.collective_rpc("forget_routing", args=([str(number) for number in numbers],))
         self._rest_if_idle()
 
-    def step(self) -> list[tuple[Any, ...]]:
-        """One token for every running request: (number, ids int32, log-probs float32, finish reason, version
-        spans, experts that routers chose or None) of those that end with it."""
+    def step(self) -> list[Finished]:
+        """Sample one token for every running request; return the requests that end with it."""
         ended: list[Any] = [output for output in self._llm.step() if output.finished]
         for output in ended:
             if (drafts := output.outputs[0].spec_decode_metrics) is not None:
@@ -382,14 +388,14 @@ def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int
     return expert_ids(ids[:, dense_layers:], num_experts)
 
 
-def _finished(output: Any, routed_experts: ExpertIds | None) -> tuple[Any, ...]:
+def _finished(output: Any, routed_experts: ExpertIds | None) -> Finished:
     from vllm.logprobs import FlatLogprobs
 
     (completion,) = output.outputs
     assert isinstance(completion.logprobs, FlatLogprobs)
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
-    return (
+    return Finished(
         int(output.request_id),
         np.array(completion.token_ids, dtype=np.int32),
         np.array(completion.logprobs.logprobs, dtype=np.float32),
