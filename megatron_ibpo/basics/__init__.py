@@ -1,1 +1,1 @@
-"""What every room may use: records, text, seeds, files of the user, the trainers' processes."""
+"""Plain records, text, seeds, user files and the trainers' processes: code that every room may use."""

@@ -26,7 +26,7 @@ class RemoteError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """All trainer ranks."""
+    """The group of all trainer ranks, as one of them sees it."""
 
     rank: int
     size: int
@@ -138,7 +138,7 @@ def open_store(
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Any:
-    """Where the ranks meet; None where the launcher has one, as torchrun does."""
+    """Return the store where the ranks meet; None where the launcher has one, as torchrun does."""
     if "MASTER_ADDR" not in os.environ:
         if size != 1:
             raise RuntimeError(f"WORLD_SIZE={size} but no MASTER_ADDR: start the ranks with torchrun")

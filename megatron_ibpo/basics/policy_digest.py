@@ -4,8 +4,8 @@ import hashlib
 from pathlib import Path
 
 _PIECES, _PIECE_BYTES = 64, 64 * 1024
-"""Of every file of weights: training moves nearly every number, so that a few megabytes tell two policies
-apart, and a checkpoint of 160 GB is not read for it."""
+"""Number and size of the pieces of each weight file that are read. Training changes nearly every number, so a
+few megabytes tell two policies apart without reading a checkpoint of 160 GB."""
 
 
 def policy_digest(hf_dir: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm/"
 END_TIMEOUT_S = 20.0
-"""For killed processes to end: a driver may have tens of GiB to give back first."""
+"""Seconds to wait for killed processes to end: a driver may have tens of GiB to give back first."""
 LOOK_EVERY_S = 0.01
 
 

@@ -45,7 +45,8 @@ def expert_ids(ids: Any, num_experts: int) -> ExpertIds:
 
 
 def no_expert(ids: ExpertIds) -> int:
-    """What stands in `ids` where there is no record, such as of a token that was taken from a cache."""
+    """Return the value that marks a position of `ids` without a record, such as a token taken from a
+    cache."""
     return int(np.iinfo(ids.dtype).max)
 
 
@@ -57,8 +58,8 @@ class Prompt:
     token_ids: TokenIds
     """The whole prompt as the policy sees it, generation prompt included."""
     head_length: int
-    """How many of `token_ids` come before the point where further user content may be inserted
-    (candidate solutions of a correction); the rest is the generation prompt."""
+    """Number of `token_ids` before the point where further user content may be inserted (candidate solutions
+    of a correction); the rest is the generation prompt."""
     label: str
     """Ground truth, as the verifier wants it."""
     task: str
@@ -89,16 +90,16 @@ class SampleRequest:
     top_k: int = -1
     """-1: off."""
     begun: int = 0
-    """So many tokens at the end of the prompt are the beginning of the response: the sample comes back as the
+    """Number of tokens at the end of the prompt that begin the response already: the sample comes back as the
     whole response, whose beginning is not trained on."""
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """What the engine sampled, and later what the verifier said of it."""
+    """One sampled response or correction, with its score once a verifier has given one."""
 
     prompt_token_ids: TokenIds
-    """What it was sampled from; with prompt perturbation not the group's prompt as it stands."""
+    """Prompt that the engine sampled from; with prompt perturbation it differs from the group's prompt."""
     token_ids: TokenIds
     """Everything after the prompt; the end-of-sequence id is the last one when `finish_reason` is "stop"."""
     logprobs: Floats
@@ -112,7 +113,8 @@ class Sample:
     """False for tokens that the policy did not write (tool output): they are context and not trained on.
     Same length as `token_ids`."""
     routed_experts: ExpertIds | None = None
-    """What the engine's routers chose when the log-probs were sampled; None where it does not record."""
+    """Experts that the engine's routers chose when the log-probs were sampled; None where they are not
+    recorded."""
     index: int = 0
     """Its index among the responses, or the corrections, of its group."""
     reward: float | None = None
@@ -129,7 +131,7 @@ class Sample:
 
     @property
     def policy_version(self) -> int:
-        """Of the oldest weights that sampled a part of it."""
+        """Version of the oldest weights that sampled a part of it."""
         return min(version for _, version in self.versions)
 
     def tokens_by_version(self) -> list[tuple[int, int]]:
@@ -180,12 +182,12 @@ class Correction:
     reference_leakage: bool = False
     """It takes over a reference's answer without a derivation of its own (`megatron_ibpo.credit.leakage`)."""
     unmodified_share: float = 0.0
-    """Of the tokens of y_i, those that the canonical alignment with the corrected response keeps."""
+    """Share of the tokens of y_i that the canonical alignment with the corrected response keeps."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """All that was sampled for one prompt in one step."""
+    """All samples of one prompt in one step."""
 
     prompt: Prompt
     responses: list[Sample]
@@ -195,12 +197,12 @@ class Group:
 
     @property
     def samples(self) -> list[Sample]:
-        """All of them: responses, then corrections."""
+        """Responses, then corrections."""
         return [*self.responses, *(correction.response for correction in self.corrections)]
 
     @property
     def policy_version(self) -> int:
-        """Of the oldest weights that sampled a part of it."""
+        """Version of the oldest weights that sampled a part of it."""
         return min(sample.policy_version for sample in self.samples)
 
 
@@ -232,19 +234,19 @@ class TrainSequence:
     reward: float | None = None
     """Shaped, at the end of the sequence: what a critic's returns are made of."""
     rollout_logprobs: Floats | None = None
-    """From the engine; needed for importance corrections, --old-logprobs engine and mismatch metrics. This
-    and the arrays below have the length of `response_token_ids`."""
+    """The engine's log-probs; needed for importance corrections, --old-logprobs engine and mismatch metrics.
+    This and the arrays below have the length of `response_token_ids`."""
     token_weights: Weights | None = None
     """Scale the gradient of each response token; None means all ones."""
     token_advantages: Weights | None = None
     """Instead of `advantage`, one for each response token; for loss variants that have no term of whole
     sequences."""
     returns: Weights | None = None
-    """What a critic should have predicted before each response token; None where there is no critic."""
+    """Target of the critic at each response token; None where there is no critic."""
     values: Floats | None = None
-    """What it did predict, before the update."""
+    """The critic's prediction at each response token, before the update."""
     routed_experts: ExpertIds | None = None
-    """As in `Sample`; the routers of the policy choose these again (--use-rollout-routing-replay)."""
+    """Experts as in `Sample`; the routers of the policy choose these again (--use-rollout-routing-replay)."""
 
     @property
     def num_tokens(self) -> int:

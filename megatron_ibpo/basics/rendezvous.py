@@ -1,4 +1,4 @@
-"""Where processes of a run meet, for those who start them and those who are started. Takes no torch."""
+"""Addresses and sockets by which the processes of a run find each other. Imports no torch."""
 
 import socket
 

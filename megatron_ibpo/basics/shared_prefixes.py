@@ -9,7 +9,7 @@ from megatron_ibpo.basics.records import TokenIds
 
 
 def repeated_prefixes(sequences: Sequence[TokenIds]) -> list[int]:
-    """For each sequence the tokens at its beginning that others before it in a fixed order begin with too.
+    """Return for each sequence the length of the prefix it shares with the previous one in sorted order.
 
     A pass that computes every shared beginning once computes the rest alone: the sum of the lengths less the
     sum of these is the number of nodes of the sequences' prefix tree. Of equal sequences one is computed.

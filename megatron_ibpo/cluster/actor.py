@@ -21,7 +21,8 @@ from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
 from megatron_ibpo.cluster.main_memory import main_memory
 
 GRACE_S = 5.0
-"""After the first failure of several processes: what the others have to fail too, for the better message."""
+"""Seconds to wait, after the first failure of several processes, for the others to fail too: the better
+message may be theirs."""
 
 
 class ProcessDiedError(RuntimeError):
@@ -30,11 +31,11 @@ class ProcessDiedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a process runs."""
+    """The place where a process runs."""
 
     address: str
     gpus: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES names those that Ray gave it."""
+    """GPUs that Ray gave it, as CUDA_VISIBLE_DEVICES names them."""
     memory: int
     """Bytes of main memory that the processes of this node may take together."""
 
@@ -75,7 +76,7 @@ Place = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 
 
 def in_bundle(group: PlacementGroup, bundle: int) -> Place:
-    """Where a process has its own part of what is reserved."""
+    """Return the place of a process in its own bundle of a reservation."""
     return PlacementGroupSchedulingStrategy(group, bundle)
 
 
@@ -139,7 +140,7 @@ class Host:
 
 
 def result(answer: Any, who: str, timeout: float | None = None) -> Any:
-    """What a call gave.
+    """Return the result of a call.
 
     Raises:
         ProcessDiedError: its process ended, or there was no answer within `timeout` seconds.
@@ -175,7 +176,7 @@ def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
 
 
 def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:
-    """What calls gave that work together, in order.
+    """Return the results of calls that work together, in order.
 
     When one fails the others may be waiting for it for good: what failed is raised after a moment in which
     more may show itself. A process that died is named first, with what another one found over it.
@@ -219,8 +220,8 @@ def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[st
 
 
 def listening_on(address: str, head: str) -> dict[str, str]:
-    """What has gloo, NCCL and vLLM listen on the interface with this node's address and on no other. What the
-    user has set stays.
+    """Return the environment that has gloo, NCCL and vLLM listen on the interface with this node's address
+    and on no other. Variables that the user has set stay.
 
     Args:
         address: as Ray knows the node. Where no interface has it, as behind a translated address or where Ray
@@ -256,6 +257,6 @@ def _facing(head: str) -> str | None:
 
 
 def _ray_logs() -> Path | None:
-    """Where Ray keeps the logs of this node's processes; None where that is not known."""
+    """Return where Ray keeps the logs of this node's processes; None where that is not known."""
     node = ray._private.worker._global_node
     return None if node is None else Path(node.get_logs_dir_path())

@@ -1,4 +1,4 @@
-"""How a process of the run ended, as far as that can be known when it is gone."""
+"""Explain how a process of the run ended, as far as that can be known afterwards."""
 
 import re
 import threading
@@ -10,11 +10,11 @@ import psutil
 
 NOTE_PEAK_EVERY_S = 2.0
 _NO_WORD = "connection error code 2"
-"""What Ray says of a process whose socket closed: SIGKILL and crashes alike."""
+"""Ray's text for a process whose socket closed: SIGKILL and crashes alike."""
 
 
 def how_it_ended(message: str, logs: Path | None) -> str:
-    """What to say after the name of a process that has ended.
+    """Return what to say after the name of a process that has ended.
 
     Args:
         message: of Ray's RayActorError.
@@ -59,7 +59,7 @@ def _about_memory(logs: Path | None, pid: str | None) -> str:
 
 
 def _kills_for_memory() -> int | None:
-    """Since the machine was started; None where the kernel does not count."""
+    """Return the kernel's count of out-of-memory kills since boot; None where it keeps none."""
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:

@@ -11,10 +11,10 @@ from megatron_ibpo.cluster.actor import Host, ProcessDiedError, awaited, result
 from megatron_ibpo.engines import EngineDiedError
 
 END_TIMEOUT_S = 2.0
-"""For an engine that died to be taken away in order, which takes some tens of milliseconds; then its process
-is ended by force. Its successor waits for it, and one that stands still never answers."""
+"""Seconds that a dead engine may take to be removed in order, which takes some tens of milliseconds; then its
+process is ended by force. Its successor waits for it."""
 SLACK_S = 2.0
-"""For an answer to come back, beyond the time that the engine itself was given."""
+"""Seconds for an answer to come back, beyond the time that the engine itself was given."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class Member:
     since: float | None = None
     """time.monotonic() when it began to work; None while it does not."""
     deaths: list[tuple[int, float]] = field(default_factory=list)
-    """For each death the version of its weights then, and the seconds it had worked."""
+    """Version of the weights at each death, and the seconds that the engine had worked."""
     absent: bool = False
     """It died and has not joined the others again."""
     joined: Future[None] | None = None

@@ -30,18 +30,19 @@ from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.weights.transfer.update_order import Order
 
 MOST_DEATHS, WITHIN_S = 3, 60.0
-"""So many deaths of one engine within so many seconds, and without a step of the run between, end the run:
-they have a cause that starting it again does not mend. Starting does not count, since a large model takes
-minutes for it."""
+"""Stop the run after this many deaths of one engine within this many seconds of work and one step: they have
+a cause that starting it again does not mend. The time of starting does not count, since a large model
+takes minutes for it."""
 CLOSE_TIMEOUT_S = 45.0
-"""For an engine to be stopped in order: twice the time that it gives vLLM itself, and some more."""
+"""Seconds that an engine may take to stop in order: twice the time that it gives vLLM itself, and some
+more."""
 FACTORY = "megatron_ibpo.engines.registry:start_engine"
 CALLS_AT_ONCE = 8
-"""Of an engine: one waits for samples while others submit, abort or kill."""
+"""Concurrent calls of an engine: one waits for samples while others submit, abort or kill."""
 LOOK_EVERY_S = 0.1
-"""For engines that are starting."""
+"""Seconds between looks at engines that are starting."""
 Reasons = dict[int, str]
-"""By engine: how it died."""
+"""Index of an engine → why it died."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Engines:
     """Settings of each engine; the GPUs it has are filled in."""
     logs: Path
     order: Order
-    """How the next update is done."""
+    """Settings of the next update."""
     start_timeout: float
     """Seconds that an engine may take to start."""
     died: int = 0
@@ -123,12 +124,12 @@ class Engines:
         return self.settings.device == "cpu"  # on GPUs vLLM's core begins with the first request to reach it
 
     def clients(self) -> list[RemoteEngine]:
-        """What the Sampler asks, by engine."""
+        """Return the engines for the sampler, by index."""
         return [RemoteEngine(self.members[index]) for index in sorted(self.members)]
 
     @property
     def version(self) -> int:
-        """Of the weights that the engines sample with."""
+        """Version of the weights that the engines sample with."""
         return self.order.version
 
     @property
@@ -197,8 +198,8 @@ class Engines:
         } | self._drafts()
 
     def _drafts(self) -> dict[str, float]:
-        """How engines that speculate have guessed since this was asked before. One that died over it is
-        noticed when it is used next."""
+        """Return the share of drafted tokens that engines accepted since the last call. An engine that died
+        over it is noticed when it is used next."""
         if "speculative_config" not in self.settings.extra_arguments:
             return {}
         hosts = [member.host for member in self._present]
@@ -290,7 +291,7 @@ class Engines:
                 log.warning("engine %d is back, with the weights of step %d", index, self.version)
 
     def _join_later(self, ready: Iterable[int], death: ProcessDiedError) -> None:
-        """After a trainer died over engines that were to join, which may be awake by now."""
+        """Put joining off after a trainer died over engines that were to join, which may be awake by now."""
         if not self.settings.sleep_mode:
             raise death
         self._sleep_or_end(ready)

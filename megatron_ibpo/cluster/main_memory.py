@@ -27,7 +27,8 @@ def main_memory(groups: Path = _GROUPS, own: Path = _OWN) -> int:
 
 
 def _limit_files(groups: Path, own: Path) -> Iterator[Path]:
-    """Of this process's group and of all groups around it, for either version of the kernel's interface."""
+    """Yield the limit files of this process's group and of all groups around it, for either version of the
+    kernel's interface."""
     lines = ""
     with suppress(OSError):  # a kernel without control groups
         lines = own.read_text(encoding="utf-8")

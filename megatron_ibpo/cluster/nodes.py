@@ -51,17 +51,18 @@ from megatron_ibpo.config import path_of_user
 
 LOOK_EVERY_S = 1.0
 QUIET_S = 2.0
-"""Of waiting, before it is said what for."""
+"""Seconds of waiting before a line says what for."""
 START_S = 30.0
-"""That Ray may take to start on this node before it is worth a word."""
+"""Seconds that Ray may take to start on this node before a line says so."""
 REPEAT_S = 60.0
 LOST_AFTER = 5
 """Looks in a row at node 0 that find nothing, before a node takes it for ended."""
 GCS_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
-"""What is left after that is swept up with its directory."""
+"""Seconds for Ray to stop; what is left after that is removed with its directory."""
 TOKEN_WAIT_S = 60.0
-"""For the token, once node 0 has written it: another node may see a shared directory a little later."""
+"""Seconds to wait for the token once node 0 has written it: another node may see a shared directory a little
+later."""
 SHARE_TOKEN = (
     "let all nodes share RUN_DIR, by which they are given the token of the cluster, or set the same "
     "RAY_AUTH_TOKEN on all of them (RAY_AUTH_MODE=disabled on all: no token)"

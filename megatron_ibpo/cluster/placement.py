@@ -1,4 +1,4 @@
-"""Which process runs on which node and which GPUs: planned before anything starts, then reserved."""
+"""Plan which process runs on which node and GPUs, before anything is reserved or started."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -43,16 +43,17 @@ class Engines:
     colocate: bool
     """They share the trainers' GPUs."""
     num_gpus: int | None = None
-    """Of all engines together, where they have GPUs of their own; None: as many as there are trainers."""
+    """GPUs of all engines together, where they have GPUs of their own; None: as many as there are trainers.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every process of a run is."""
+    """The place of every process of a run."""
 
     nodes: list[Node]
     trainers: list[Slot]
-    """By rank. Consecutive ranks lie on one node."""
+    """Places of trainers by rank. Consecutive ranks lie on one node."""
     engines: list[Slot]
     partners: list[tuple[int, ...]]
     """The trainer ranks whose GPUs an engine shares; empty for engines with their own. On CPUs they are the
@@ -74,7 +75,7 @@ class Placement:
 
     @property
     def owners(self) -> list[int]:
-        """Of each engine, the trainer rank that speaks with it during a weight update."""
+        """Return for each engine the trainer rank that speaks with it during a weight update."""
         return [
             partners[0] if partners else number % len(self.trainers)
             for number, partners in enumerate(self.partners)

@@ -26,10 +26,10 @@ from megatron_ibpo.cluster.orphan_watch import ended_with_ray
 from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
 
 SWEEP_TIMEOUT_S = 15.0
-"""For the process that clears up, once Ray itself has been told to stop."""
+"""Seconds for the process that clears up, once Ray itself has been told to stop."""
 OBJECT_STORE_BYTES = 1024**3
-"""Of a Ray of the run's own. It holds what is on its way between processes, the packed arrays of a step above
-all: 16 bytes for each token of 67 million."""
+"""Bytes of the object store of a Ray of the run's own. It holds what is on its way between processes, mostly
+the packed arrays of a step: 16 bytes for each token of 67 million."""
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -41,10 +41,10 @@ QUIET = {
     "RAY_kill_child_processes_on_worker_exit": "0",
 }
 START_WAIT_S = 120.0
-"""How long Ray may take to start. Its own limit for each part is 30 s, which a busy machine exceeds."""
+"""Seconds that Ray may take to start. Its own limit for each part is 30 s, which a busy machine exceeds."""
 RAYLET_WAIT = "RAY_raylet_start_wait_time_s"
 GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
-"""For a head that chooses its port. Elsewhere it would multiply Ray's waits."""
+"""Variable for a head that chooses its port. Elsewhere it would multiply Ray's waits."""
 RAY_DIRECTORY = "r"
 """Within a private directory: Ray makes its own directory writable for every user."""
 SOCKET_BYTES = len(f"/{RAY_DIRECTORY}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -179,9 +179,9 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """What Ray starts keeps to this machine, and gets a process group of its own. A Ctrl-C, a closed
-    terminal, `kill %1` and `timeout` reach the whole group of the driver, which is to finish its step with
-    the processes that it has. Ray keeps nothing but SIGINT from them."""
+    """Keep what Ray starts on this machine, in a process group of its own. A Ctrl-C, a closed terminal, `kill
+    %1` and `timeout` reach the whole group of the driver, which is to finish its step with the processes
+    that it has; Ray keeps only SIGINT from them."""
     from ray._private import ray_constants, services
     from ray._private.node import Node
 
@@ -281,7 +281,7 @@ def _connect(address: str) -> None:
 
 
 def answers(host: str, port: int, timeout: float) -> bool:
-    """Whether something listens there."""
+    """Return whether something listens there."""
     try:
         with socket.create_connection((host, port), timeout=timeout):
             return True
@@ -290,8 +290,8 @@ def answers(host: str, port: int, timeout: float) -> bool:
 
 
 def take_back_signals() -> None:
-    """In the main thread, once Ray is up: it takes SIGTERM for a crash, whoever listens for it, and ends the
-    process three seconds later."""
+    """Take SIGTERM back in the main thread once Ray is up. Ray takes it for a crash, whatever handler there
+    is, and ends the process three seconds later."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 

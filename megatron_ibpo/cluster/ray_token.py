@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TOKEN_FILE = ".ray_token"
-"""In the private directory of a Ray, and in the run's directory for the other nodes of a cluster."""
+"""Name of the token's file in the private directory of a Ray, and in the run's directory for the other nodes
+of a cluster."""
 TOKEN_BYTES = 32
 
 

@@ -12,7 +12,8 @@ from megatron_ibpo.cluster.placement import Node, Placement, PlacementError
 NODE_LOOK_S = 5.0
 """Between looks at whether the cluster has room again."""
 RESERVE_TIMEOUT_S = 30.0
-"""What is free is reserved in well under a second; what others hold may stay theirs for hours."""
+"""Seconds to wait for a reservation. Free resources are reserved in well under a second; what others hold may
+stay theirs for hours."""
 
 
 class NodeLostError(RuntimeError):
@@ -31,7 +32,7 @@ def lost_nodes(placement: Placement, nodes: Iterable[int]) -> list[str]:
 
 
 def placed_within(wait: float, place: Callable[[], Placement]) -> Placement:
-    """What `place` gives, tried again for `wait` seconds while the cluster has too little.
+    """Return what `place` gives; try again for `wait` seconds while the cluster has too little.
 
     Raises:
         PlacementError: it has too little still.
@@ -64,8 +65,8 @@ def cluster_nodes() -> list[Node]:
 
 @contextmanager
 def reserved(placement: Placement) -> Iterator[PlacementGroup]:
-    """All of a placement or nothing, given back on the way out. Bundle r is trainer rank r's; engines that do
-    not share the trainers' have the bundles after those.
+    """Reserve all of a placement or nothing; give it back on the way out. Bundle r is trainer rank r's;
+    engines that do not share the trainers' have the bundles after those.
 
     Raises:
         PlacementError: something else in the cluster holds what is to be reserved.

@@ -15,12 +15,12 @@ from megatron_ibpo.config import user_directory
 from megatron_ibpo.policy import process_environment
 
 START_TIMEOUT_S = 300.0
-"""For a process to come up, before it imports anything large."""
+"""Seconds for a process to come up, before it imports anything large."""
 FACTORY = "megatron_ibpo.policy.process_start:trainer_rank"
 
 
 class Trainers:
-    """All trainer ranks, as the driver holds them. What one of them raises is raised here."""
+    """All trainer ranks, as the driver holds them. An exception of one of them is raised here."""
 
     def __init__(self, group: PlacementGroup, placement: Placement) -> None:
         """Start the processes, without waiting."""
@@ -79,7 +79,7 @@ class Trainers:
         ]
 
     def wait(self, answers: Sequence[Any]) -> list[Any]:
-        """What calls of all ranks gave, by rank."""
+        """Return the results of calls of all ranks, by rank."""
         return gather(answers, self._names)
 
     def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -87,11 +87,11 @@ class Trainers:
         return [host.call(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What `method` gives on every rank, called with its own arguments."""
+        """Call `method` on every rank with its own arguments; return the results by rank."""
         return self.wait(self.start(method, arguments))
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
-        """What `method` gives on every rank, called with the same arguments."""
+        """Call `method` on every rank with the same arguments; return the results by rank."""
         return self.each(method, [arguments] * len(self.hosts))
 
     def share(self, value: Any) -> Any:
@@ -99,7 +99,7 @@ class Trainers:
         return ray.put(value)
 
     def gpus(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Of these ranks, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the GPUs of these ranks, as CUDA_VISIBLE_DEVICES names them."""
         return tuple(gpu for rank in ranks for gpu in self.places[rank].gpus)
 
     def close(self) -> None:
@@ -120,7 +120,8 @@ class Trainers:
         return [host.name for host in self.hosts]
 
     def _local(self, rank: int) -> dict[str, str]:
-        """What torchrun tells a rank of its node. A rank sees the one GPU that Ray gave it, as number 0."""
+        """Return the variables by which torchrun tells a rank of its node. A rank sees the one GPU that Ray
+        gave it, as number 0."""
         slots = self._placement.trainers
         node = slots[rank].node
         peers = [other for other, slot in enumerate(slots) if slot.node == node]

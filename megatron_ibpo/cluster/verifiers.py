@@ -23,15 +23,16 @@ from megatron_ibpo.rewards import Outcome, Pool, WorkerError, open_pool, worker_
 
 FACTORY = "megatron_ibpo.cluster.verifiers:NodePool"
 CALLS_AT_ONCE = 4
-"""Of an actor: one waits for outcomes while calls come in."""
+"""Concurrent calls of an actor: one waits for outcomes while calls come in."""
 START_TIMEOUT_S = 300.0
-"""For an actor to come up and its worker processes to import the reward function."""
+"""Seconds for an actor to come up and its worker processes to import the reward function."""
 TAKE_S = 5.0
 """Seconds that one look at an actor may take when nothing is finished."""
 SLACK_S = 30.0
-"""For the answer to come back. An actor that takes longer is lost, as its node is then."""
+"""Seconds for an answer to come back. An actor that takes longer is lost, as its node is then."""
 ALLOWED_RESTARTS = 3
-"""Of a node's actor in a run. One that dies again and again has a cause that starting it does not mend."""
+"""Restarts of a node's actor in a run. One that dies again and again has a cause that restarting does not
+mend."""
 CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class NodePool:
         outcome.add_done_callback(lambda done: self._finished.put((number, done)))
 
     def take(self, timeout: float) -> tuple[list[tuple[int, Outcome]], int]:
-        """Since the last look: the calls that have finished, and how many worker processes died. Waits up to
-        `timeout` seconds for the first call.
+        """Return the calls that have finished since the last look, and how many worker processes died. Wait
+        up to `timeout` seconds for the first call.
 
         Raises:
             WorkerError: a process that had to be replaced does not start again.

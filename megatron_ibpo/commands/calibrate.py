@@ -109,7 +109,7 @@ def measured_steps(run: "Run") -> Iterator["MeasuredStep"]:
 
 
 def _step(run: "Run") -> tuple[list[Group], dict[str, float]]:
-    """As `train` takes one, without a report."""
+    """Take one step as `train` does, without a report."""
     groups = run.sample()
     metrics = run.update(run.credit(groups).sequences)
     run.sync()

@@ -26,7 +26,7 @@ LARGEST_ON_CPUS = 1e9
 LARGEST_TINY = 1e8
 """Parameters up to which a model takes the recipe for CPUs on GPUs too: its texts are as short there."""
 ROOM = 0.05
-"""Of a GPU's memory: what estimates of a plan may be wrong by."""
+"""Share of a GPU's memory to leave free: the error of a plan's estimates."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
 PER_NODE = 8
 """GPUs of a node, to plan for where none was found and nobody says how many there are."""
@@ -38,7 +38,7 @@ class Recipe:
 
     name: str
     mixture: bool
-    """Of experts; else dense."""
+    """True for mixtures of experts, False for dense models."""
     largest: float
     """Parameters of the models that take it, up to."""
     gpus: int
@@ -65,7 +65,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Devices:
-    """What a run may use."""
+    """The nodes and GPUs that a run may use."""
 
     nodes: int
     gpus_per_node: int
@@ -89,7 +89,7 @@ class Choice:
 
     recipe: Path
     why: str
-    """What the recipe is for."""
+    """Kind of model that the recipe is written for."""
     trainers_per_node: int
     layout: tuple[str, ...]
     """Flags that follow the recipe."""
@@ -145,7 +145,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
 
 
 def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
-    """Of those for models of this kind and size the one for most GPUs, of as many as there are."""
+    """Return the largest recipe for models of this kind and size that the GPUs suffice for."""
     parameters = count_parameters(shape)
     for_kind = [one for one in RECIPES if one.mixture == shape.is_moe and parameters <= one.largest]
     size = min(one.largest for one in for_kind)
@@ -204,7 +204,7 @@ def _flags(*, tensor: int, expert: int = 1, pipeline: int = 1, engine: int = 1) 
 
 
 def find_devices(nodes: int | None, gpus_per_node: int | None, planned: ModelShape | None) -> Devices:
-    """What the user named, else what this machine has.
+    """Return the devices that the user named, else those of this machine.
 
     Args:
         planned: a model to plan for. Where no GPU was found, one that is too large for CPUs gets those that

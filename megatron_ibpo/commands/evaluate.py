@@ -43,7 +43,7 @@ OF_TRAINING = {"--load", "--load-debug-rollout-data", "--dry-run"}
 
 @dataclass(frozen=True)
 class Policy:
-    """What is evaluated."""
+    """The policy to evaluate."""
 
     config: Config
     """--hf-checkpoint is the policy, or what has the configuration and tokenizer of a Megatron checkpoint."""
@@ -64,7 +64,7 @@ class Comparison:
     second: Annotated[Path, tyro.conf.Positional]
     """Directory of another one of the same problems."""
     measure: str = "accuracy"
-    """What is compared, by its name in results.json: accuracy, greedy_accuracy, majority_accuracy, …"""
+    """Measure to compare, by its name in results.json: accuracy, greedy_accuracy, majority_accuracy, …"""
 
 
 @command
@@ -173,7 +173,7 @@ def _named_policy(name: str) -> tuple[list[str], Path | None]:
 
 
 def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
-    """What a run of training sets for the evaluation of its policy: the one that it exported, else that of
+    """Return the flags that a training run sets for evaluating its policy: the one it exported, else that of
     its newest checkpoint."""
     exported, stored = run_dir / "hf", None
     if not exported.is_dir():
@@ -236,8 +236,8 @@ def _with_weights(policy: Policy) -> Iterator[Config]:
 
 @contextmanager
 def _progress(opened: "OpenEvaluation", config: Config) -> Iterator[Callable[[], None]]:
-    """What to call while the evaluation goes: engines that are ready again are taken in, and a terminal shows
-    how many samples there are."""
+    """Give a function to call while the evaluation runs: it lets restarted engines join and shows on a
+    terminal how many samples there are."""
     kept = opened.kept
     assert kept is not None  # the policy has a name
     ways = 2 if config.run.eval_compare_and_correct else 1

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Command:
-    """What a command of ibpo runs."""
+    """A command of ibpo: the program it runs, and its line of help."""
 
     python: tuple[str, ...]
     """Arguments of Python; the user's follow them."""

@@ -99,7 +99,7 @@ def measure(config: Config, path: Path) -> None:
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
-    """Those of training, without the filter."""
+    """Return the prompts of training, without the filter."""
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.run.task import training_prompts
 
@@ -147,7 +147,8 @@ def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:
 
 
 def _rates(batch: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[tuple[Prompt, Rate]]:
-    """Of each prompt, whose samples follow one another; one that the verifier failed on does not count."""
+    """Yield the rate of each prompt, whose samples follow one another. A sample that the verifier failed on
+    does not count."""
     size = len(samples) // len(batch)
     for number, prompt in enumerate(batch):
         own = [sample for sample in samples[number * size : (number + 1) * size] if sample.reward is not None]

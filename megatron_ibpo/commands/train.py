@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_ibpo.run.loop import Run
 
 STARTS = 3
-"""Of a run that has lost a node: another one may be lost while it starts again."""
+"""Starts in a row of a run that has lost a node: another one may be lost while it starts again."""
 
 
 @command

@@ -24,7 +24,7 @@ from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 
 MOST_PARAMETERS = 4_000_000
-"""Of a policy that is sampled here; for larger ones vLLM is faster even on a processor."""
+"""Parameters of the largest policy that is sampled here; larger ones vLLM samples faster even on CPUs."""
 LINGER_S = 0.01
 """A wave begins when nothing more was asked for so long: requests that come one by one, as their groups are
 scored, share it."""
@@ -178,7 +178,7 @@ class LeanEngine:
 
 @dataclass(frozen=True)
 class _Settings:
-    """How the rows of a wave are drawn."""
+    """Sampling parameters of the rows of a wave."""
 
     temperature: Tensor
     """[rows, 1] float; 1 where greedy, as the engine of vLLM has it for its log-probs."""
@@ -272,7 +272,7 @@ class _Cache:
     """Keys and values of a wave; prompts end in the same column, so that all rows write the same one next."""
 
     keys: list[Tensor]
-    """Of each layer [rows, key-value heads, columns, head]."""
+    """Keys of each layer [rows, key-value heads, columns, head]."""
     values: list[Tensor]
     pads: Tensor
     """[rows] long: columns before the prompt, which nobody sees."""
@@ -351,7 +351,7 @@ class _Layer:
     shape: ModelShape
     before_attention: Tensor
     projection: Tensor
-    """Of queries, keys and values together."""
+    """Projection of queries, keys and values together."""
     head_norms: Tensor
     """[query and key heads, head]"""
     output: Tensor

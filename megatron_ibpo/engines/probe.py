@@ -27,18 +27,18 @@ class IdleEngine(Protocol):
         ...
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """What a control method of vLLM's process gives."""
+        """Return what a control method of the engine's process gives."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What an engine answered."""
+    """An engine's answers to the probing requests."""
 
     token_ids: list[TokenIds]
     logprobs: list[Floats]
     digests: list[dict[str, str]]
-    """Of each worker: its weights as far as vLLM keeps them as tensors. On CPUs most are packed out of
+    """For each worker, digests of the weights that vLLM keeps as tensors. On CPUs most are packed out of
     sight and only the greedy output speaks for them."""
 
 

@@ -1,4 +1,4 @@
-"""What an engine is: a stream of requests in, a stream of finished samples out."""
+"""The protocol of engines: a stream of requests in, a stream of finished samples out."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -36,8 +36,8 @@ class AsyncEngine(Protocol):
         ...
 
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        """What has finished since the last call; waits for the first at most `timeout` seconds, and returns
-        nothing when none came.
+        """Return what has finished since the last call. Wait for the first sample at most `timeout` seconds;
+        return nothing when none came.
 
         Raises:
             EngineDiedError: the engine is gone, and all that it had finished has been taken; or it had

@@ -1,4 +1,4 @@
-"""What one engine is told at its start: plain data, sent to its process."""
+"""Settings that an engine gets at its start: plain data, sent to its process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from megatron_ibpo.weights.transfer.update_order import TransportName
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What one engine is told at its start."""
+    """Settings of one engine."""
 
     model: str
     """Directory in Hugging Face format."""
@@ -22,7 +22,7 @@ class EngineSettings:
     num_threads: int
     """OpenMP threads of each of the engine's workers on CPUs."""
     transport: TransportName
-    """How weights come."""
+    """Transport of weight updates."""
     dtype: Literal["bfloat16", "float32"]
     max_model_len: int | None
     """Tokens of prompt and response together; the model's own limit when None."""
@@ -40,6 +40,6 @@ class EngineSettings:
     recorded_experts: int = 0
     """Record which of so many experts the routers of every layer choose for each token. 0: nothing."""
     dense_layers: int = 0
-    """So many first layers have no router."""
+    """Number of first layers without a router."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """--vllm-arg: further arguments of vLLM's EngineArgs, by name."""

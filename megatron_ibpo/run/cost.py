@@ -1,4 +1,4 @@
-"""What a run has spent, in several currencies, so that methods can be compared at the same expense.
+"""Cost of a run in several currencies, so that methods can be compared at the same expense.
 
 Everything that an algorithm asks for is counted: sampling of responses and corrections, scoring, forward
 passes for log-probs, updates, weight transfer. What only observes is not: evaluation, checkpoints, reports,
@@ -21,7 +21,7 @@ from megatron_ibpo.report.stages import FREE_STAGES
 
 @dataclass(frozen=True)
 class Spent:
-    """What was spent since the start of training."""
+    """Cost since the start of training."""
 
     accelerator_seconds: float = 0.0
     """Seconds of the loop times accelerators held meanwhile (processes, where there are none)."""
@@ -38,7 +38,7 @@ class Spent:
 
     @classmethod
     def read(cls, stored: Any) -> "Spent":
-        """From a run's state.
+        """Read the cost from a run's state.
 
         Raises:
             ValueError: it is not what was spent.
@@ -53,7 +53,7 @@ class Spent:
         return cls(**unshared | stored)  # what was saved before prefixes were looked at shared none
 
     def metrics(self) -> dict[str, float]:
-        """For the metrics log."""
+        """Return the cost for the metrics log."""
         return {f"spent_{name}": value for name, value in asdict(self).items()}
 
     def of(self, unit: str) -> float:
@@ -79,7 +79,7 @@ class CostMeter:
         self.spent = before or Spent()
 
     def sampling(self, samples: Iterable[Sample]) -> None:
-        """What engines wrote."""
+        """Count what engines sampled."""
         samples = list(samples)
         # a prompt that several samples share is read once
         prompts = list({prompt.tobytes(): prompt for prompt in map(_read, samples)}.values())
@@ -176,6 +176,7 @@ class CostMeter:
 
 
 def _read(sample: Sample) -> TokenIds:
-    """What stands before the first token that was sampled: the prompt, and what of the response was given."""
+    """Return what stands before the first token that was sampled: the prompt, and the part of the response
+    that was given."""
     begun = sample.num_begun_tokens
     return np.concatenate([sample.prompt_token_ids, sample.token_ids[:begun]])

@@ -1,4 +1,4 @@
-"""What the user gave a run, read and checked before its processes start: data, verifiers, the journal."""
+"""Inputs of a run, read and checked before its processes start: data, verifiers, the journal."""
 
 import json
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from megatron_ibpo.run.task import Task, open_task, with_epochs
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the user gave, read and checked. Its run directory is locked for this run."""
+    """The inputs of a run, read and checked. Its run directory is locked for it."""
 
     config: Config
     """The configuration with the number of steps resolved."""

@@ -65,7 +65,7 @@ class NotFiniteError(RuntimeError):
 
 @dataclass
 class Progress:
-    """What changes while a run goes on."""
+    """Counters of a run that change from step to step."""
 
     step: int = 0
     """Steps that are behind it."""
@@ -86,7 +86,8 @@ class Progress:
     weights_checked: bool = False
     """--check-weight-update-equal has compared an engine with a fresh one."""
     old_logprobs: list[Floats] | None = None
-    """With --save-debug-rollout-data the trainers' before this step's update, and the new ones after it."""
+    """The trainers' log-probs before this step's update, with --save-debug-rollout-data; `new_logprobs` are
+    those after it."""
     new_logprobs: list[Floats] | None = None
 
 
@@ -101,12 +102,12 @@ class Engines(Fleet, Protocol):
 
     @property
     def alive(self) -> int:
-        """Those that can be asked."""
+        """Number of engines that can be asked."""
         ...
 
     @property
     def reproducible(self) -> bool:
-        """What is asked of an idle engine is computed in the same batches every time."""
+        """True where an idle engine computes the same requests in the same batches every time."""
         ...
 
     def sleep(self) -> None:
@@ -145,7 +146,7 @@ class Run:
     config: Config
     task: Task
     rollouts: Rollouts
-    """Where samples and rewards come from: engines and verifiers, or a recording."""
+    """Source of samples and rewards: engines and verifiers, or a recording."""
     journal: Journal
     policy: Policy
     engines: Engines | None
@@ -157,7 +158,7 @@ class Run:
     progress: Progress
 
     def done(self) -> bool:
-        """Whether so many steps as were asked for are taken, or the budget is spent."""
+        """Return whether the steps that were asked for are taken, or the budget is spent."""
         run = self.config.run
         within = run.budget is None or self.cost.spent.of(run.budget_unit) < run.budget
         return self.progress.step >= run.num_rollout or not within
@@ -180,8 +181,8 @@ class Run:
         return credit
 
     def measure_corrections_if_due(self) -> None:
-        """Before the first step of a run that has responses corrected: do corrections succeed more often than
-        another try? Uses seeds, and asks prompts, that the first step does not."""
+        """Measure before the first step whether corrections succeed more often than another try. Uses seeds,
+        and asks prompts, that the first step does not."""
         config, rollouts = self.config, self.rollouts
         count, algorithm = config.run.operator_skill_prompts, config.algorithm
         if self.progress.step > 0 or not count or not corrects(algorithm):
@@ -307,13 +308,15 @@ class Run:
         check_reward_errors(len(errors), len(responses), most, first_reward_error=first)
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Of a mixture, each task's prompts and accuracy; and the rows of large files left out so far."""
+        """Return the accuracy and number of prompts of each task of a mixture, and the rows of large files
+        left out so far."""
         mixed = len(self.config.data.prompt_data) > 1
         prompts = self.task.prompts
         return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
 
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """What tells whether corrections pay (`credit.break_even`); nothing where none is learned from."""
+        """Return the metrics that tell whether corrections pay (`credit.break_even`); none where the run
+        learns from no corrections."""
         if not learns_from_corrections(self.config.algorithm):
             return {}
         price = self.cost.correction_price(groups, sequences)
@@ -421,7 +424,7 @@ class Run:
         return self.policy.saved(wait=True)
 
     def _with_room(self, write: Callable[[], T]) -> T:
-        """What `write` gives. While the disk is full the run stands still here."""
+        """Return what `write` gives. The run waits here while the disk is full."""
         return self.disk.write(write)
 
     def _wake_engines(self) -> None:
@@ -442,8 +445,8 @@ class Run:
             self._surviving(self.engines.admit)
 
     def _surviving(self, work: Callable[[], T]) -> T:
-        """What `work` gives. When a trainer dies over it, it is done again with new ones, which are first
-        brought to where the run stands.
+        """Return what `work` gives. When a trainer dies over it, start new trainers, bring them to the
+        present step, and do it again.
 
         Raises:
             ProcessDiedError: trainers died MOST_DEATHS times without a step between.
@@ -493,12 +496,12 @@ class Run:
         self.policy.take_passes()  # what a death costs is no cost of the algorithm
 
     def _remember(self, step: int, credit: Credit) -> None:
-        """What the credit of the step after `step` completed ones wants known at the next."""
+        """Remember what the credit of the step after `step` completed ones needs at the next."""
         kept = {at: memory for at, memory in self.progress.remembered.items() if at >= self.progress.whole}
         self.progress.remembered = kept | ({step + 1: credit.memory} if credit.memory else {})
 
     def _context(self, step: int | None = None, algorithm: AlgorithmConfig | None = None) -> CreditContext:
-        """Of the step after `step` completed ones; of the present one by default."""
+        """Return the context of the step after `step` completed ones; of the present one by default."""
         limit = self.config.rollout.rollout_max_context_len
         assert limit is not None  # start-up resolved it
         step = self.progress.step if step is None else step
@@ -521,7 +524,7 @@ class Run:
             return self.policy.logprobs([_as_sequence(query) for query in queries])
 
     def _observed_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Floats] | None:
-        """For the record: free, and no part of training."""
+        """Return the log-probs for the record. They cost nothing and take no part in training."""
         if not self.config.run.save_debug_rollout_data:
             return None
         with self.stages("record"):
@@ -536,7 +539,8 @@ class Run:
             )
 
     def _check_against_fresh_engine(self, engines: Engines) -> None:
-        """After the run's first update, for what goes wrong inside engines goes wrong at once.
+        """Compare engine 0 with a fresh one after the first update: what goes wrong inside engines goes wrong
+        at once.
 
         The fresh engine takes the place of engine 0, so that no two models need memory at once, and stays.
         """
@@ -550,7 +554,7 @@ class Run:
 
 
 def _as_sequence(query: LogProbQuery) -> TrainSequence:
-    """What the trainers compute log-probs of; nothing of it is trained on."""
+    """Return the sequence that the trainers compute log-probs of; nothing of it is trained on."""
     return TrainSequence(
         query.context,
         query.continuation,

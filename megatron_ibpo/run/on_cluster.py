@@ -139,7 +139,7 @@ class OpenEvaluation:
     engines: Engines
     verifiers: Verifiers
     where: str
-    """Which process is on which node, for the user."""
+    """Nodes of the processes, for the user."""
 
 
 @contextmanager

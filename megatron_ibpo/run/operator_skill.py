@@ -1,4 +1,4 @@
-"""How good is a policy at correcting: IBPO's premise, measured before anything is trained on it.
+"""Measure how good a policy is at correcting: IBPO's premise, before anything is trained on it.
 
 IBPO pays for corrections, so a correction must know more than another try at the same problem. The policy
 answers prompts as in training; wrong responses of it are corrected in several ways, and answered anew, and
@@ -26,8 +26,8 @@ from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import group_requests
 
 Way = Literal["correct reference", "wrong reference", "no reference", "resample"]
-"""What a wrong response is replaced by: a correction that is shown correct responses of its group, other
-wrong ones, or itself alone; or another response to the plain prompt."""
+"""Replacement of a wrong response: a correction that is shown correct responses of its group, other wrong
+ones, or itself alone; or another response to the plain prompt."""
 RESAMPLE: Way = "resample"
 COMPOSITIONS: dict[str, Callable[["Trial"], bool]] = {
     "all groups": lambda trial: True,
@@ -35,7 +35,7 @@ COMPOSITIONS: dict[str, Callable[["Trial"], bool]] = {
     "groups without one": lambda trial: not trial.has_correct_sibling,
 }
 Z = 1.96
-"""Of 95 % intervals."""
+"""Quantile of 95 % intervals."""
 
 Interval = dict[str, float]
 """estimate, low, high"""
@@ -44,7 +44,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Asking:
-    """How the policy is asked: as in the training that it is measured for."""
+    """Settings for asking the policy, as in the training that it is measured for."""
 
     algorithm: AlgorithmConfig
     rollout: RolloutConfig
@@ -52,14 +52,14 @@ class Asking:
     max_context: int
     """Tokens that prompt and response may have together."""
     seed: int
-    """Of the run. What is drawn here has seeds that nothing else of a run has."""
+    """Seed of the run. The seeds derived here are used by nothing else of a run."""
     targets: int
     """Wrong responses of a group that are replaced, at most."""
     as_in_training: bool = False
     """Correct them in the one way of training alone (a correct reference if there is one, else a wrong one)
     instead of in every way that their group allows."""
     prompt_ids: Callable[[Prompt, int], TokenIds] | None = None
-    """Of `group_requests`."""
+    """Prompt of each response, as `group_requests` takes it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """All that was sampled, and what came of it."""
+    """All samples, and their scores."""
 
     groups: list[Group]
     trials: list[Trial]
@@ -93,7 +93,7 @@ class Trials:
 
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
-    """Whether a run has wrong responses corrected."""
+    """Return whether a run has wrong responses corrected."""
     return algorithm.ibpo_operator == "compare-and-correct" and algorithm.ibpo_corrections > 0
 
 
@@ -280,8 +280,8 @@ def _mean_of_prompts(prompts: Sequence[int], values: Sequence[float]) -> Interva
 
 
 def _variance(prompts: Sequence[int], values: Array) -> float:
-    """Of the mean of values that are alike within a prompt (the ratio estimator's, linearised); 0 for one
-    prompt, of which nothing can be said."""
+    """Return the variance of the mean of values that are alike within a prompt (the ratio estimator's,
+    linearised); 0 for one prompt, which gives no estimate."""
     _, cluster = np.unique(np.asarray(prompts), return_inverse=True)
     sums = np.bincount(cluster, weights=values - values.mean())
     if len(sums) < 2:
@@ -297,7 +297,7 @@ def skill_json(skill: Mapping[str, Any], settings: Mapping[str, Any] | None = No
 
 
 def premise(skill: Mapping[str, Any]) -> str:
-    """What the figures say of IBPO's premise, in a sentence for whoever starts a run."""
+    """Return a sentence on what the figures say of IBPO's premise, for the user at the start of a run."""
     mixed = skill["ways"]["groups with a correct response"]
     way = next((way for way in ("correct reference", "no reference") if way in mixed), None)
     if way is None or mixed[way]["above_resample"] is None:

@@ -33,13 +33,13 @@ class Processes:
     deaths: Callable[[], dict[str, int]]
     """Returns the counts of dead and restarted processes so far, by metric."""
     where: str
-    """Which process is on which node, for the user."""
+    """Nodes of the processes, for the user."""
     wait_ready: Callable[[], None] = lambda: None
     """Waits for the processes that the first step needs and start-up does not."""
 
 
 class Backend(Protocol):
-    """How the processes of a run are started: on a cluster, or all in the driver's own process."""
+    """A way to start the processes of a run: on a cluster, or all in the driver's own process."""
 
     def check(self, config: Config, shape: ModelShape) -> Config:
         """Return the configuration with what the back end decides.

@@ -1,4 +1,4 @@
-"""Where a run starts: its model, and the checkpoint it resumes from. Reading it takes no time."""
+"""The starting point of a run: its model, and the checkpoint it resumes from. Reading it takes no time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class ResumePoint:
     spent: Spent
     """Budget used before resuming."""
     remembered: Mapping[int, Mapping[str, Any]]
-    """What the credit of the next step needs from earlier ones, as in `Progress`."""
+    """State that the credit of the next step needs from earlier ones, as in `Progress`."""
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""Where a run's samples and rewards come from: engines and verifiers, or a recording."""
+"""Sources of a run's samples and rewards: engines and verifiers, or a recording."""
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,16 +52,16 @@ class Fleet(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the policy whose weights they have."""
+        """Version of the policy whose weights the engines have."""
         ...
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether they compute once what requests of one prompt begin with."""
+        """True where engines compute the shared beginning of a prompt's requests once."""
         ...
 
     def clients(self) -> Sequence[AsyncEngine]:
-        """All of them, by index."""
+        """Return all engines, by index."""
         ...
 
     async def revive(self, index: int) -> AsyncEngine:
@@ -71,7 +71,7 @@ class Fleet(Protocol):
 
 
 class Rollouts(Protocol):
-    """What the loop takes samples from."""
+    """A source of samples for the loop."""
 
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
@@ -100,11 +100,11 @@ class Rollouts(Protocol):
         ...
 
     def sampled(self) -> list[Sample]:
-        """All that engines wrote for the last groups, in an order that does not depend on who was first."""
+        """Return all samples of the last groups, in an order that does not depend on which finished first."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What was measured over the last groups."""
+        """Return the metrics of the last groups."""
         ...
 
     def evaluation(
@@ -195,7 +195,7 @@ class LiveRollouts:
     sampler: Sampler
     memory: JournalMemory | None = None
     loaded: dict[str, Any] = field(default_factory=dict)
-    """What `state` gave for the checkpoint that the run goes on from."""
+    """State of the rollouts at the checkpoint that the run resumes from."""
     _ahead: Ahead | None = None
     _under_way: UnderWay | None = None
     _sampled: list[Sample] = field(default_factory=list)
@@ -276,7 +276,7 @@ class LiveRollouts:
 
     @property
     def _pace(self) -> Pace | None:
-        """How far sampling runs ahead; None: each step's groups are sampled when it begins."""
+        """Return how far sampling runs ahead; None where each step's groups are sampled when it begins."""
         rollout = self.config.rollout
         over = (rollout.over_sampling_batch_size or 0) - rollout.rollout_batch_size
         if rollout.max_staleness == 0 and over <= 0:
@@ -319,7 +319,7 @@ class LiveRollouts:
         return batch
 
     def _left(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """What an earlier process left under way, for `Ahead.resume`."""
+        """Return what an earlier process left under way, for `Ahead.resume`."""
         assert self._under_way is not None
         oldest = {} if self.memory is None else self.memory.open_groups()
         self._under_way.ask(index for index, _ in oldest)
@@ -355,7 +355,7 @@ class LiveRollouts:
         ask: Callable[[Sampler], Coroutine[Any, Any, T]],
         meanwhile: Callable[[], None] | None = None,
     ) -> T:
-        """What an instrument asks between steps. No step's metrics show it. Raises what `ask` raises."""
+        """Ask for an instrument between steps. No step's metrics show it. Raises what `ask` raises."""
         self.sampler.version = self.fleet.version
         found = self.sampler.run(ask(self.sampler), meanwhile)
         self.sampler.take_metrics()

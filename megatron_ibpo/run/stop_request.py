@@ -49,7 +49,8 @@ class StopRequest:
         return self._asked_at is not None
 
     def cuts_short(self, work: Callable[[], T]) -> T | None:
-        """What `work` gives, during which nothing can be lost; None where a signal has come or comes."""
+        """Return what `work` gives, if nothing is lost by cutting it short; None where a signal has come or
+        comes."""
         if self.requested:
             return None
         self._at_once = True
@@ -115,8 +116,8 @@ class _LastingOutput:
 
 
 def _output_to(log: Path, descriptors: Sequence[int] = OUTPUT) -> None:
-    """From the terminal that is gone, or a pipe whose reader went with it, to a file. Where output goes to a
-    file it stays."""
+    """Redirect output from a terminal that is gone, or a pipe whose reader is gone, to a file. Output that
+    goes to a file stays."""
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:

@@ -35,7 +35,7 @@ class Task:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     suffixes: PromptSuffixes
-    """Of --rollout-prompt-suffixes."""
+    """Prompt suffixes of --rollout-prompt-suffixes."""
     prompts: PromptSource | None
     """None when recorded rollouts are replayed, or for an evaluation on its own."""
     eval_sets: list[EvalSet]
@@ -53,7 +53,8 @@ class Task:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to say of the sources of prompts: layouts that were recognised, rows that are left out."""
+        """Lines to show about the sources of prompts: layouts that were recognised, rows that are left
+        out."""
         of_training = () if self.prompts is None else self.prompts.notes
         return of_training + tuple(note for own in self.eval_sets for note in own.notes)
 

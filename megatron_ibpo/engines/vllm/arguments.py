@@ -26,7 +26,7 @@ OURS = {
     "language_model_only": None,
     "enable_return_routed_experts": "--use-rollout-routing-replay",
 }
-"""What every engine is given anyway → the flag that sets it; None: it follows from the rest."""
+"""Argument that every engine is given anyway → the flag that sets it; None: it follows from the rest."""
 
 FLAG = "--vllm-arg"
 

@@ -260,7 +260,7 @@ class Engine:
 
 
 class _Inbox:
-    """What the reader's thread has received and nobody has taken yet."""
+    """Messages that the reader's thread has received, until they are taken."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -271,7 +271,7 @@ class _Inbox:
         self._answer: Answer | Refused | None = None
         """Answer to the last call, until it is taken."""
         self._asked, self._answered = 1, 0
-        """How many answers there will be, and have been; the first is that the engine is ready."""
+        """Number of answers to expect, and received so far; the first says that the engine is ready."""
         self.closed = False
         self._heard = time.monotonic()
 

@@ -52,7 +52,7 @@ PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
 RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.routing_recorder.RecordingWorker"
 """The same, and keeps what routers choose, where vLLM's own way is not to be had: on CPUs."""
 NO_VERSION = "none"
-"""Of weights that are being replaced."""
+"""Version of weights that are being replaced."""
 PROGRESS_S = 1.0
 """Between signs of life of an engine that writes long responses and finishes none."""
 WHILE_BUSY = {
@@ -64,8 +64,8 @@ WHILE_BUSY = {
     "finish_weight_update",
     "drafts",
 }
-"""What may come between two steps of running requests: new weights, for which requests wait, and a question
-that is answered at once."""
+"""Calls allowed while requests run: those of a weight update, for which requests wait, and a question that is
+answered at once."""
 
 
 class Refusal(Exception):
@@ -247,7 +247,7 @@ class SamplingEngine:
         return counts
 
     def _routed_experts(self, outputs: list[Any]) -> list[ExpertIds | None]:
-        """Of each finished request, as `Sample.routed_experts`."""
+        """Return the chosen experts of each finished request, as `Sample.routed_experts`."""
         count, dense = self._settings.recorded_experts, self._settings.dense_layers
         if not count or not outputs:
             return [None] * len(outputs)
@@ -271,7 +271,7 @@ class SamplingEngine:
         self._llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
 
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
-        """What each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
+        """Return what each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
         afterwards until it is given some."""
         self.start_weight_update(False)
         self.update_weights({"rehearse": tensors})
@@ -296,7 +296,7 @@ class SamplingEngine:
         self._llm.collective_rpc("update_weights", args=(update_info,))
 
     def missing_weights(self) -> list[list[str]]:
-        """What each worker lacks of the present update; nothing if it is whole."""
+        """Return the tensors that each worker lacks of the present update; none if it is whole."""
         return self._llm.collective_rpc("missing_weights")
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
@@ -336,17 +336,19 @@ class SamplingEngine:
         self.paused = False
 
     def _tell_core(self, method: str, *arguments: Any) -> None:
-        """Where vLLM's core has a process of its own, it steps by itself unless it is told not to."""
+        """Call a method of vLLM's core in its own process, where it steps by itself unless it is told not
+        to."""
         core: Any = self._llm.engine_core
         core.call_utility(method, *arguments)
 
     @property
     def _in_process(self) -> bool:
-        """All of vLLM runs in this process, and steps only when it is told to."""
+        """True where all of vLLM runs in this process and steps only when it is told to."""
         return self._settings.device == "cpu" and self._settings.tensor_parallel_size == 1
 
     def digests(self) -> list[dict[str, str]]:
-        """Of each worker, digests of the weights that vLLM keeps as tensors (on CPUs most are packed)."""
+        """Return for each worker digests of the weights that vLLM keeps as tensors (on CPUs most are
+        packed)."""
         return self._llm.collective_rpc("compute_weight_checksums")
 
     def sleep(self) -> None:
@@ -371,7 +373,7 @@ def _records_itself(settings: EngineSettings) -> bool:
 
 
 def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None:
-    """What a worker recorded of a request."""
+    """Return the choices that a worker recorded for a request."""
     if sent is None:
         return None
     dtype, shape, ids = sent
@@ -379,7 +381,7 @@ def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None
 
 
 def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int) -> ExpertIds:
-    """What vLLM's own record says of a finished request (enable_return_routed_experts), which has room for
+    """Return vLLM's own record of a finished request (enable_return_routed_experts), which has room for
     layers without a router too. Not run: there was no GPU."""
     ids = output.outputs[0].routed_experts
     if ids is None or len(ids) != reads:

@@ -1,4 +1,4 @@
-"""What an engine's owner and its process send each other. Plain data over a socket of their own."""
+"""Messages between an engine's owner and its process. Plain data over a socket of their own."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -57,4 +57,4 @@ class Refused(NamedTuple):
 
 
 Message = Samples | Unsampled | Answer | Refused
-"""What comes from the engine."""
+"""Any message from the engine."""

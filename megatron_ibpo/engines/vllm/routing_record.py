@@ -1,4 +1,4 @@
-"""Which experts routers chose, by request and position: what `routing_recorder` keeps."""
+"""Experts that routers chose, by request and position, as `routing_recorder` keeps them."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ Choices = npt.NDArray[np.int32]
 
 @dataclass
 class _Kept:
-    """Of one request."""
+    """Record of one request."""
 
     reached: int = 0
     """Positions before this one have been computed or taken from a cache."""
@@ -22,7 +22,7 @@ class _Kept:
 
 
 class RoutingRecord:
-    """What routers chose, by request and position.
+    """Experts that routers chose, by request and position.
 
     The first choice of a position counts. What is computed again, after an update of the weights or where a
     request had lost its cache, has its log-probs from before.
@@ -33,7 +33,7 @@ class RoutingRecord:
         self._kept: dict[str, _Kept] = {}
 
     def add(self, request: str, start: int, choices: Choices) -> None:
-        """What was chosen for the tokens from position `start` on."""
+        """Add the choices for the tokens from position `start` on."""
         kept = self._kept.setdefault(request, _Kept())
         new = choices[max(0, kept.reached - start) :]
         if len(new):
@@ -42,8 +42,8 @@ class RoutingRecord:
             kept.reached = end
 
     def take(self, request: str, tokens: int) -> ExpertIds | None:
-        """Of the first `tokens` positions, `no_expert` where there is no record; None where there is none at
-        all. It is forgotten here."""
+        """Return the choices of the first `tokens` positions and forget them; `no_expert` where there is no
+        record, None where there is none at all."""
         kept = self._kept.pop(request, None)
         if kept is None:
             return None
@@ -57,5 +57,5 @@ class RoutingRecord:
         self._kept.pop(request, None)
 
     def names(self) -> list[str]:
-        """Of the requests of which something is kept."""
+        """Names of the requests that have a record."""
         return list(self._kept)

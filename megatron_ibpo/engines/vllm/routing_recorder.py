@@ -19,7 +19,7 @@ class RecordingWorker(WorkerExtension):
     """`WorkerExtension` with a `RoutingRecord`. vLLM takes one class of methods for its workers."""
 
     def record_routing(self, num_experts: int) -> None:
-        """From now on.
+        """Start recording.
 
         Raises:
             RuntimeError: the model has no routers, or routes inside a kernel that does not tell.
@@ -42,7 +42,7 @@ class RecordingWorker(WorkerExtension):
         return [None if ids is None else (ids.dtype.str, list(ids.shape), ids.tobytes()) for ids in found]
 
     def forget_routing(self, names: list[str]) -> None:
-        """Of requests that were dropped."""
+        """Forget requests that were dropped."""
         full = self._full_names()
         for name in names:
             self._record.forget(full.get(name, name))

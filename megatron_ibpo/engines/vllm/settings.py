@@ -12,9 +12,9 @@ from megatron_ibpo.weights.transfer.update_order import TransportName
 
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 START_S = 600.0
-"""For an engine to start, beyond reading its weights."""
+"""Seconds that an engine may take to start, beyond reading its weights."""
 READ_BYTES_PER_S = 0.25e9
-"""Of weights: what a disk gives that many nodes read at once."""
+"""Bytes of weights read per second: what a disk gives that many nodes read at once."""
 
 ONLINE_QUANTIZATION = (
     "fp8_per_tensor",
@@ -25,8 +25,8 @@ ONLINE_QUANTIZATION = (
     "int8_per_channel_weight_only",
     "nvfp4_per_token",
 )
-"""What vLLM makes of unquantized weights whenever it loads some, at an update too. "fp8" is its older name
-for the first."""
+"""Quantizations that vLLM applies itself whenever it loads unquantized weights, at an update too. "fp8" is
+its older name for the first."""
 
 
 def engine_settings(

@@ -1,4 +1,4 @@
-"""As `transforms.functional`."""
+"""The same functions as `transforms.functional`."""
 
 from torchvision.transforms.functional import InterpolationMode, __getattr__
 
