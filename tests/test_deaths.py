@@ -45,7 +45,7 @@ def test_of_another_node_less_is_known():
             "The actor died.\nThe actor died because its node has died.",
             "has ended: The actor died because its",
         ),
-        ("", "has ended: nobody knows why"),
+        ("", "has ended: the reason is not known"),
     ],
 )
 def test_other_ends_are_told_as_ray_tells_them(message, said):

@@ -117,8 +117,8 @@ def own_address() -> str:
 def open_store(
     address: str, port: int, timeout: timedelta, size: int | None = None, descriptor: int | None = None
 ) -> dist.TCPStore:
-    """A store that others find at `address`, and nobody elsewhere: torch's own socket listens on every
-    interface, and whoever reaches it can read and write what the ranks tell each other.
+    """Start a TCP store bound to `address` only. torch's own socket listens on every interface, and any
+    process that reaches it can read and write what the ranks tell each other.
 
     Args:
         port: 0 for any that is free.

@@ -7,7 +7,7 @@ NODE_ADDRESS = "IBPO_NODE_ADDRESS"
 """Environment variable: the address of this node as the other processes of the run reach it."""
 STORE_DESCRIPTOR = "IBPO_STORE_DESCRIPTOR"
 """Environment variable of rank 0, where its process listens at MASTER_PORT already: the socket's file
-descriptor. A port that was only found free is somebody else's by the time that a rank has imported torch."""
+descriptor. A port that was only found free may be taken by the time that a rank has imported torch."""
 
 
 def listen(address: str, port: int = 0) -> socket.socket:

@@ -59,7 +59,7 @@ class _Process:
 
     def listen(self) -> tuple[int, int]:
         """Port and file descriptor of a socket that listens at this node's address, for what is built here: a
-        port that is only found free is somebody else's some seconds later."""
+        port that is only found free may be taken some seconds later."""
         with listen(ray.util.get_node_ip_address()) as listener:
             return listener.getsockname()[1], listener.detach()
 

@@ -85,4 +85,6 @@ def _named(message: str, name: str) -> str | None:
 
 
 def _last_line(message: str) -> str:
-    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "nobody knows why")
+    return next(
+        (line.strip() for line in reversed(message.splitlines()) if line.strip()), "the reason is not known"
+    )

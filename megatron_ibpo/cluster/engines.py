@@ -280,7 +280,7 @@ class Engines:
                 self._join_later(ready, death)
                 return
         if may_sleep:
-            self.order = replace(self.order, sleeping=False)  # also where nobody else was left
+            self.order = replace(self.order, sleeping=False)  # also where no other engine was left
         self._end(dead)
         for index, joined in ready.items():
             member = self.members[index]

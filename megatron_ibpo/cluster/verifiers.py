@@ -100,7 +100,7 @@ class Verifiers:
         """Start the actors, without waiting.
 
         Args:
-            own: the driver's; whoever opened it closes it.
+            own: the driver's own pool, closed by its opener.
             nodes: of the run, the driver's among them.
             rm_types: verifiers that will be asked besides that of `data`.
         """

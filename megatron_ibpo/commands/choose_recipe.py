@@ -29,7 +29,7 @@ ROOM = 0.05
 """Share of a GPU's memory to leave free: the error of a plan's estimates."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
 PER_NODE = 8
-"""GPUs of a node, to plan for where none was found and nobody says how many there are."""
+"""GPUs of a node to plan for, where none was found and no count is given."""
 
 
 @dataclass(frozen=True)

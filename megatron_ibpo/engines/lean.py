@@ -31,7 +31,7 @@ scored, share it."""
 
 
 class LeanEngine:
-    """A policy that samples in this process; `engines.AsyncEngine` for whoever asks it from an event loop."""
+    """A policy that samples in this process, asked from an event loop (`engines.AsyncEngine`)."""
 
     def __init__(
         self, shape: ModelShape, eos_token_ids: Sequence[int], *, max_context: int, most_at_once: int
@@ -275,7 +275,7 @@ class _Cache:
     """Keys of each layer [rows, key-value heads, columns, head]."""
     values: list[Tensor]
     pads: Tensor
-    """[rows] long: columns before the prompt, which nobody sees."""
+    """[rows] long: columns before the prompt, which attention does not see."""
     filled: int
     """Columns that are written."""
 

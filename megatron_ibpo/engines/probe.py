@@ -20,7 +20,7 @@ LOGPROB_TOLERANCE = 1e-5
 
 
 class IdleEngine(Protocol):
-    """An engine that nobody else asks meanwhile: `engines.Engine`, or one in another process."""
+    """An engine that only its holder asks: `engines.Engine`, or one in another process."""
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
         """One sample for each request, in order."""

@@ -131,7 +131,7 @@ class Engines(Fleet, Protocol):
         ...
 
     def idle(self, index: int) -> IdleEngine:
-        """One engine, which nobody else asks meanwhile."""
+        """Return one engine for its caller alone."""
         ...
 
     def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
@@ -397,7 +397,7 @@ class Run:
         self._with_room(lambda: self.policy.save_hf(directory))
 
     def _begin_save(self) -> None:
-        self._lay_engines_to_sleep()  # trainers need their whole state; whoever samples next wakes them
+        self._lay_engines_to_sleep()  # trainers need their whole state; the next sampling wakes them
         run = self.config.run
         state = {"seed": run.seed, "spent": asdict(self.cost.spent), **self.rollouts.state()}
         if remembered := self.progress.remembered.get(self.progress.step):
@@ -483,7 +483,7 @@ class Run:
         if checkpoint is None and run.load is not None:
             checkpoint = newest_step(run.load)
         done = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
-        self._lay_engines_to_sleep()  # trainers build and train; whoever samples next wakes them
+        self._lay_engines_to_sleep()  # trainers build and train; the next sampling wakes them
         self.policy.restart(checkpoint)
         if self.engines is not None:
             self.engines.meet_trainers()

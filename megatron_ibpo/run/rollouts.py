@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Fleet(Protocol):
-    """The engines of a run, as whoever started them holds them."""
+    """The engines of a run, as the sampler needs them."""
 
     @property
     def version(self) -> int:

@@ -42,7 +42,7 @@ LOOK_EVERY_S = 1.0
 """A dead process is noticed through its socket; this is for the case that something else holds it open."""
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-"""A directory with what vLLM imports and nobody builds for CPUs."""
+"""Directory of packages that vLLM imports and that have no build for CPUs."""
 
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR"}
 LAUNCHER_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_PORT"}
@@ -139,7 +139,7 @@ class Engine:
         self._send("abort", list(numbers))
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
-        """One sample for each request, in order: for an engine that nobody else asks meanwhile.
+        """Return one sample for each request, in order; call only while nothing else is asked.
 
         Raises:
             EngineDiedError: the engine ended or took longer than `timeout` seconds.
@@ -160,7 +160,7 @@ class Engine:
         return self.result(timeout)
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Ask without waiting. What was asked before, by somebody who is gone, gets no answer then.
+        """Ask without waiting. An earlier call that is still unanswered gets no answer any more.
 
         Raises:
             EngineDiedError: the engine has ended.
@@ -427,7 +427,7 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             environment.pop(name, None)  # expandable segments cannot sleep
         # PATH stays as it is: with ninja of .venv/bin on it FlashInfer would compile kernels by an nvcc that
-        # nobody has tried here. Without, Triton serves on Blackwell (docs/gpus.md)
+        # has not been tried here. Without, Triton serves on Blackwell (docs/gpus.md)
         if settings.transport == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles between own processes
     return environment
