@@ -15,7 +15,7 @@ FLAGS = (
     "--rm-type", "test_learning:minus_signs", "--reward-threshold", "0.6", "--reward-workers", "1",
     "--rollout-batch-size", "4", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "8",
     "--rollout-temperature", "3", "--advantage-estimator", "gspo", "--num-steps-per-rollout", "1",
-    "--lr", "1e-3", "--num-rollout", "16", "--eval-num-prompts", "0", "--seed", "0",
+    "--lr", "1.5e-3", "--num-rollout", "10", "--eval-num-prompts", "0", "--seed", "0",
 )  # fmt: skip
 
 
@@ -24,8 +24,8 @@ def minus_signs(question, response, label, metadata):
     return response.count("-") / max(8, len(response))
 
 
-def test_sixteen_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
-    """With a margin: .11 and .43 with the first seed, .10 and .43 with the second."""
+def test_ten_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
+    """With a margin: .12 and .45 with this seed, .12 and .41 with the next."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)],
         cwd=TESTS.parent,
@@ -38,6 +38,6 @@ def test_sixteen_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in rows if row["kind"] == "step"]
-    assert len(rewards) == 16
+    assert len(rewards) == 10
     assert mean(rewards[:3]) < 0.2
     assert mean(rewards[-3:]) > 0.3
