@@ -53,7 +53,7 @@ def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(checkpoints):
     settings = {"lr": 1e-3, "eps_adam": 1e-8, "num_steps_per_rollout": 2}
     styles = ("cosine", "linear", "constant")
     configs = [scheduled(style, **settings) for style in styles] + [scheduled("cosine", 0.0, **settings)]
-    found = run_ranks(rates, 1, checkpoints["dense"], sequences(4), configs)[0]
+    found = run_ranks(rates, 1, checkpoints["dense"], sequences(6), configs)[0]
     share = {
         "cosine": lambda passed: 0.1 + 0.9 * (1 + math.cos(math.pi * passed)) / 2,
         "linear": lambda passed: 1 - 0.9 * passed,
