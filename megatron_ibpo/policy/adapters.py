@@ -106,7 +106,7 @@ class Adapter(Module):
         self.entries, self.scale, self.sequence_parallel = tuple(entries), lora.scale, sequence_parallel
         self.shard = holding.shard(entries[0])
         self.pairs = [pairs(entry, lora) for entry in entries]
-        """Of each entry."""
+        """Pairs of matrices of each entry."""
         self.by_columns = entries[0].cut is not None and entries[0].cut.dim == 1
         weight = next(linear.parameters())
         for of_experts in zip(*self.pairs, strict=True):
@@ -134,7 +134,7 @@ class Adapter(Module):
         return self.entries[0].expert is not None
 
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int] | None = None) -> Tensor:
-        """What is added to the layer's output.
+        """Return what is added to the layer's output.
 
         Args:
             x: the layer's input, after its norm.
@@ -157,7 +157,7 @@ class Adapter(Module):
         return torch.cat(parts)
 
     def _between(self, hidden: Tensor) -> Tensor:
-        """From the ranks' parts of A's output to the input of their parts of B."""
+        """Turn the ranks' parts of A's output into the input of their parts of B."""
         if self.by_columns:
             if self.sequence_parallel:
                 return reduce_scatter_to_sequence_parallel_region(hidden)
@@ -195,8 +195,8 @@ class Adapter(Module):
 
     @torch.no_grad()
     def added(self, place: int) -> Tensor:
-        """What this rank's part of matrix number `place` is computed with beyond itself: alpha/rank · B·A in
-        float32, or in the adapters' dtype where that is wider."""
+        """Return what this rank's part of matrix number `place` is increased by: alpha/rank · B·A in float32,
+        or in the adapters' dtype where that is wider."""
         factors = self._factors()
         a, b = (own[place] if self._is_moe else own for own in factors)
         dtype = torch.promote_types(a.dtype, torch.float32)
@@ -248,7 +248,8 @@ def _initial(entry: Entry, seed: int, rank: int, ranks: int, device: torch.devic
 
 
 def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
-    """By the names that the parameters have in a model's part, which is not wrapped."""
+    """Return the adapters' sharded tensors by the names that parameters have in a part of the model that is
+    not wrapped."""
     return {
         f"{module}.{name}": sharded
         for module, adapter in chunk.named_modules()
@@ -288,7 +289,7 @@ def offered_adapters(chunks: list[Any], shape: ModelShape, model: ModelConfig) -
 
 
 def _adapters(chunks: Sequence[Module]) -> Iterator[tuple[Adapter, Module]]:
-    """With the layer beside which each stands."""
+    """Yield each adapter with the layer beside which it stands."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(adapter := getattr(module, "lora", None), Adapter):

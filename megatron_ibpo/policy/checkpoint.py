@@ -1,4 +1,4 @@
-"""What a Megatron distributed checkpoint of policy and critic holds, and how any layout loads it."""
+"""Contents of a Megatron distributed checkpoint of policy and critic, and how any layout loads it."""
 
 import io
 import re
@@ -36,9 +36,9 @@ MTP = "mtp_"
 
 
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
-    """All that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron names shards; and
-    of the layer that is trained beside it, whose tensors have names of their own. Of a model with
-    adapters these are theirs alone."""
+    """Return everything that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron
+    names shards, and the same of the layer that is trained beside it under names of its own. Of a model
+    with adapters only these are kept."""
     state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
         models = _models(part.chunks, is_loading=False)
@@ -48,7 +48,7 @@ def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
 
 
 def _parts(trained: Trainer | Critic) -> Iterator[tuple[str, Trained]]:
-    """What has an optimizer of its own, and what begins the names of its state."""
+    """Yield each part that has an optimizer of its own, with the prefix of its state's names."""
     yield "", trained
     if isinstance(trained, Trainer) and trained.mtp is not None:
         yield MTP, trained.mtp
@@ -106,8 +106,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 
 
 def _differing_sizes(saved: Mapping[str, Any], present: ParallelConfig) -> list[str]:
-    """In how many parts the saved model was cut where this one is cut otherwise. What FP8 scales belong to is
-    named by them."""
+    """Return the dimensions in which the saved model was divided otherwise than this one. FP8 scales are
+    named by these parts."""
     sizes = {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}
     sizes |= {"expert_tensor_parallel_size"}
     return [
@@ -171,7 +171,8 @@ def _load(
 
 
 def _reason(error: BaseException) -> str:
-    """In one line. torch's exception holds those of all ranks, each with a traceback."""
+    """Return the reason of an error in one line. torch's exception holds those of all ranks, each with a
+    traceback."""
     inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     return f"{type(inner).__name__}: {first_line(inner)[:500]}"
 
@@ -199,7 +200,7 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
 
 
 def _is_extra_state(name: str) -> bool:
-    """Whether this is what Transformer Engine keeps for FP8: scales. Its grouped layers number theirs."""
+    """Return whether a key is Transformer Engine's FP8 state: scales. Its grouped layers number them."""
     return re.fullmatch(r"_extra_state\d*", name.rpartition(".")[2]) is not None
 
 
@@ -236,7 +237,7 @@ def _check_optimizer(trained: Trained, directory: Path) -> None:
 
 
 def _metadata() -> dict[str, Any]:
-    """What Megatron's parts are to know when they name their state."""
+    """Return the metadata that Megatron's parts need to name their state."""
     return {
         # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
         "chained_optim_avoid_prefix": True,
@@ -252,7 +253,7 @@ def _metadata() -> dict[str, Any]:
 def _models(
     chunks: Sequence[Any], *, is_loading: bool, scales: Container[str] = frozenset()
 ) -> dict[str, Any]:
-    """What Megatron names of each chunk.
+    """Return the state that Megatron names for each chunk.
 
     Args:
         scales: keys of the extra state that is to be loaded.
@@ -271,7 +272,7 @@ def _models(
 
 
 def _model(chunk: Any) -> dict[str, Any]:
-    """Of one chunk: its adapters, where it has some, and nothing of the weights that they leave alone."""
+    """Return the state of one chunk: its adapters alone where it has some, else its weights."""
     return sharded_adapters(chunk) or chunk.sharded_state_dict(metadata=_metadata())
 
 
@@ -287,8 +288,8 @@ def _progress(trained: Trained, models: dict[str, Any], *, is_loading: bool) -> 
 
 
 def _without_classes(state: Any) -> Any:
-    """As it is, but for what would be pickled as code: an optimizer in host memory names those that it is
-    made of among its settings, and no checkpoint with such an entry is read."""
+    """Return the state without what would be pickled as code: an optimizer in host memory names the classes
+    it is made of among its settings, and no checkpoint with such an entry can be read."""
     if isinstance(state, dict):
         return {key: _without_classes(own) for key, own in state.items() if not isinstance(own, type)}
     return [_without_classes(own) for own in state] if isinstance(state, list) else state

@@ -67,7 +67,7 @@ class Critic:
         self.chunks, self.optimizer, self.scheduler = make_trainable(chunks, config, lr, total_updates)
 
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
-        """What it expects before each response token: (index in the list that was planned, values) of each
+        """Return the critic's values before each response token: (index in the planned list, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
         found = infer(self.chunks, packed(share), _values_output, self.world.device)
         return found if is_reporting_rank() else []

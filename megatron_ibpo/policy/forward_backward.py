@@ -99,8 +99,8 @@ def make_trainable(
 
 
 def _drop_unused(optimizer: Any) -> None:
-    """Where experts are all that has adapters, nothing dense is trained. Megatron has an optimizer without
-    parameters for that, which steps and cannot be saved."""
+    """Drop Megatron's optimizer without parameters. There is one where only experts have adapters, so that
+    nothing dense is trained; it steps and cannot be saved."""
     parts = optimizer.chained_optimizers
     optimizer.chained_optimizers = [part for part in parts if part.optimizer is not None]
 
@@ -195,7 +195,7 @@ def accumulate_gradients(
 
 
 def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
-    """As plain numbers; all come from the device in one copy."""
+    """Return the observed values as plain numbers, copied from the device at once."""
     tensors = [value.double() for own in observed for value in own.values() if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else ())
     return [
@@ -276,7 +276,7 @@ def _forward(model: Any, batch: PackedBatch, processor: Callable[..., Tensor] | 
 
 
 def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
-    """Where a micro-batch's sequences lie, as Megatron's layers want to know it."""
+    """Return the places of a micro-batch's sequences in the form of Megatron's layers."""
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.rows.cu_seqlens,

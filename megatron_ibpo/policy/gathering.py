@@ -50,7 +50,8 @@ class _Scratch:
         return self._shard[:size].zero_()
 
     def brought_together(self, shard: Tensor) -> Tensor | None:
-        """All ranks' shards behind each other, on the first rank, until this is asked again."""
+        """Gather all ranks' shards, one behind the other, on the first rank. The result is valid until the
+        next call."""
         first = dist.get_global_rank(self._group, 0)
         if self._arrived is None:
             dist.gather(shard, None, first, self._group)

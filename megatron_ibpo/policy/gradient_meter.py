@@ -1,4 +1,4 @@
-"""How noisy the policy gradient of a step is, over its prompts.
+"""Signal-to-noise ratio of a step's policy gradient over its prompts.
 
 A step's gradient is the mean of one gradient per prompt. How far these differ (v, the trace of their
 covariance) against how long their mean is says how much of a step is signal. Both scale with the loss, their
@@ -26,7 +26,7 @@ Packed = tuple[int, Sequence[PackedArrays]]
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """What P per-prompt gradients have in common, and how far they differ."""
+    """Mean and spread of P per-prompt gradients."""
 
     snr: float | None
     """signal / variance; None where the gradients do not differ at all."""
@@ -38,7 +38,7 @@ class GradientNoise:
     blocks: int
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """For the metrics log; what may be compared between objectives first."""
+        """Return the metrics; those that may be compared between objectives come first."""
         snr = {} if self.snr is None else {f"{prefix}gradient_snr": self.snr}
         return snr | {
             f"{prefix}gradient_variance": self.variance,

@@ -1,4 +1,4 @@
-"""All trainer ranks as one policy: what each of them is sent, and what they found together.
+"""All trainer ranks as one policy, on the driver's side: no torch, no model.
 
 The driver's side: no torch, no model. How a call reaches the ranks is the caller's (`RankCalls`).
 """
@@ -27,14 +27,14 @@ from megatron_ibpo.weights.formats.retention import Keep
 
 
 class RankCalls(Protocol):
-    """How the ranks are reached (`cluster.Trainers`)."""
+    """A way to call the ranks (`cluster.Trainers`)."""
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What `method` gives on every rank, called with its own arguments."""
+        """Call `method` on every rank with its own arguments; return the results by rank."""
         ...
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
-        """What `method` gives on every rank, called with the same arguments."""
+        """Call `method` on every rank with the same arguments; return the results by rank."""
         ...
 
     def share(self, value: Any) -> Any:
@@ -58,7 +58,7 @@ class Policy:
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
         self._saves: list[str] = []
-        """What all ranks still have to be asked for the save under way, each once they rest."""
+        """Calls that every rank still has to answer for the save under way, each once it rests."""
 
     def restart(self, checkpoint: Path | None) -> None:
         """New trainers, with the weights of the checkpoint, or those that the run began with."""
@@ -81,13 +81,13 @@ class Policy:
         return self._forward("logprobs", sequences)
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[Floats]:
-        """What the critic expects before each response token."""
+        """Return the critic's values before each response token."""
         return self._forward("values", sequences)
 
     def measure_gradient(
         self, sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]
     ) -> dict[str, float]:
-        """How noisy the gradient of `sequences` is over prompts, and GSPO's on `plain`."""
+        """Return how noisy the gradient of `sequences` is over prompts, and GSPO's gradient on `plain`."""
         plan = plan_measure(sequences, plain, self._config, self._num_shares, self._cost)
         return self._run("measure_gradient", plan)[0]
 
@@ -103,7 +103,7 @@ class Policy:
         self._saves = ["seal_save", "end_save"]
 
     def saved(self, *, wait: bool) -> bool:
-        """Whether no save is under way any more; brings it on, and only with `wait` waits for it.
+        """Return whether no save is under way any more. Brings it on; waits for it only with `wait`.
 
         Raises:
             OSError, CheckpointError: it failed, is over, and has left nothing.
@@ -121,7 +121,7 @@ class Policy:
         self._ranks.all("save_hf", directory)
 
     def take_passes(self) -> list[Passes]:
-        """What was computed since the last take."""
+        """Return what was computed since the last take."""
         taken, self._passes = self._passes, []
         return taken
 

@@ -31,14 +31,14 @@ Ratios = npt.NDArray[np.float64]
 
 
 class Corrected(NamedTuple):
-    """What became of one sequence."""
+    """The outcome of importance correction for one sequence."""
 
     member: int
     """Its index in the list that was planned."""
     tokens: int
     """Its tokens in the loss."""
     tokens_cut: int
-    """Those whose own ratio was truncated or masked."""
+    """Number of tokens whose own ratio was truncated or masked."""
     weight: float
     """Sum over its tokens; 0 where it was rejected."""
 
@@ -54,8 +54,7 @@ def masked(ratios: Ratios, low: float, high: float) -> Ratios:
 
 
 def is_rejected(log_ratios: Ratios, low: float, high: float) -> bool:
-    """Whether the geometric mean of the ratios of a sequence's tokens, one at least, lies outside
-    [low, high]."""
+    """Return whether the geometric mean of the ratios of a sequence's tokens lies outside [low, high]."""
     mean = _sum(log_ratios) / len(log_ratios)
     return not low <= math.exp(min(mean, MAX_GAP)) <= high
 
@@ -125,7 +124,7 @@ def correction_metrics(found: Sequence[Corrected]) -> dict[str, float]:
 
 
 def _in_loss(arrays: PackedArrays, values_R: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Those of each sequence's tokens that are in the loss."""
+    """Return each sequence's values at the tokens that are in the loss."""
     bounds = arrays.response_lengths_S.cumsum()[:-1]
     pairs = zip(np.split(values_R, bounds), np.split(arrays.loss_mask_R, bounds), strict=True)
     return [own[mask] for own, mask in pairs]

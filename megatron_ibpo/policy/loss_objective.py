@@ -1,4 +1,4 @@
-"""From the configuration of the loss to the objective that its entry points take."""
+"""Build the objective that the loss entry points take from the configuration."""
 
 from collections.abc import Iterable
 
@@ -35,7 +35,7 @@ def gspo_objective(config: Config, device: torch.device) -> Objective:
 
 
 def loss_params(loss: LossConfig) -> dict[str, float]:
-    """All parameters of the run's loss variant: what the flags give, and the variant's own defaults.
+    """Return all parameters of the run's loss variant: those of the flags, and the variant's own defaults.
 
     Raises:
         ValueError: an unknown variant, a parameter that it does not have or that lies outside its range, one
@@ -83,7 +83,7 @@ def check_loss(loss: LossConfig) -> None:
 
 
 def aggregation(config: Config, mean_length: float) -> str | float:
-    """What divides a sequence's sum over tokens in every micro-batch of a mini-batch.
+    """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch.
 
     Args:
         mean_length: `planning.weighted_mean_length` of the mini-batch, which a token mean divides by.
@@ -97,7 +97,7 @@ def aggregation(config: Config, mean_length: float) -> str | float:
 
 
 def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
-    """What will compute the loss on this device.
+    """Return the back end that computes the loss on this device.
 
     Raises:
         ValueError: an unknown variant, or --loss-backend triton where the kernels cannot be used.

@@ -1,4 +1,4 @@
-"""From a ModelShape to this rank's part of the Megatron model."""
+"""Build this rank's part of the Megatron model from a ModelShape."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -129,8 +129,8 @@ def build_value_model(
     libraries: Backends | None = None,
 ) -> list[Any]:
     """The same model with a value head in the place of the LM head: chunk(…) gives values [1, N, 1] in fp32
-    on the last pipeline stage. Embeddings are not tied to anything; `weights.load_hf` fills all but the head.
-    """
+    on the last pipeline stage. Embeddings are not tied to anything; `weights.load_hf` fills all but the
+    head."""
     untied = replace(shape, tie_word_embeddings=False)
     chunks = build_model(untied, config, device=device, libraries=libraries)
     from megatron_ibpo.policy.critic import ValueHead

@@ -52,7 +52,8 @@ class MtpModel(MegatronModule):
         rotary: Tensor,
         packed: PackedSeqParams,
     ) -> Tensor:
-        """What the policy's head makes logits of, for the tokens after `next_ids`; shaped as `hidden_states`.
+        """Return the hidden states that the policy's head makes logits of for the tokens after `next_ids`;
+        shaped as `hidden_states`.
 
         Args:
             hidden_states: [N, 1, H] the policy's, after its final norm, one row a token; [N / TP, 1, H] with

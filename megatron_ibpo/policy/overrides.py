@@ -1,6 +1,5 @@
 """--model-override and --optimizer-override: any field of Megatron's TransformerConfig and OptimizerConfig by
-its name, checked before anything starts and without Megatron. What they do on a GPU has not been run.
-"""
+its name, checked before anything starts and without Megatron. What they do on a GPU has not been run."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,7 +107,7 @@ OPTIMIZER_OURS = {
 @dataclass(frozen=True)
 class _DType:
     name: str
-    """In torch."""
+    """Name in torch."""
     num_bytes: int
 
 
@@ -122,7 +121,7 @@ _DTYPES = {
     "fp32": _FP32, "float32": _FP32, "bf16": _BF16, "bfloat16": _BF16, "fp16": _FP16, "float16": _FP16,
     "fp8": _FP8, "uint8": _FP8,
 }  # fmt: skip
-"""As they are typed. Transformer Engine's Adam takes bytes for FP8."""
+"""Data types by the names that users type. Transformer Engine's Adam takes bytes for FP8."""
 
 
 def model_overrides(config: Config) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, A
 
 @contextmanager
 def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
-    """What Megatron refuses within, with such settings given, comes as a ValueError that names them."""
+    """Turn what Megatron refuses within into a ValueError that names the given settings."""
     try:
         yield
     except (ValueError, AssertionError, ImportError) as error:
@@ -201,8 +200,8 @@ def model_chunks(config: Config) -> int:
 
 
 def micro_batch_multiple(config: Config) -> int:
-    """What the number of a pass's micro-batches must divide by: in an interleaved pipeline a rank takes so
-    many through one of its pieces of the model before it turns to the next.
+    """Return the number that a pass's micro-batches must be a multiple of: in an interleaved pipeline a rank
+    takes that many through one of its pieces of the model before it turns to the next.
 
     Raises:
         ValueError: as `model_overrides`.
@@ -301,12 +300,12 @@ def recomputed_modules(config: Config) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """What the optimizer keeps for one parameter of a rank's shard."""
+    """Bytes that the optimizer keeps for one parameter of a rank's shard."""
 
     device: float
     """On the GPU: the master weight where the weight is bf16, and both means."""
     host: float
-    """In main memory (--optimizer-cpu-offload): the same, and the gradient."""
+    """Bytes in main memory (--optimizer-cpu-offload): the same, and the gradient."""
 
 
 def optimizer_bytes(config: Config) -> OptimizerBytes:

@@ -47,10 +47,10 @@ class PackedArrays:
     members_S: Lengths
     """Index of each sequence in the list that was planned."""
     old_logprobs_R: Floats | None = None
-    """Of the proximal policy; filled in by the rank itself, before its first step. None: the forward pass
-    itself gives them."""
+    """Log-probs of the proximal policy, filled in by the rank itself before its first step. None: the forward
+    pass itself gives them."""
     ref_logprobs_R: Floats | None = None
-    """Of the reference policy; filled in by the rank itself where there is one."""
+    """Log-probs of the reference policy, filled in by the rank itself where there is one."""
     importance_weights_R: Weights | None = None
     """Filled in by the rank itself where it corrects for the policy that sampled. `token_weights_R` have
     them, and so has the loss that is reported."""
@@ -93,8 +93,8 @@ class PackedBatch:
     position_ids_1N: Tensor
     max_seqlen: int
     rows: LossRows
-    """With an index, and the padding sequence included; the mask is float32. Without old log-probs the
-    forward pass itself gives them; without a reference policy there are none of it."""
+    """Rows of the loss with an index, the padding sequence included; the mask is float32. Without old log-
+    probs the forward pass itself gives them; without a reference policy there are none of it."""
     rollout_logprobs_N: Tensor | None
     importance_weights_N: Tensor | None
     returns_N: Tensor | None
@@ -106,7 +106,7 @@ class PackedBatch:
     places_R: Lengths
     """Row of each response token; under context parallelism among the rows of all ranks, laid end to end."""
     places_T: Lengths
-    """So too of each token that is an input: all but the last of each sequence."""
+    """The same for each token that is an input: all but the last of each sequence."""
     context: Context = ALONE
     routed_experts_NLK: ExpertIds | None = None
     """[N, layers, experts per token] on the host: what the routers are to choose. `no_expert` in the

@@ -1,4 +1,4 @@
-"""Which rank holds which part of the model: Megatron's model-parallel groups."""
+"""Megatron's model-parallel groups: the part of the model that each rank holds."""
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig

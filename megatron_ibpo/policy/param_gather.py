@@ -73,14 +73,14 @@ def finish_gathers(chunks: Sequence[Any]) -> None:
 
 
 def _groups(chunk: Any) -> Iterator[Any]:
-    """In the order in which forward passes ask for them."""
+    """Return the buckets' groups in the order in which forward passes ask for them."""
     for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
         yield from reversed(groups)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """What a forward pass did."""
+    """A record of one forward pass."""
 
     calls: dict[Module, int]
     """Place of each module that was called, by the first call."""
@@ -121,7 +121,8 @@ def _watched(model: Module, run: Callable[[], object]) -> _Pass:
 
 
 def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
-    """Of modules that some pass did not call; those around were called in all of them.
+    """Return where to wait for the modules that some pass did not call; those around them were called in all
+    passes.
 
     Raises:
         ValueError: a parameter was read before either was called.

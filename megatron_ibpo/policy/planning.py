@@ -43,7 +43,7 @@ class Cut:
     empty; none where no rank has a sequence."""
 
     micro_batches: list[MicroBatch]
-    """For a forward and a backward pass, of up to --max-tokens-per-gpu tokens."""
+    """Micro-batches for a forward and a backward pass, of up to --max-tokens-per-gpu tokens."""
     forward_batches: list[MicroBatch]
     """The same sequences for a pass without a gradient, of up to --log-probs-max-tokens-per-gpu. Nothing more
     to send: pickling writes what both hold once."""
@@ -55,8 +55,8 @@ class MiniBatch:
 
     cut: Cut
     needs_old_logprobs: bool
-    """From a forward pass ahead of the first step; else the engine gave them, or the mini-batch's own forward
-    pass does."""
+    """True where old log-probs come from a forward pass ahead of the first step; else the engine gave them,
+    or the mini-batch's own forward pass does."""
     mean_length: float
     """`weighted_mean_length` of the whole mini-batch, sequences without advantage included."""
     trained_tokens: int
@@ -74,9 +74,9 @@ class Block:
     """One rank's part of the sequences of a block of prompts."""
 
     prompts: int
-    """Those without any gradient included."""
+    """Number of prompts, those without any gradient included."""
     cut: Cut
-    """Of the sequences that have an advantage."""
+    """Cut of the sequences that have an advantage."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RankMeasure:
     """One rank's part of a measurement of the gradient's noise."""
 
     own: list[Block]
-    """What the step trains on; empty for fewer than two prompts, of which nothing can be said."""
+    """Blocks of what the step trains on; empty for fewer than two prompts, which give no estimate."""
     mean_length: float
     """`weighted_mean_length` of `own`."""
     plain: list[Block] | None
@@ -96,12 +96,12 @@ class Passes:
     """Sequences that go through the model, by their lengths in tokens."""
 
     forward: list[int] = field(default_factory=list)
-    """In a forward pass alone, for log-probs or values."""
+    """Lengths in forward passes alone, for log-probs or values."""
     updates: list[int] = field(default_factory=list)
-    """In a forward and backward pass of an optimizer step."""
+    """Lengths in forward and backward passes of optimizer steps."""
     repeated_forward: list[int] = field(default_factory=list)
     repeated_updates: list[int] = field(default_factory=list)
-    """Of each of these, tokens at its beginning that another sequence of the same pass has too."""
+    """Length of the prefix that each of these shares with another sequence of the same pass."""
 
     @classmethod
     def of(
@@ -113,10 +113,10 @@ class Passes:
 
 @dataclass(frozen=True)
 class Plan(Generic[Share]):
-    """What every data-parallel rank gets."""
+    """The shares of all data-parallel ranks."""
 
     shares: list[Share]
-    """By data-parallel rank."""
+    """Share of each data-parallel rank."""
     passes: Passes
 
 
@@ -222,7 +222,7 @@ def plan_measure(
 
 
 def update_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """What an update over `sequences` trains on, in numbers; tokens count with their prompts."""
+    """Return the sizes of an update over `sequences` as metrics; tokens are counted with their prompts."""
     trained = [s for s in sequences if _is_trained_on(s)]
     tokens = [len(s.prompt_token_ids) + s.num_trained_tokens for s in trained]
     return {
@@ -236,7 +236,7 @@ def update_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[Any]:
-    """What the ranks found of `count` planned sequences, in order.
+    """Return what the ranks found for `count` planned sequences, in order.
 
     Raises:
         ValueError: nothing was found of some of them.
@@ -297,7 +297,7 @@ def empty_micro_batches(shares: Sequence[RankUpdate]) -> int:
 def plan_micro_batches(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[list[list[int]]]:
-    """Which sequences go into which micro-batch of which data-parallel rank: [rank][micro-batch][index].
+    """Return the sequences of each micro-batch of each data-parallel rank: [rank][micro-batch][index].
 
     Every rank gets the same number of micro-batches; some may be empty.
     """
@@ -362,7 +362,7 @@ OF_POLICY = ("rollout_logprobs", "token_weights", "token_advantages", "routed_ex
 
 
 def _unread(config: Config) -> list[str]:
-    """What an update of the policy does not read."""
+    """Return the names of the arrays that an update of the policy does not read."""
     return ["returns", "values", *([] if config.rollout.use_rollout_routing_replay else ["routed_experts"])]
 
 
@@ -373,7 +373,7 @@ def _without(sequence: TrainSequence, *names: str) -> TrainSequence:
 
 
 def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost) -> list[Cut]:
-    """Of each rank; no micro-batches where there are no sequences."""
+    """Return the cut of each rank; without sequences there are no micro-batches."""
     if not sequences:
         return [Cut([], []) for _ in range(num_ranks)]
     ranks = config.parallel.context_parallel_size
@@ -426,7 +426,7 @@ def _blocks(
 
 
 def _train_alike(sequences: Sequence[TrainSequence], others: Sequence[TrainSequence]) -> bool:
-    """Whether both give the same gradient."""
+    """Return whether both give the same gradient."""
     return len(sequences) == len(others) and all(
         (a.group, a.weight, a.advantage, a.temperature) == (b.group, b.weight, b.advantage, b.temperature)
         and all(

@@ -1,4 +1,4 @@
-"""What a trainer's process runs first."""
+"""The first code that a trainer's process runs."""
 
 import os
 import sys

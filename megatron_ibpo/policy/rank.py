@@ -79,7 +79,7 @@ class TrainerRank:
         drafts = mtp is not None and drafts_with_own_layer(config.rollout.vllm_arg)
         self.export = HFExport(chunks, shape, mtp=mtp if drafts else None, values=values)
         self.whole_export = HFExport(chunks, shape, mtp=mtp, values=values)
-        """What files hold."""
+        """Export of everything that files hold."""
         adapters = offered_adapters(chunks, shape, config.model)
         updates = config.run.num_rollout * config.loss.num_steps_per_rollout
         reference = None
@@ -127,7 +127,7 @@ class TrainerRank:
         return self.critic.values(work)
 
     def measure_gradient(self, work: RankMeasure) -> dict[str, float]:
-        """How noisy the gradient is over prompts, and GSPO's on the same responses."""
+        """Return how noisy the gradient is over prompts, and GSPO's gradient on the same responses."""
         self.residence.bring(Held.EVERYTHING)
         return compare_with_gspo(self.trainer, work)
 
@@ -137,7 +137,8 @@ class TrainerRank:
         self.saver.begin(self.trainer, SaveOrder(directory, step, run_state, keep), self.critic)
 
     def save_rests(self, wait: bool) -> bool:
-        """Whether this rank writes nothing any more; with `wait` once it does not. Not collective."""
+        """Return whether this rank writes nothing any more; with `wait`, wait until it does not. Not
+        collective."""
         return self.saver.rests(wait=wait)
 
     def seal_save(self) -> None:
@@ -205,5 +206,5 @@ class TrainerRank:
 
 
 def _reasons(failures: Mapping[int, Exception]) -> dict[int, str]:
-    """As text: an exception of a library may not survive the way to another process."""
+    """Return the failures as text: an exception of a library may not survive the way to another process."""
     return {engine: str(error) for engine, error in failures.items()}

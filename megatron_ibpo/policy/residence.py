@@ -1,4 +1,4 @@
-"""What a trainer holds on its device, and what waits in host memory while engines sample on the same one.
+"""Moves a trainer's state between its device and host memory, while engines sample on the same device.
 
 Megatron's `DistributedDataParallel.offload_grad_buffers` gives gradients away. Its `optimizer.offload_to_cpu`
 is not used: it gives each of the optimizer's parameters other memory. Where these are views into the model
@@ -25,12 +25,12 @@ ALIGNMENT = 256
 
 
 class Held(IntEnum):
-    """How much is on the device."""
+    """Parts of the trainer's state that are on the device."""
 
     NOTHING = 0
     """Caches and communicators apart."""
     WEIGHTS = 1
-    """What log-probs, exports and weight updates need."""
+    """State that log-probs, exports and weight updates need."""
     EVERYTHING = 2
     """Gradients and optimizer state too: what training and checkpoints need."""
 
@@ -87,7 +87,7 @@ class Residence:
         self.held = max(self.held, needed)
 
     def _wait_for_arrivals(self, *_: Any) -> None:
-        """What the present stream does next is done when the optimizer's state has come."""
+        """Make the present stream wait until the optimizer's state has arrived."""
         torch.cuda.current_stream().wait_stream(self._arrivals)
 
     def leave(self, kept: Held) -> None:
@@ -143,7 +143,7 @@ class Residence:
                     yield part.optimizer
 
     def _here(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Those on the device: an optimizer may keep some in host memory at all times."""
+        """Yield the tensors on the device: an optimizer may keep some in host memory at all times."""
         return (tensor for tensor in tensors if tensor.device.type == self._world.device.type)
 
 
@@ -213,7 +213,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """What lies below them, each once: flat buffers are below many."""
+    """Return the storages below the tensors, each once: flat buffers are below many."""
     found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return [storage for storage in found.values() if storage.nbytes()]
 

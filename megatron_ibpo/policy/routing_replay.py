@@ -26,8 +26,8 @@ from megatron_ibpo.basics.records import ExpertIds, expert_ids, no_expert
 from megatron_ibpo.policy.packing import PackedBatch
 
 CHANGED, LIVE, CHOICES = "routing_changed", "routing_live", "routing_choices"
-"""What is counted, of choices (one of a token in a layer) in passes that train: those where the router would
-have chosen other experts than it was told, those it was told nothing of, and all."""
+"""Counts of choices (one per token and layer) in passes that train: those where the router would have chosen
+other experts than it was told, those it was told nothing of, and all."""
 
 
 class RoutingReplay:
@@ -46,7 +46,8 @@ class RoutingReplay:
             raise ValueError("replay of routing: the model has no routers")
         found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         self.layers = [_place(router.layer_number - 1, config.moe_layer_freq) for router in found]
-        """Of each router here, among all routers of the model. None on a pipeline stage of dense layers."""
+        """Index of each router here among all routers of the model; None on a pipeline stage of dense layers.
+        """
         self.num_experts: int = config.num_moe_experts
         self._chosen: int = config.moe_router_topk
         self._routers = [_Router(self, column) for column in range(len(found))]
@@ -57,7 +58,7 @@ class RoutingReplay:
         self.given_NLK: Tensor | None = None
         """int32 of the rows that routers of this rank see; negative: nothing to replay."""
         self.is_real_N = torch.empty(0, dtype=torch.bool)
-        """Which of these rows are no padding."""
+        """True for the rows that are no padding."""
         self.real_rows = 0
         self.in_forward = False
         self._changed: Tensor | float = 0.0
@@ -141,14 +142,14 @@ class RoutingReplay:
 
 
 class _Router:
-    """What one router asks in place of Megatron's RouterReplay."""
+    """One router's stand-in for Megatron's RouterReplay."""
 
     def __init__(self, replay: RoutingReplay, column: int) -> None:
         self._replay, self._column = replay, column
         self.chosen: list[Tensor] = []
         """int32 [rows, K] of each micro-batch of a pass that records."""
         self.to_recompute: deque[Tensor | None] = deque()
-        """What was given in forward passes that a checkpoint will compute again, in order: a chunk's backward
+        """Choices given in forward passes that a checkpoint will compute again, in order: a chunk's backward
         passes take the micro-batches in the order of its forward passes, under every schedule."""
 
     def get_replay_topk(
@@ -159,7 +160,7 @@ class _Router:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As RouterReplay's: (scores [rows, K] of the chosen, their ids int64 [rows, K])."""
+        """Return what RouterReplay returns: (scores [rows, K] of the chosen, their ids int64 [rows, K])."""
         assert default_compute_topk is not None
         replay = self._replay
         given = self._given()
@@ -221,7 +222,7 @@ def _own_rows(rows: int) -> slice:
 
 
 def _all_rows(own_NLK: Tensor) -> Tensor:
-    """Those of all tensor-parallel ranks, in order, and so of all that share the sequences."""
+    """Return the rows of all tensor-parallel ranks, in order, and so of all that share the sequences."""
     for size, group in (
         (
             parallel_state.get_tensor_model_parallel_world_size(),

@@ -47,20 +47,20 @@ from megatron_ibpo.weights.formats.same_adapters import describe_adapters
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SMALL_FILES_BYTES = 4 * 1024**2
-"""Of a checkpoint: metadata, configuration, tokenizer."""
+"""Bytes of a checkpoint's small files: metadata, configuration, tokenizer."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is saved, and where."""
+    """An order to save: what, and where."""
 
     directory: Path
-    """Of all checkpoints; this one is `directory`/step_N."""
+    """Directory of all checkpoints; this one is `directory`/step_N."""
     step: int
     run_state: dict[str, Any]
     """JSON of the loop's own; comes back from `load_run_state`."""
     keep: Keep
-    """What stays of the checkpoints before, once this one has its name."""
+    """Rule for the checkpoints that stay once this one has its name."""
 
     @property
     def final(self) -> Path:
@@ -69,7 +69,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank has to do for one model and its optimizer."""
+    """This rank's part of saving one model and its optimizer."""
 
     request: Any
     """Megatron's `AsyncRequest`."""
@@ -90,7 +90,7 @@ class Saver:
 
     world: World
     adapters: Adapters | None = None
-    """What PEFT is to be able to load of every checkpoint."""
+    """Adapters that PEFT is to be able to load from every checkpoint."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     _job: "Future[None] | None" = None
     _order: Order | None = None
@@ -144,7 +144,7 @@ class Saver:
         self._raise_everywhere(error)
 
     def rests(self, *, wait: bool) -> bool:
-        """Whether this rank has nothing to do in the background; raises nothing."""
+        """Return whether this rank has nothing to do in the background; raises nothing."""
         if wait and self._job is not None:
             self._job.exception()
         return self._job is None or self._job.done()
@@ -264,12 +264,12 @@ def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    """Where the memory below it begins."""
+    """Return the address of the memory below a tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _write(parts: Sequence[_Part]) -> None:
-    """In the thread: this rank's files, on the disk when this returns.
+    """Write this rank's files, in its thread; they are on the disk when this returns.
 
     Megatron's function for all files of a rank turns every error into text, and a full disk into no more than
     the word OSError; that for one of them keeps it.
@@ -293,14 +293,14 @@ def _write(parts: Sequence[_Part]) -> None:
 
 
 def _told(error: BaseException | None, rank: int) -> Exception | None:
-    """As it goes to the other ranks: what a full disk says as it is, the rest as text."""
+    """Return an error in the form in which it goes to other ranks: a full disk as it is, the rest as text."""
     if error is None or isinstance(error, OSError):
         return error
     return CheckpointError(f"trainer {rank} could not write its part: {type(error).__name__}: {error}")
 
 
 def _check_room(partial: Path, needed: int) -> None:
-    """Before anything large is written: a disk that is filled up is in everybody's way."""
+    """Refuse before anything large is written: a full disk stops everything on the machine."""
     free = shutil.disk_usage(partial).free
     if free < needed:
         shutil.rmtree(partial, ignore_errors=True)
@@ -310,7 +310,7 @@ def _check_room(partial: Path, needed: int) -> None:
 
 
 def _publish(order: Order, others: dict[str, Any]) -> None:
-    """In the thread of rank 0: the small files, the name, and the end of what is older."""
+    """Write the small files, give the checkpoint its name and remove older ones, in the thread of rank 0."""
     partial = partial_of(order.final)
     try:
         model, layout = others["model"], others["layout"]

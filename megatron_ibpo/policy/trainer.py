@@ -134,8 +134,9 @@ class Trainer:
         return found if is_reporting_rank() else []
 
     def as_trained(self, cut: Cut) -> list[PackedArrays]:
-        """As the first optimizer step of an update trains on them: with the engine's log-probs as old ones,
-        or without old log-probs, at ratio 1, and with importance corrections. Collective."""
+        """Return the micro-batches as the first optimizer step of an update trains on them: with the engine's
+        log-probs as old ones, or without old log-probs, at ratio 1, and with importance corrections.
+        Collective."""
         loss = self.config.loss
         packs = self._packed(cut.micro_batches)
         if loss.old_logprobs == "engine":
@@ -152,7 +153,8 @@ class Trainer:
         return self._with_old_logprobs(packs, part.cut) if part.needs_old_logprobs else packs
 
     def _packed(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
-        """With what the routers of this rank are to choose, where the sequences say it."""
+        """Return the packed micro-batches with the experts that this rank's routers are to choose, where
+        sequences have them."""
         packs = packed(micro_batches)
         if self.routing is None:
             return packs
@@ -164,7 +166,7 @@ class Trainer:
         ]
 
     def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Floats]]:
-        """As `infer`; routers choose by themselves."""
+        """Return log-probs as `infer`; routers choose by themselves."""
         packs = packed(micro_batches)
         return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
 
@@ -193,15 +195,15 @@ class Trainer:
         return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
     def _corrected(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Corrected]]:
-        """With importance corrections, and what became of each sequence; unchanged but on the last stage,
-        which alone has log-probs and computes a loss."""
+        """Return the packs with importance corrections, and the outcome for each sequence. Packs stay
+        unchanged except on the last stage, which alone has log-probs and computes a loss."""
         if not parallel_state.is_pipeline_last_stage():
             return list(packs), []
         pairs = [correct(arrays, self.config.loss) for arrays in packs]
         return [arrays for arrays, _ in pairs], [sequence for _, own in pairs for sequence in own]
 
     def _in_order(self, corrected: list[Corrected]) -> list[Corrected]:
-        """Those of all ranks, in the order of the sequences."""
+        """Return the outcomes of all ranks, in the order of the sequences."""
         parts = self.world.all_gather(corrected if is_reporting_rank() else [])
         return sorted(sequence for part in parts for sequence in part)
 
@@ -254,9 +256,9 @@ class Trainer:
         )
 
     def _routing_metrics(self) -> dict[str, float]:
-        """Of the choices that routers made in an update on all ranks: `routing_changed`, the share of those
-        replayed that they would have made otherwise by themselves, and `routing_live`, the share of all that
-        they made by themselves, since nothing was recorded of them."""
+        """Return metrics of the routers' choices in an update, on all ranks: `routing_changed`, the share of
+        replayed choices that the router would have made otherwise, and `routing_live`, the share of
+        choices that it made by itself, since there was no record."""
         if self.routing is None:
             return {}
         counts = self.world.all_gather(self.routing.take_counts())
@@ -325,7 +327,7 @@ def _with_engine_logprobs(packs: Sequence[PackedArrays]) -> list[PackedArrays]:
 
 
 _MAXIMA = ("ratio_max", "logprob_diff_abs_max")
-"""Of what is observed, those of which the largest counts; all others are sums."""
+"""Metrics reduced by maximum; all others are sums."""
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""From prompts to scored and corrected groups, as a stream; the one way of asking engines and verifiers."""
+"""The stream of scored and corrected groups made from prompts: the one way of asking engines and
+verifiers."""
 
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer

@@ -19,7 +19,7 @@ DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditC
 
 @dataclass(frozen=True)
 class Pace:
-    """How far sampling runs ahead, and what a batch takes."""
+    """Limits of sampling ahead of training, and the size of a batch."""
 
     staleness: int
     """S: steps by which the oldest weights behind a batch may be older than those that it trains."""
@@ -43,9 +43,9 @@ class _Flight:
     """Position of its prompt in the source's stream."""
     attempt: int
     version: int
-    """Of the oldest weights that may have sampled a part of it."""
+    """Version of the oldest weights that may have sampled a part of it."""
     samples: list[Sample] = field(default_factory=list)
-    """What has been sampled for it so far."""
+    """Samples of the group so far."""
     drawn: Drawn | None = None
     """Once its responses are scored."""
     state: _State = "flying"
@@ -63,7 +63,7 @@ class _Taken:
     """A batch whose bias is not known yet: some groups that were under way with it have not finished."""
 
     lengths: list[int]
-    """Of the responses that it took."""
+    """Lengths of the responses that the batch took."""
     later: list[_Flight]
     """Groups that were under way when it was taken."""
 
@@ -92,7 +92,7 @@ class Ahead:
         self._again: deque[tuple[int, int]] = deque()
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._tally: Counter[tuple[_State, int]] = Counter()
-        """How many of them have which state and version, so that a group that ends need not look at all."""
+        """Number of groups by state and version, so that a group that ends need not look at all."""
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._unwanted = 0
@@ -144,7 +144,7 @@ class Ahead:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def gauges(self) -> dict[str, float]:
-        """What is under way now."""
+        """Return gauges of what is under way now."""
         return {
             "groups_in_flight": float(self._number("flying")),
             "groups_buffered": float(self._number("ready", "spare")),
@@ -163,7 +163,7 @@ class Ahead:
 
     @property
     def _exhausted(self) -> bool:
-        """So many groups were unwanted that the batch has to do with what there is."""
+        """Return whether so many groups were unwanted that the batch has to do with what there is."""
         return self._unwanted >= self._groups.rules.max_rounds * self._wanted
 
     def _fill(self) -> None:
@@ -260,7 +260,7 @@ class Ahead:
         return True
 
     async def _fill_up_with_spares(self) -> None:
-        """Where nothing better is to be had, groups that are not preferred serve."""
+        """Take groups that are not preferred, where no better ones are to be had."""
         if not self._exhausted or self._number("flying"):
             return
         spares = [flight for flight in self._flights.values() if flight.state == "spare"]
@@ -338,7 +338,8 @@ class Ahead:
         return metrics
 
     def _tell_bias(self) -> None:
-        """Of the last batch of which it is known: everything that was under way with it has ended."""
+        """Report the length bias of the last batch for which it is known, because everything under way with
+        it has ended."""
         under_way = {flight for flight in self._flights.values() if flight.state == "flying"}
         while self._untold and under_way.isdisjoint(self._untold[0].later):
             taken = self._untold.pop(0)

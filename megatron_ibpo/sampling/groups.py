@@ -20,7 +20,7 @@ Each = Callable[[Sample], None]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which groups a batch takes."""
+    """Rules for the groups that a batch takes."""
 
     wanted: int
     """Groups in the batch."""
@@ -31,21 +31,21 @@ class Rules:
     preferred: GroupFilter
     """Groups that it refuses fill the batch up only when the rounds are over (dynamic sampling)."""
     after_credit: AfterCredit | None = None
-    """What may make such a group preferred after all. Then it is followed up before the batch is chosen."""
+    """Test that may make such a group preferred after all, once it is followed up; None: nothing does."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is made of."""
+    """The groups of one step."""
 
     groups: list[Group]
-    """In the order of the prompts; corrections attached."""
+    """Groups in the order of the prompts, with corrections attached."""
     sampled: list[Sample]
     """Everything that was sampled for it, in the same order: what was discarded, too."""
     metrics: dict[str, float]
-    """What `fill_batch` measured."""
+    """Metrics of `fill_batch`."""
     attempts: tuple[int, ...]
-    """How often each group's prompt had been asked before."""
+    """Number of earlier attempts at each group's prompt."""
     dropped: tuple[tuple[int, int, str], ...] = ()
     """(prompt index, attempt, reason) of groups that were sampled and are never trained on."""
 
@@ -68,7 +68,7 @@ class Drawn:
 
     group: Group
     attempt: int
-    """How often its prompt was asked before."""
+    """Number of earlier attempts at its prompt."""
     engine: int
     usable: bool
     preferred: bool

@@ -1,4 +1,4 @@
-"""What sampling keeps in the journal, and what it finds there when a run goes on."""
+"""The journal as sampling uses it: what is kept, and what a resumed run finds there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPIRED = "expired"
 
 @dataclass
 class UnderWay:
-    """Which prompts are in no batch yet, when sampling runs ahead. As JSON it goes into checkpoints."""
+    """Prompts that are in no batch yet when sampling runs ahead. Goes into checkpoints as JSON."""
 
     cursor: int
     """Position of the first prompt that was never asked."""
@@ -85,11 +85,11 @@ class JournalMemory:
         return closed
 
     def after(self, step: int) -> JournalMemory:
-        """What the journal has of the steps after `step`, this process's own included."""
+        """Return the journal's view of the steps after `step`, with this process's own records."""
         return replace(self, recovered=read_journal(self.journal.directory, step))
 
     def batch(self, step: int) -> ClosedBatch | None:
-        """What the `step`-th step trained on, where an earlier process took it that far."""
+        """Return the batch of the `step`-th step, if an earlier process closed it."""
         return next((batch for batch in self.recovered.batches if batch.step == step), None)
 
     def open_groups(self) -> dict[tuple[int, int], int]:

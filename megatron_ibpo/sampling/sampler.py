@@ -25,7 +25,7 @@ from megatron_ibpo.sampling.tasks import together
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""
 KILL_TIMEOUT_S = 5.0
-"""For an engine that stands still to be ended; it has a shorter one of its own."""
+"""Seconds for a hanging engine to be ended; it has a shorter time-out of its own."""
 LOOK_S = 0.2
 """Seconds between two times that who waits for work does something else."""
 CLOSE_TIMEOUT_S = 10.0
@@ -72,7 +72,7 @@ class _Lane:
         return opened
 
     def clear(self) -> list[_Open]:
-        """All that the engine owes, which it no longer does."""
+        """Forget all requests that the engine owes, and return them."""
         opened = list(self.open.values())
         self.open, self.unsent, self.dropped, self.load = {}, [], [], 0
         return opened
@@ -110,7 +110,8 @@ class Sampler:
                 except that after EngineLostError the other engines go on.
         """
         self.version = 0
-        """Of the policy whose weights, or later ones, the engines must have. Whoever gives them sets it."""
+        """Version of the policy whose weights, or later ones, the engines must have. Set by the owner of the
+        weights."""
         self._lanes = [_Lane(index, engine) for index, engine in enumerate(engines)]
         self._score = score
         self._stall_timeout = stall_timeout
@@ -145,7 +146,7 @@ class Sampler:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, started: futures.Future[T], meanwhile: Callable[[], None] | None = None) -> T:
-        """What came of work that `start` began; given up when the wait is interrupted."""
+        """Return the result of the work that `started`; give it up when the wait is interrupted."""
         try:
             while not started.done():
                 futures.wait([started], LOOK_S)
@@ -174,7 +175,7 @@ class Sampler:
         self.close()
 
     def take_metrics(self) -> dict[str, float]:
-        """What sampling took since the last call (`Meter`), and samples_in_flight now."""
+        """Return the metrics of sampling since the last call (`Meter`), and samples_in_flight now."""
         in_flight = len(self._homeless) + sum(len(lane.open) for lane in self._lanes)
         return self._meter.take() | {"samples_in_flight": float(in_flight)}
 
@@ -251,7 +252,7 @@ class Sampler:
         return least.index
 
     def spread(self, requests: Sequence[SampleRequest]) -> list[int]:
-        """For each request the engine that has the least to do then."""
+        """Return for each request the engine that has the least to do then."""
         loads = [(lane.load, lane.index) for lane in self._working()]
         heapq.heapify(loads)
         places = []
@@ -306,7 +307,7 @@ class Sampler:
             lane.collecting = asyncio.create_task(self._collect(lane))
 
     def _take_back(self, lane: _Lane, number: int, sample: asyncio.Future[Sample]) -> None:
-        """Where nobody waits for a sample any more, its engine need not go on with it."""
+        """Abort a request whose sample nothing waits for any more."""
         if sample.cancelled() and number in lane.open:
             lane.close(number)
             lane.dropped.append(number)
@@ -353,7 +354,7 @@ class Sampler:
                     opened.sample.set_result(sample)
 
     async def _taken(self, engine: AsyncEngine) -> list[tuple[int, Sample]]:
-        """What an engine has finished. One whose whole process stands still never says so itself."""
+        """Return what an engine has finished. An engine whose whole process hangs never reports itself."""
         limit = self._stall_timeout
         try:
             async with asyncio.timeout(limit + TAKE_S):
