@@ -115,7 +115,7 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(checkpoints):
     assert_close(scaled, {name: gradient / 2 for name, gradient in whole.items()})
 
 
-def saved_and_resumed(world, hf_dir, rows, directory, parallel, mode):
+def saved_and_resumed(world, hf_dir, rows, directory, parallel, mode, updates=1):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
@@ -124,7 +124,8 @@ def saved_and_resumed(world, hf_dir, rows, directory, parallel, mode):
     trainer, export, _ = open_trainer(world, hf_dir, config)
     state = None
     if mode == "uninterrupted":
-        planned.update(trainer, rows)
+        for _ in range(updates):
+            planned.update(trainer, rows)
         save_checkpoint(trainer, Path(directory), 1, {"note": "kept"})
     else:
         found = find_checkpoint(Path(directory))
@@ -148,5 +149,19 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(checkpoints, tmp_path, family):
     assert resumed[2] == {"step": 1, "note": "kept"}
     assert through[1] == resumed[1]
     assert len({rate for _, rate in through[1]}) == 4
+    for name in through[0]:
+        assert torch.equal(through[0][name], resumed[0][name]), name
+
+
+@pytest.mark.parametrize(("family", "sharded"), [("dense", False), ("dense", True), ("next", False)])
+def test_a_run_that_was_saved_before_its_first_update_resumes_bit_for_bit(
+    checkpoints, tmp_path, family, sharded
+):
+    """Where no response was right so far, no advantage is anything but 0, and Adam has no state."""
+    rows = sequences(6)
+    arguments = (checkpoints[family], rows, str(tmp_path), layout(distributed_optimizer=sharded))
+    through = run_ranks(saved_and_resumed, 1, *arguments, "uninterrupted", 0)[0]
+    resumed = run_ranks(saved_and_resumed, 1, *arguments, "resumed", 0)[0]
+    assert through[1] == resumed[1]
     for name in through[0]:
         assert torch.equal(through[0][name], resumed[0][name]), name

@@ -3,7 +3,7 @@
 import io
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,8 +42,10 @@ def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
         models = _models(part.chunks, is_loading=False)
-        with gathered_by_kind():
-            state |= _prefixed(prefix, {**models, **_progress(part, models, is_loading=False)})
+        with gathered_by_kind(), _state_to_save(part) as fresh:
+            progress = _progress(part, models, is_loading=False)
+        _add_step_0(part, fresh, progress["optimizer"])
+        state |= _prefixed(prefix, {**models, **progress})
     return state
 
 
@@ -298,6 +300,38 @@ def _without_classes(state: Any) -> Any:
 def _optimizers(trained: Trained) -> Sequence[Any]:
     """Megatron's, of dense and of expert parameters."""
     return getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
+
+
+@contextmanager
+def _state_to_save(trained: Trained) -> Iterator[list[Any]]:
+    """Give optimizers that have not taken a step yet the state that their first step starts from, while it is
+    saved. Megatron saves what it finds, and would not load a checkpoint without it.
+
+    Yields:
+        these optimizers.
+    """
+    fresh = [own for own in _optimizers(trained) if own.init_state_fn is not None and not own.optimizer.state]
+    for own in fresh:
+        own.init_state_fn(own.optimizer, own.config)
+        if isinstance(own.optimizer, torch.optim.Adam):
+            for state in own.optimizer.state.values():
+                state["step"] = torch.zeros(())
+    try:
+        yield fresh
+    finally:
+        for own in fresh:
+            own.optimizer.state.clear()  # torch's Adam takes no step with a state that it has not made
+
+
+def _add_step_0(trained: Trained, fresh: Sequence[Any], saved: dict[Any, Any]) -> None:
+    """Add the step of torch's Adam where it is 0, which Megatron takes for none and leaves out."""
+    optimizers = _optimizers(trained)
+    for index, own in enumerate(optimizers):
+        # a sharded optimizer saves it with its tensors
+        sharded = isinstance(own, DistributedOptimizer)
+        if own in fresh and isinstance(own.optimizer, torch.optim.Adam) and not sharded:
+            state = saved[index] if len(optimizers) > 1 else saved
+            state.get("optimizer", state)["state"]["common_step"] = torch.zeros(())
 
 
 def _torch_optimizers(trained: Trained) -> Iterator[DistributedOptimizer]:
