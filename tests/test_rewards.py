@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tiny_tokenizer import make_tiny_tokenizer
+from worked_solutions import worked_solution
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.data import make_tiny_tokenizer, open_source, worked_solution
+from megatron_ibpo.data import open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.rewards import (
     LabelError,

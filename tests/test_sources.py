@@ -22,6 +22,8 @@ from credit_cases import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tiny_tokenizer import make_tiny_tokenizer
+from word_problems import word_problems
 
 from megatron_ibpo.config import Config, DataConfig
 from megatron_ibpo.data import (
@@ -29,7 +31,6 @@ from megatron_ibpo.data import (
     PassRates,
     files,
     generated,
-    make_tiny_tokenizer,
     open_pass_rates,
     open_source,
     open_sources,
@@ -46,7 +47,6 @@ from megatron_ibpo.data.pass_rates import (
 )
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.data.word_problems import word_problems
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.task import with_epochs
 

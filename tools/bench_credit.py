@@ -26,9 +26,9 @@ from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, token_
 from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
-from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
-from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.data import CorrectionTemplate, load_tokenizer
 
+TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "tiny_qwen3"
 VOCABULARY = 150_000
 WANTED_MS = 50.0
 PROMPT = token_ids([1, 5, 27])
@@ -112,7 +112,7 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
     for number, sample in enumerate(ready):
         sample.reward, sample.correct = float(number % 2), number % 2 == 1
     del corrections  # lists, which the garbage collector would go through again and again
-    template = CorrectionTemplate(HuggingFaceTokenizer(make_tiny_tokenizer()), 2)
+    template = CorrectionTemplate(load_tokenizer(TOKENIZER), 2)
     too_long = token_ids([0] * (4 * arguments.tokens))
     calls = 0
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
 
+TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "tiny_qwen3"
 ROW_BYTES = 1024
 """A question with its label, about."""
 BATCH = 128
@@ -80,10 +81,9 @@ def open_file(path: Path) -> Opening:
     import psutil
 
     from megatron_ibpo.config import DataConfig
-    from megatron_ibpo.data import make_tiny_tokenizer, open_source
-    from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+    from megatron_ibpo.data import load_tokenizer, open_source
 
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
+    tokenizer = load_tokenizer(TOKENIZER)
     process = psutil.Process()
     before = process.memory_info().rss
     started = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Verifier of the suite's own tasks (`megatron_ibpo.data.study_tasks`): the final answer, and for sums to be
-reached the digits that reach it."""
+"""Verifier of the tasks in `study_tasks`. It scores the final answer, and for targets also the digits."""
 
 import re
 from typing import Any

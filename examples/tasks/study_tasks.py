@@ -1,7 +1,7 @@
 """Tasks of the suite of studies beside chain_sum: questions, and students who answer them badly.
 
-    --prompt-data import://megatron_ibpo.data.study_tasks:targets
-    --rm-type megatron_ibpo.rewards.study_tasks:score
+    --prompt-data import://examples/tasks/study_tasks.py:targets
+    --rm-type examples/tasks/study_rewards.py:score
 
 Each is of another kind for credit (docs/studies.md). A student writes a solution step by step and has a
 misconception, which a warm start plants and reinforcement can take away.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from megatron_ibpo.data.worked_solutions import worked_solution
+from worked_solutions import worked_solution
 
 Question = dict[str, Any]
 """What a question consists of; also the metadata of its prompt."""
