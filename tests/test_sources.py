@@ -25,6 +25,7 @@ from pyarrow import parquet
 from tiny_tokenizer import make_tiny_tokenizer
 from word_problems import word_problems
 
+from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.config import Config, DataConfig
 from megatron_ibpo.data import (
     DataError,
@@ -40,10 +41,9 @@ from megatron_ibpo.data.mixture import cycle_counts, interleaved
 from megatron_ibpo.data.order import TableOrder
 from megatron_ibpo.data.pass_rates import (
     Rate,
-    open_for_more,
     policy_fingerprint,
     prompt_fingerprint,
-    rate_line,
+    rate_record,
 )
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
@@ -657,13 +657,14 @@ def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
     config.model.hf_checkpoint = hf
     config.data.filter_pass_rate, config.data.pass_rates = (0.1, 0.9), tmp_path / "rates.jsonl"
     (prompt,) = opened(jsonl(tmp_path / "a.jsonl", rows(1))).batch(0, 1)
-    line = rate_line(policy_fingerprint(config), prompt, Rate(3, 4))
+    record = rate_record(policy_fingerprint(config), prompt, Rate(3, 4))
+    line = json.dumps(record) + "\n"
     config.data.pass_rates.write_text(line + line[: len(line) // 2])  # whoever wrote it was stopped
     rates = open_pass_rates(config)
     assert rates is not None
     assert rates.refusal(prompt) is None
-    with open_for_more(config.data.pass_rates) as file:
-        file.write(line)
+    with open_records(config.data.pass_rates) as file:
+        append_record(file, record)
     assert config.data.pass_rates.read_text() == 2 * line
     for change in (
         lambda: setattr(config.rollout, "rollout_temperature", 0.5),
