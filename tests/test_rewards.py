@@ -756,8 +756,7 @@ def test_tasks_that_cannot_be_graded_are_refused_with_their_reason(reasoning_gym
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_generated_task_can_be_graded_or_says_why_not(monkeypatch):
-    monkeypatch.syspath_prepend("tools")
+def test_every_generated_task_can_be_graded_or_says_why_not():
     from check_generated_tasks import DATASETS, UNGRADABLE, verdict
 
     assert set(UNGRADABLE) <= set(DATASETS)

@@ -15,6 +15,7 @@ from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 
+import inspect_data
 import pyarrow as pa
 import pytest
 import tyro
@@ -51,8 +52,6 @@ from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.task import with_epochs
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import inspect_data  # noqa: E402
 
 
 def byte_level(template=None):
