@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from bench_async import LONGEST, MEAN_LENGTH, MEDIAN_LENGTH, decoding
 
 from megatron_ibpo.plan.fleet import Fleet, bound, simulate

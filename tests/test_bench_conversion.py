@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.slow
 def test_conversion_is_measured_beside_cp_and_a_peer(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
     import bench_conversion
 
     small = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024}

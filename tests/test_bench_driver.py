@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from bench_driver import (
     GROUP,
     LOADS,

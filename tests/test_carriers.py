@@ -26,6 +26,7 @@ from credit_cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group, token_ids
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, parse_config
@@ -33,7 +34,7 @@ from megatron_ibpo.credit import fill_batch, find_operator, is_informative, leav
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
 from megatron_ibpo.credit.overlong import overlong_penalty
-from megatron_ibpo.data import DataError, PromptSuffixes, make_tiny_tokenizer
+from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.policy.loss_objective import loss_params
 from megatron_ibpo.run.checks import check_run

@@ -29,7 +29,7 @@ from megatron_ibpo.config import (
     write_config,
 )
 from megatron_ibpo.config.all_fields import ENTRIES
-from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
 from megatron_ibpo.run.checks import check_run
 
 REPOSITORY = Path(__file__).parents[1]
@@ -520,6 +520,26 @@ def test_a_hook_is_found_where_the_user_stands(elsewhere):
     assert load_hook("--rm-type", "own_hook:score")() == 3
 
 
+def test_a_hook_is_found_by_the_path_of_its_file(elsewhere):
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine" / "beside_hook.py").write_text("VALUE = 4\n")
+    hook = elsewhere / "mine" / "filed_hook.py"
+    hook.write_text("from beside_hook import VALUE\ndef score(*_): return VALUE\n")
+    assert load_hook("--rm-type", "mine/filed_hook.py:score")() == 4
+    assert load_hook("--rm-type", f"{hook}:score")() == 4
+
+
+def test_hooks_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
+    task = str(REPOSITORY / "examples/studies/tasks/pairs.yaml")
+    data = parse_config(["--config", task, "--reward-workers", "1"]).data
+    [rows] = [load_hook("--prompt-data", source.removeprefix("import://")) for source in data.prompt_data]
+    row = rows("eval")[0]
+    prompt = Prompt(0, (1,), 1, row["label"], row["task"], row["prompt"], row["metadata"])
+    with open_verifier(data) as verifier:
+        assert verifier.score([(prompt, "no sum")])[0] == Score(0.0, False)
+    assert extracted_answer(prompt, "1+1=2", data) == "2"
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -529,12 +549,21 @@ def test_a_hook_is_found_where_the_user_stands(elsewhere):
         ("lacking:scor", "lacking.py defines no 'scor'; did you mean 'score'?"),
         ("needing:f", "cannot be imported: ModuleNotFoundError: No module named 'absent_library'"),
         ("broken:f", "cannot be imported: ZeroDivisionError"),
+        ("also_lacking.py:scor", "lacking.py defines no 'scor'; did you mean 'score'?"),
+        ("not_there.py:f", "no file {here}/not_there.py (relative paths count from {here}"),
+        ("json.py:f", "a module 'json' is imported already from "),
+        (
+            "megatron_ibpo.data.study_tasks:pairs",
+            "moved out of the package; name examples/tasks/study_tasks.py:pairs",
+        ),
     ],
 )
 def test_a_hook_that_cannot_be_loaded_says_why(elsewhere, path, says):
-    (elsewhere / "lacking.py").write_text("def score(): pass\n")
+    for name in ("lacking", "also_lacking"):
+        (elsewhere / f"{name}.py").write_text("def score(): pass\n")
     (elsewhere / "needing.py").write_text("import absent_library\n")
     (elsewhere / "broken.py").write_text("1 / 0\n")
+    (elsewhere / "json.py").touch()
     with pytest.raises(ConfigError, match=re.escape(says.format(here=elsewhere))) as refused:
         load_hook("--rm-type", path)
     assert str(refused.value).startswith(f"--rm-type {path}: ")

@@ -237,7 +237,6 @@ def where_the_user_stands(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 @pytest.mark.parametrize(("program", "words", "says"), WRONG, ids=lambda part: str(part)[:40])

@@ -535,8 +535,7 @@ def checkpoint_of(directory):
 # ------------------------------------------------------------------------------------------ inspecting
 
 
-def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "tools"))
+def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, capsys):
     from inspect_checkpoint import Arguments, main
 
     def inspect(directory, **options):

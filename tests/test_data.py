@@ -13,22 +13,14 @@ import pytest
 from credit_cases import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_tokenizer import CHAIN_SUM_HEAD, make_tiny_tokenizer
+from worked_solutions import mended_solution, worked_solution
 
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import (
-    CorrectionTemplate,
-    DataError,
-    generated,
-    load_tokenizer,
-    make_tiny_tokenizer,
-    mended_solution,
-    open_source,
-    worked_solution,
-)
+from megatron_ibpo.data import CorrectionTemplate, DataError, generated, load_tokenizer, open_source
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.templates import correction_instruction
-from megatron_ibpo.data.tiny_tokenizer import CHAIN_SUM_HEAD
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 
 CHAIN_SUM = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"

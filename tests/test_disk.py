@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ibpo.basics.record_lines import append_record, append_whole, open_records, record_lines
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.report.disk import DiskFullError, DiskWait, append_whole
+from megatron_ibpo.report.disk import DiskFullError, DiskWait
 from megatron_ibpo.report.metrics_log import MetricsLog, read_rows
 from megatron_ibpo.report.run_dir import write_whole
 from megatron_ibpo.report.run_lock import locked
@@ -146,6 +147,17 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
 
 
+def test_a_line_that_was_never_finished_is_left_out_and_cut_off(tmp_path):
+    path = tmp_path / "new" / "lines"
+    with open_records(path) as file:
+        append_record(file, {"a": 1})
+        file.write(b'{"a": 2}')  # all but its end
+    assert list(record_lines(path)) == [(f"{path}, line 1", b'{"a": 1}\n')]
+    with open_records(path) as file:
+        append_record(file, {"a": 3})
+    assert path.read_text() == '{"a": 1}\n{"a": 3}\n'
+
+
 def test_a_line_for_a_file_that_was_deleted_meanwhile_is_an_error(tmp_path):
     path = tmp_path / "run" / "lines"
     path.parent.mkdir()
@@ -173,7 +185,7 @@ def test_a_row_that_found_no_room_is_nowhere_and_may_be_appended_again(tmp_path,
         disk.write()
         whole(file, data)
 
-    monkeypatch.setattr("megatron_ibpo.report.metrics_log.append_whole", on_a_full_disk)
+    monkeypatch.setattr("megatron_ibpo.basics.record_lines.append_whole", on_a_full_disk)
     with pytest.raises(OSError, match="No space"):
         log.append("step", 1, {"reward": 0.5}, {})
     assert log.rows == []

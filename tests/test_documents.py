@@ -124,7 +124,6 @@ def check_training(variables: dict[str, str], script: str, flags: list[str]) -> 
 @pytest.fixture(autouse=True)
 def in_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
+from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.credit import fill_batch, find_group_filter
-from megatron_ibpo.data import DataError, make_tiny_tokenizer, open_source
+from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.engines.registry import check_engine, samples_in_trainer, start_engine
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier

@@ -5,15 +5,10 @@ from __future__ import annotations
 import random
 import shutil
 import struct
-import sys
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
 from convert_gguf_to_hf import Arguments, main
 
 from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command

@@ -14,10 +14,11 @@ from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
+import study_rewards
 
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.rewards import code, exact, final_answer, math, reasoning_gym, study_tasks
+from megatron_ibpo.rewards import code, exact, final_answer, math, reasoning_gym
 from megatron_ibpo.rewards.reward_errors import ResponseError
 
 DOORS: dict[str, Callable[[str], Any]] = {
@@ -31,16 +32,17 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "code": code.extract_answer,
     "code's imports": lambda text: code.offered_imports(text[: code.LONGEST_PROGRAM]),
     "generated tasks": lambda text: reasoning_gym.extract_answer(text, {}),
-    "sums": lambda text: study_tasks.score("", text, "1", SUM),
-    "pairs": lambda text: study_tasks.score("", text, "1", {"kind": "pairs", "pairs": [(1, "+", 2)]}),
+    "sums": lambda text: study_rewards.score("", text, "1", SUM),
+    "pairs": lambda text: study_rewards.score("", text, "1", {"kind": "pairs", "pairs": [(1, "+", 2)]}),
     "steps": lambda text: split_spans(list(text)),
     "steps compared": normalised,
 }
 """What reads responses and corrections. A new verifier, or a new pattern in credit, belongs here."""
 SUM: dict[str, Any] = {"kind": "targets", "terms": 2, "first": 1, "banned": [], "target": 3}
 MODULES = (
-    *("rewards.code", "rewards.exact", "rewards.final_answer", "rewards.math", "rewards.reasoning_gym"),
-    *("rewards.study_tasks", "credit.divergence", "credit.spans"),
+    *("megatron_ibpo.rewards.code", "megatron_ibpo.rewards.exact", "megatron_ibpo.rewards.final_answer"),
+    *("megatron_ibpo.rewards.math", "megatron_ibpo.rewards.reasoning_gym", "study_rewards"),
+    *("megatron_ibpo.credit.divergence", "megatron_ibpo.credit.spans"),
 )
 
 CHARACTERS = " \n1a,.-=`(}{\\é\x00"
@@ -88,7 +90,7 @@ def patterns() -> list[re.Pattern[str]]:
     """Every pattern of the modules that read what models write."""
     found = []
     for name in MODULES:
-        module = importlib.import_module(f"megatron_ibpo.{name}")
+        module = importlib.import_module(name)
         found += [value for value in vars(module).values() if isinstance(value, re.Pattern)]
     return found
 
@@ -140,7 +142,7 @@ def test_every_pattern_that_reads_text_is_tried():
     assert len(fragments()) > 40
     used = {name for name in sys.modules if name.startswith("megatron_ibpo.rewards.")}
     unread = {"verifier", "worker", "workers", "composite", "labels", "limits", "errors", "in_batches"}
-    for name in used - {f"megatron_ibpo.{read}" for read in MODULES}:
+    for name in used - set(MODULES):
         module = sys.modules[name]
         own = [key for key, value in vars(module).items() if isinstance(value, re.Pattern)]
         assert not own or name.rpartition(".")[2] in unread, f"{name} has patterns; name it in MODULES"

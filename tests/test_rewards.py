@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tiny_tokenizer import make_tiny_tokenizer
+from worked_solutions import worked_solution
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.data import make_tiny_tokenizer, open_source, worked_solution
+from megatron_ibpo.data import open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.rewards import (
     LabelError,
@@ -754,8 +756,7 @@ def test_tasks_that_cannot_be_graded_are_refused_with_their_reason(reasoning_gym
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_generated_task_can_be_graded_or_says_why_not(monkeypatch):
-    monkeypatch.syspath_prepend("tools")
+def test_every_generated_task_can_be_graded_or_says_why_not():
     from check_generated_tasks import DATASETS, UNGRADABLE, verdict
 
     assert set(UNGRADABLE) <= set(DATASETS)

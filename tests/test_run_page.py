@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from browser import find_browser, open_page
 from credit_cases import plain
+from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.commands.page import main
-from megatron_ibpo.data import make_tiny_tokenizer
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import load_groups, rollout_path, save_groups
 from megatron_ibpo.report.page.html import page_script

@@ -15,6 +15,7 @@ from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 
+import inspect_data
 import pyarrow as pa
 import pytest
 import tyro
@@ -22,14 +23,16 @@ from credit_cases import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tiny_tokenizer import make_tiny_tokenizer
+from word_problems import word_problems
 
+from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.config import Config, DataConfig
 from megatron_ibpo.data import (
     DataError,
     PassRates,
     files,
     generated,
-    make_tiny_tokenizer,
     open_pass_rates,
     open_source,
     open_sources,
@@ -39,20 +42,16 @@ from megatron_ibpo.data.mixture import cycle_counts, interleaved
 from megatron_ibpo.data.order import TableOrder
 from megatron_ibpo.data.pass_rates import (
     Rate,
-    open_for_more,
     policy_fingerprint,
     prompt_fingerprint,
-    rate_line,
+    rate_record,
 )
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.data.word_problems import word_problems
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.task import with_epochs
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import inspect_data  # noqa: E402
 
 
 def byte_level(template=None):
@@ -657,13 +656,14 @@ def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
     config.model.hf_checkpoint = hf
     config.data.filter_pass_rate, config.data.pass_rates = (0.1, 0.9), tmp_path / "rates.jsonl"
     (prompt,) = opened(jsonl(tmp_path / "a.jsonl", rows(1))).batch(0, 1)
-    line = rate_line(policy_fingerprint(config), prompt, Rate(3, 4))
+    record = rate_record(policy_fingerprint(config), prompt, Rate(3, 4))
+    line = json.dumps(record) + "\n"
     config.data.pass_rates.write_text(line + line[: len(line) // 2])  # whoever wrote it was stopped
     rates = open_pass_rates(config)
     assert rates is not None
     assert rates.refusal(prompt) is None
-    with open_for_more(config.data.pass_rates) as file:
-        file.write(line)
+    with open_records(config.data.pass_rates) as file:
+        append_record(file, record)
     assert config.data.pass_rates.read_text() == 2 * line
     for change in (
         lambda: setattr(config.rollout, "rollout_temperature", 0.5),

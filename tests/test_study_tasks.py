@@ -8,10 +8,9 @@ import types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from megatron_ibpo.data import make_tiny_tokenizer
-from megatron_ibpo.data.study_tasks import PAIRS, RULE, STUDY_TASKS, TARGETS, Noise, pairs, rows, steps_of
-from megatron_ibpo.rewards.study_tasks import extract_answer, score
+from study_rewards import extract_answer, score
+from study_tasks import PAIRS, RULE, STUDY_TASKS, TARGETS, Noise, pairs, rows, steps_of
+from tiny_tokenizer import make_tiny_tokenizer
 
 TARGET = {"target": 31, "terms": 5, "first": 5, "banned": [4, 7]}
 SUMS = {"pairs": [[38, "+", 7], [91, "-", 5], [26, "+", 1], [40, "-", 8]]}

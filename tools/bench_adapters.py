@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import bench
 import torch
 
 from megatron_ibpo.basics.entry_point import run_tool
@@ -36,7 +37,7 @@ Form = Literal["merged", "adapter"]
 
 
 @dataclass
-class Arguments:
+class Arguments(bench.Saving):
     rank: int = 8
     prompts: int = 32
     prompt_tokens: int = 64
@@ -44,8 +45,6 @@ class Arguments:
     """Of each response; the end of sequence is ignored."""
     rounds: int = 5
     """Of sampling, after one that is not counted."""
-    save: Path | None = None
-    """JSON file for the results."""
 
 
 def make_model(directory: Path, case: str) -> Path:
@@ -178,9 +177,8 @@ def main(arguments: Arguments) -> None:
     for case in TARGETS:
         results.append(measure(case, arguments))
         print(json.dumps(results[-1], indent=2), flush=True)
-        if arguments.save is not None:  # after each case: some take minutes
-            record = {"options": options, "machine": measured_on, "results": results}
-            arguments.save.write_text(json.dumps(record, indent=2) + "\n")
+        record = {"machine": measured_on, "options": options, "results": results}
+        bench.write(arguments.save, record)  # after each case: some take minutes
 
 
 if __name__ == "__main__":

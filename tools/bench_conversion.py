@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import bench
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats.hugging_face import SafetensorsFile, file_names, write_index
@@ -74,7 +74,7 @@ CONFIGS: dict[Family, dict[str, Any]] = {
 
 
 @dataclass
-class Convert:
+class Convert(bench.Saving):
     """Conversion in both directions alongside `cp` of the same bytes in the same run."""
 
     families: tuple[Family, ...] = ("dense", "moe")
@@ -91,8 +91,6 @@ class Convert:
     peer_families: tuple[Family, ...] = ("dense",)
     directory: Path | None = None
     """Where to write; needs three times the size. A temporary directory when None."""
-    save: Path | None = None
-    """JSON file for the results."""
 
 
 def convert(arguments: Convert) -> None:
@@ -102,14 +100,8 @@ def convert(arguments: Convert) -> None:
             rows += measure(family, arguments, Path(scratch) / family)
             shutil.rmtree(Path(scratch) / family)
     show(rows)
-    if arguments.save is not None:
-        options = {"flags": arguments.flags, "rounds": arguments.rounds, "peer": arguments.peer is not None}
-        record = {
-            "machine": machine("torch", "safetensors", "megatron-core"),
-            "options": options,
-            "rows": rows,
-        }
-        arguments.save.write_text(json.dumps(record, indent=1) + "\n")
+    options = {"flags": arguments.flags, "rounds": arguments.rounds, "peer": arguments.peer is not None}
+    bench.save(arguments.save, {"options": options, "rows": rows}, "torch", "safetensors", "megatron-core")
 
 
 def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str, Any]]:
@@ -133,23 +125,22 @@ def compare(
     kinds = ["cp", "tool"] + (["peer"] if peer else [])
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     inside, peaks = [], []
-    for number in range(rounds):
-        for kind in kinds if number % 2 == 0 else reversed(kinds):
-            with fresh_target(source, scratch / "copy") as target:
-                started = time.perf_counter()
-                if kind == "cp":
-                    subprocess.run(["cp", "-r", source, target], check=True)
-                    sync(target)
-                elif kind == "peer":
-                    assert peer is not None
-                    command = peer.format(source=source, target=target)
-                    subprocess.run(command, shell=True, check=True, capture_output=True)
-                    sync(target)
-                else:
-                    peak, own = run_converter([*tool, "--save", target])
-                    peaks.append(peak)
-                    inside.append(own)
-                seconds[kind].append(time.perf_counter() - started)
+    for kind in bench.in_turns(kinds, rounds):
+        with fresh_target(source, scratch / "copy") as target:
+            started = time.perf_counter()
+            if kind == "cp":
+                subprocess.run(["cp", "-r", source, target], check=True)
+                sync(target)
+            elif kind == "peer":
+                assert peer is not None
+                command = peer.format(source=source, target=target)
+                subprocess.run(command, shell=True, check=True, capture_output=True)
+                sync(target)
+            else:
+                peak, own = run_converter([*tool, "--save", target])
+                peaks.append(peak)
+                inside.append(own)
+            seconds[kind].append(time.perf_counter() - started)
     shares = [cp / ours for cp, ours in zip(seconds["cp"], seconds["tool"], strict=True)]
     return {
         "direction": direction,
@@ -189,7 +180,7 @@ def run_converter(command: list[Any]) -> tuple[int, float]:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(line, stderr=output)
         while process.poll() is None:
-            peak = max(peak, _high_water(process.pid))
+            peak = max(peak, bench.peak_bytes(process.pid))
             time.sleep(LOOK_EVERY_S)
         output.seek(0)
         said = output.read()
@@ -198,15 +189,6 @@ def run_converter(command: list[Any]) -> tuple[int, float]:
     seconds = re.search(r"GB in ([\d.]+) s", said)
     assert seconds is not None, said
     return peak, float(seconds[1])
-
-
-def _high_water(pid: int) -> int:
-    """Most resident bytes so far. What wait4 reports begins with the memory of the process that forked."""
-    try:
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0
 
 
 def make_checkpoint(directory: Path, family: Family, num_bytes: int) -> int:

@@ -11,7 +11,6 @@ references are other solutions that share half of them. Wall milliseconds; the e
 from __future__ import annotations
 
 import gc
-import json
 import random
 import statistics
 import time
@@ -19,25 +18,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import bench
 import numpy as np
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, token_ids
-from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
-from megatron_ibpo.data import CorrectionTemplate, make_tiny_tokenizer
-from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.data import CorrectionTemplate, load_tokenizer
 
+TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "tiny_qwen3"
 VOCABULARY = 150_000
 WANTED_MS = 50.0
 PROMPT = token_ids([1, 5, 27])
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     responses: int = 512
     group: int = 8
     tokens: int = 4096
@@ -112,7 +109,7 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
     for number, sample in enumerate(ready):
         sample.reward, sample.correct = float(number % 2), number % 2 == 1
     del corrections  # lists, which the garbage collector would go through again and again
-    template = CorrectionTemplate(HuggingFaceTokenizer(make_tiny_tokenizer()), 2)
+    template = CorrectionTemplate(load_tokenizer(TOKENIZER), 2)
     too_long = token_ids([0] * (4 * arguments.tokens))
     calls = 0
 
@@ -158,13 +155,8 @@ def main(arguments: Arguments) -> None:
             f"{row.preset}, {row.corrections} corrections, {row.edits:.0%} edits: "
             f"median {row.median_ms:.1f} ms, best {row.best_ms:.1f} ms (wanted {row.wanted_ms:g})"
         )
-    if arguments.save:
-        kept = {
-            "machine": machine(),
-            "workload": asdict(arguments) | {"save": None},
-            "rows": [asdict(r) for r in rows],
-        }
-        arguments.save.write_text(json.dumps(kept, indent=1) + "\n")
+    workload = asdict(arguments) | {"save": None}
+    bench.save(arguments.save, {"workload": workload, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

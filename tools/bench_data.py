@@ -10,28 +10,26 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.basics.versions import machine
+import bench
 
+from megatron_ibpo.basics.entry_point import run_tool
+
+TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "tiny_qwen3"
 ROW_BYTES = 1024
 """A question with its label, about."""
 BATCH = 128
 
 
 @dataclass
-class Arguments:
+class Arguments(bench.Saving):
     directory: Path = Path(".")
     """Where the file is written; it is deleted again."""
     gigabytes: float = 10.0
-    save: Path | None = None
-    """JSON file for the results."""
     opens: Path | None = None
     """Open this file, print what it took, and exit: what the benchmark starts."""
 
@@ -77,15 +75,11 @@ def drop_from_cache(path: Path) -> None:
 
 def open_file(path: Path) -> Opening:
     """In this process."""
-    import psutil
-
     from megatron_ibpo.config import DataConfig
-    from megatron_ibpo.data import make_tiny_tokenizer, open_source
-    from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+    from megatron_ibpo.data import load_tokenizer, open_source
 
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
-    process = psutil.Process()
-    before = process.memory_info().rss
+    tokenizer = load_tokenizer(TOKENIZER)
+    before = bench.resident_bytes()
     started = time.perf_counter()
     source = open_source(str(path), tokenizer, DataConfig(), split="train", max_prompt_len=4096)
     source.batch(0, BATCH)
@@ -93,16 +87,8 @@ def open_file(path: Path) -> Opening:
     for step in range(1, 10):
         source.batch(step, BATCH)
     tenth = time.perf_counter() - started
-    with open("/proc/self/status") as status:
-        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    return Opening(round(first, 3), round(tenth, 3), round(peak / 1024, 1), round(before / 2**20, 1))
-
-
-def measured(path: Path) -> Opening:
-    """In a process of its own."""
-    command = [sys.executable, __file__, "--opens", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    return Opening(**json.loads(done.stdout.splitlines()[-1]))
+    peak = bench.peak_bytes()
+    return Opening(round(first, 3), round(tenth, 3), round(peak / 2**20, 1), round(before / 2**20, 1))
 
 
 def main(arguments: Arguments) -> None:
@@ -117,11 +103,10 @@ def main(arguments: Arguments) -> None:
         for name in ("cold", "warm"):
             if name == "cold":
                 drop_from_cache(path)
-            openings[name] = asdict(measured(path))
+            openings[name] = bench.in_own_process(__file__, "--opens", str(path), timeout=600)
             print(name, openings[name], flush=True)
-    found = {"machine": machine(), "bytes": size, "rows": rows, "batch": BATCH, "openings": openings}
-    if arguments.save is not None:
-        arguments.save.write_text(json.dumps(found, indent=2) + "\n")
+    found = {"bytes": size, "rows": rows, "batch": BATCH, "openings": openings}
+    bench.save(arguments.save, found)
 
 
 if __name__ == "__main__":

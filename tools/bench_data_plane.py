@@ -22,14 +22,13 @@ import json
 import logging
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+import bench
 import numpy as np
 
 from megatron_ibpo.basics.entry_point import run_tool
@@ -47,9 +46,7 @@ TIMEOUT_S = 900.0
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     samples: int = 4096
     tokens: int = 16_384
     repeats: int = 3
@@ -74,13 +71,7 @@ class Row:
 
 
 def peak_mb() -> float:
-    """Of this process; the kernel's figure for its own memory map, which ru_maxrss is not after an exec."""
-    return status_mb("VmHWM")
-
-
-def status_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+    return bench.peak_bytes() / 2**20
 
 
 def engine_lists(seed: int, count: int, tokens: int) -> list[tuple[list[int], list[float]]]:
@@ -194,7 +185,7 @@ def run_arrays(arguments: Arguments) -> Row:
         trainers: list[Any] = [ray.remote(Trainer).remote() for _ in range(RANKS)]
         expected = sum(ray.get([engine.ready.remote() for engine in engines], timeout=TIMEOUT_S))
         ray.get([trainer.ready.remote() for trainer in trainers], timeout=TIMEOUT_S)
-        before = status_mb("VmRSS")
+        before = bench.resident_bytes() / 2**20
         config = Config(model=ModelConfig(max_tokens_per_gpu=MAX_TOKENS))
 
         started = time.perf_counter()
@@ -274,7 +265,7 @@ def list_rank(rank: int, arguments: Arguments, directory: str, results: Any) -> 
     dist.barrier()
     gc.freeze()
     gc.disable()
-    before = status_mb("VmRSS")
+    before = bench.resident_bytes() / 2**20
     started = time.perf_counter()
     sampled = pickle.loads(pickle.dumps([(tuple(ids), tuple(logprobs)) for ids, logprobs in lists]))
     parts: list[Any] = [None] * RANKS
@@ -310,16 +301,8 @@ def packed_from_lists(chosen: list[Any]) -> int:
 
 
 def in_own_process(path: str, arguments: Arguments, samples: int) -> Row:
-    command = [sys.executable, __file__, "--only", path, "--samples", str(samples)]
-    done = subprocess.run(
-        [*command, "--tokens", str(arguments.tokens)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=TIMEOUT_S,
-    )
-    made = Row(**json.loads(done.stdout.splitlines()[-1]))
+    flags = ("--only", path, "--samples", str(samples), "--tokens", str(arguments.tokens))
+    made = Row(**bench.in_own_process(__file__, *flags, timeout=TIMEOUT_S))
     print(
         f"{made.path}, {made.samples} samples of {made.tokens}: {made.seconds:.1f} s, driver at most "
         f"{made.driver_peak_mb:.0f} MiB = {made.driver_peak_over_raw:.2f} x raw, "
@@ -339,13 +322,12 @@ def main(arguments: Arguments) -> None:
     rows = [in_own_process("lists", arguments, quarter), in_own_process("arrays", arguments, quarter)]
     rows += [in_own_process("arrays", arguments, arguments.samples) for _ in range(arguments.repeats)]
     print(f"wanted of arrays: {WANTED_SECONDS:g} s, {WANTED_OVER_RAW:g} x raw")
-    if arguments.save:
-        kept = {
-            "machine": machine("ray", "torch", "numpy") | {"load": load},
-            "wanted": {"seconds": WANTED_SECONDS, "driver_peak_over_raw": WANTED_OVER_RAW},
-            "rows": [asdict(made) for made in rows],
-        }
-        arguments.save.write_text(json.dumps(kept, indent=1) + "\n")
+    kept = {
+        "machine": machine("ray", "torch", "numpy") | {"load": load},
+        "wanted": {"seconds": WANTED_SECONDS, "driver_peak_over_raw": WANTED_OVER_RAW},
+        "rows": [asdict(made) for made in rows],
+    }
+    bench.write(arguments.save, kept)
 
 
 if __name__ == "__main__":

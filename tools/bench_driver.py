@@ -23,7 +23,6 @@ import logging
 import os
 import queue
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import bench
 import numpy as np
 
 from megatron_ibpo.basics.entry_point import run_tool
@@ -335,10 +335,10 @@ def measure(load: Load, directory: Path) -> Row:
             await ahead.advance(step + 1)
             counts["open"] += round(sampler.take_metrics()["samples_in_flight"])
         mark()
-        peaks.append(peak_mb())
+        peaks.append(bench.peak_bytes() / 2**20)
         await ahead.close()
 
-    before = status_mb("VmRSS")
+    before = bench.resident_bytes() / 2**20
     if load.journal:
         with Journal(directory, 0, "", 0) as journal:
             in_virtual_time(loop(journal))
@@ -367,16 +367,6 @@ def measure(load: Load, directory: Path) -> Row:
         before_mb=round(before, 1),
         journal_mb=round(sum(path.stat().st_size for path in directory.iterdir()) / 2**20, 1),
     )
-
-
-def peak_mb() -> float:
-    """Of this process, MiB."""
-    return status_mb("VmHWM")
-
-
-def status_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 # ------------------------------------------------------------------------------------------ real calls
@@ -486,9 +476,7 @@ def through_ray() -> dict[str, Any]:
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     real_calls: bool = False
     """Measure engines in processes of their own instead of the load."""
     only: int | None = None
@@ -502,19 +490,10 @@ def about() -> dict[str, Any]:
 
 
 def in_own_process(number: int, directory: Path | None) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--only", str(number)]
+    flags = ["--only", str(number)]
     if directory is not None:
-        command += ["--directory", str(directory)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=TIMEOUT_S,
-    )
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+        flags += ["--directory", str(directory)]
+    return bench.in_own_process(__file__, *flags, timeout=TIMEOUT_S, OMP_NUM_THREADS="1")
 
 
 def main(arguments: Arguments) -> None:
@@ -533,11 +512,9 @@ def main(arguments: Arguments) -> None:
 
 
 def keep(path: Path | None, found: dict[str, Any]) -> None:
-    """Show it, and put it beside what the file holds of the other part."""
+    """Print it, and write it beside what the file holds of the other part."""
     print(json.dumps(found, indent=1), flush=True)
-    if path is not None:
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        path.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
+    bench.write(path, found, keeping=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ sequences.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -22,8 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
+import bench
 import numpy as np
 import numpy.typing as npt
 from rapidfuzz.distance import Levenshtein
@@ -51,9 +50,7 @@ BEST_CASE_TARGET = 1.5
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     only: str = ""
     """Regular expression that the names of cases, such as zipf-4096-0.2, must contain."""
     repeats: int = 5
@@ -275,7 +272,7 @@ def main(arguments: Arguments) -> None:
         console.print(f"{case[-1]}: {rows[-1].what} {rows[-1].times:.1f} times", style="dim")
     rows += compare_instruction_sets(texts, arguments)
     show(rows, console)
-    results: dict[Literal["machine", "rows", "two_threads", "full_context"], object] = {
+    results: dict[str, object] = {
         "machine": machine("rapidfuzz", "numpy") | {"instruction_sets": _edit_distance.supported_isas()},
         "rows": [asdict(row) for row in rows],
         "two_threads": scaling(texts, arguments),
@@ -283,8 +280,7 @@ def main(arguments: Arguments) -> None:
     }
     console.print("two threads over one:", results["two_threads"])
     console.print("256k tokens, 2 % edits, distance + mask (wanted 60 ms, 8 MiB):", results["full_context"])
-    if arguments.save:
-        arguments.save.write_text(json.dumps(results, indent=1) + "\n")
+    bench.write(arguments.save, results)
 
 
 if __name__ == "__main__":

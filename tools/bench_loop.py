@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import bench
 import tyro
 
 from megatron_ibpo.basics.entry_point import run_tool
@@ -202,23 +203,13 @@ def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
 
 
 def main(arguments: Arguments) -> None:
-    from megatron_ibpo.basics.versions import machine
-
     results = [compare(checkpoint, arguments) for checkpoint in arguments.checkpoints]
     for result in results:
         print({name: value for name, value in result.items() if not name.endswith("all_seconds")}, flush=True)
-    if arguments.save is not None:
-        options = {
-            name: value for name, value in vars(arguments).items() if name in ("steps", "turns", "ranks")
-        }
-        record = {
-            "workload": asdict(arguments.work),
-            "options": options | {"tensor_parallel": arguments.tensor_parallel},
-            "machine": machine(),
-            "results": results,
-        }
-        arguments.save.parent.mkdir(parents=True, exist_ok=True)
-        arguments.save.write_text(json.dumps(record, indent=2) + "\n")
+    names = ("steps", "turns", "ranks", "tensor_parallel")
+    options = {name: getattr(arguments, name) for name in names}
+    record = {"workload": asdict(arguments.work), "options": options, "results": results}
+    bench.save(arguments.save, record)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import os
 import statistics
 import sys
@@ -22,8 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
+
+import bench
 
 from megatron_ibpo.basics.entry_point import run_tool
 
@@ -35,9 +35,7 @@ SHARE = 0.85
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     device: Literal["cuda", "cpu"] = "cuda"
     predict: bool = False
     """Write predictions for an H200 and measure nothing."""
@@ -264,14 +262,13 @@ def _say(row: dict[str, Any]) -> None:
 
 
 def main(arguments: Arguments) -> None:
-    if arguments.predict:
-        report = predictions(arguments)
-        for row in report["rows"]:
-            _say(row)
-    else:
-        report = measure(arguments)
-    if arguments.save is not None:
-        arguments.save.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    if not arguments.predict:
+        bench.save(arguments.save, measure(arguments))
+        return
+    report = predictions(arguments)
+    for row in report["rows"]:
+        _say(row)
+    bench.write(arguments.save, report)
 
 
 def measure(arguments: Arguments) -> dict[str, Any]:
@@ -279,13 +276,10 @@ def measure(arguments: Arguments) -> dict[str, Any]:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
     import torch
 
-    from megatron_ibpo.basics.versions import machine
-
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         sys.exit("no CUDA device: --device cpu compares results, --predict writes predictions")
     report: dict[str, Any] = {
-        "machine": machine(),
         "what": "the operator alone; whole steps are tools/bench_loop.py's",
         "errors": errors(arguments),
     }

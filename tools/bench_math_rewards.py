@@ -10,21 +10,18 @@ decides nothing, and math-verify looks long for a way to make them equal.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+import bench
 import math_verify
-import psutil
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import ResponseError, Verifier, open_verifier
 from megatron_ibpo.rewards.math import is_right
@@ -36,14 +33,12 @@ SOLUTION = "We write down what is given, and compute step by step: 3 + 4 = 7, th
 
 
 @dataclass
-class Arguments:
+class Arguments(bench.Saving):
     answers: int = 4000
     """How many the verifier and its function check in a round."""
     of_math_verify: int = 400
     """How many math-verify alone checks in a round."""
     rounds: int = 3
-    save: Path | None = None
-    """JSON file for the results."""
 
 
 @dataclass
@@ -160,19 +155,12 @@ def measure(
     check(make(64, -1))  # regular expressions are compiled and libraries warm
     for seed in range(rounds):
         pairs = make(count, seed)
-        start, cpu = time.perf_counter(), cpu_seconds()
+        start, cpu = time.perf_counter(), bench.cpu_seconds()
         right.append(check(pairs))
         speeds.append(count / (time.perf_counter() - start))
-        of_cpu.append(count / (cpu_seconds() - cpu))
+        of_cpu.append(count / (bench.cpu_seconds() - cpu))
     median = statistics.median
     return Row(what, count, median(speeds), min(speeds), median(of_cpu), os.getloadavg()[0], right[0])
-
-
-def cpu_seconds() -> float:
-    """Of this process and those that it has started."""
-    here = psutil.Process()
-    times = [process.cpu_times() for process in (here, *here.children())]
-    return sum(one.user + one.system for one in times)
 
 
 def rows(arguments: Arguments) -> Iterator[Row]:
@@ -194,9 +182,7 @@ def main(arguments: Arguments) -> None:
             f"time, {row.right} of {row.answers} right (load {row.load:.0f})"
         )
         found.append(asdict(row))
-    if arguments.save is not None:
-        content = {"machine": machine("math-verify"), "rows": found}
-        arguments.save.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    bench.save(arguments.save, {"rows": found}, "math-verify")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ that mean. 1 is best for both.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,10 +19,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import bench
 import numpy as np
 
 from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.planning import Cost, plan_micro_batches
 
@@ -54,9 +53,7 @@ CASES = (
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     draws: int = 50
     """Steps drawn for each case."""
 
@@ -131,9 +128,7 @@ def main(arguments: Arguments) -> None:
                 f"  {name:7} rank {own.rank:.3f} (worst {own.rank_worst:.3f})  turn {own.turn:.3f}  "
                 f"{own.micro_batches:.1f} micro-batches  planned in {own.plan_ms:.1f} ms"
             )
-    if arguments.save is not None:
-        made = {"machine": machine(), "draws": arguments.draws, "rows": rows}
-        arguments.save.write_text(json.dumps(made, indent=1) + "\n")
+    bench.save(arguments.save, {"draws": arguments.draws, "rows": rows})
 
 
 if __name__ == "__main__":

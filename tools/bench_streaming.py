@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import bench
 import psutil
 
 from megatron_ibpo.basics.entry_point import run_tool
@@ -233,13 +234,11 @@ def _compare(sampler: Sampler, engine: psutil.Process, work: Work, turns: int) -
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     processor: dict[str, list[float]] = {name: [] for name in ways}
     sampler.run(streamed(sampler, work))  # warm
-    for turn in range(turns):
-        order = list(ways) if turn % 2 else list(ways)[::-1]
-        for name in order:
-            began, spent = time.perf_counter(), sum(engine.cpu_times()[:2])
-            sampler.run(ways[name](sampler, work))
-            seconds[name].append(round(time.perf_counter() - began, 3))
-            processor[name].append(round(sum(engine.cpu_times()[:2]) - spent, 2))
+    for name in bench.in_turns(list(ways)[::-1], turns):
+        began, spent = time.perf_counter(), sum(engine.cpu_times()[:2])
+        sampler.run(ways[name](sampler, work))
+        seconds[name].append(round(time.perf_counter() - began, 3))
+        processor[name].append(round(sum(engine.cpu_times()[:2]) - spent, 2))
     return {
         "tokens": work.tokens,
         "longest_chain_tokens": work.longest_chain,
@@ -256,9 +255,7 @@ def _ratio(seconds: dict[str, list[float]]) -> float:
 
 
 @dataclass
-class Arguments:
-    save: Path | None = None
-    """JSON file for the results."""
+class Arguments(bench.Saving):
     turns: int = 7
     """Of each way on the real engine; 0 leaves it out."""
     seeds: int = 5
@@ -275,10 +272,8 @@ def main(arguments: Arguments) -> None:
     }
     if arguments.turns:
         results["real"] = measure(arguments.turns, arguments.threads)
-    text = json.dumps(results, indent=1)
-    print(text)
-    if arguments.save:
-        arguments.save.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=1))
+    bench.write(arguments.save, results)
 
 
 if __name__ == "__main__":

@@ -25,17 +25,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import bench
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.versions import machine
 
 Family = Literal["dense", "moe"]
 MIB = 1024**2
 
 
 @dataclass
-class Update:
+class Update(bench.Saving):
     """Live export to one engine, alongside a plain gloo broadcast of the same bytes in the same run."""
 
     families: tuple[Family, ...] = ("dense", "moe")
@@ -48,13 +50,9 @@ class Update:
     """--update-weight-buffer-size."""
     rounds: int = 7
     """Of each kind, in turns, after one that is not counted."""
-    save: Path | None = None
-    """JSON file for the results."""
 
 
 def update(arguments: Update) -> None:
-    from megatron_ibpo.basics.versions import machine
-
     results, load = [], [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="weight-update-") as scratch:
         for family in arguments.families:
@@ -65,15 +63,9 @@ def update(arguments: Update) -> None:
                 results.append(result)
             shutil.rmtree(checkpoint)
     load.append(os.getloadavg()[0])
-    if arguments.save is not None:
-        options = {"bucket_mib": arguments.bucket_mib, "rounds": arguments.rounds}
-        measured_on = machine() | {"load_average_before_and_after": load}
-        _save(arguments.save, {"options": options, "machine": measured_on, "results": results})
-
-
-def _save(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    options = {"bucket_mib": arguments.bucket_mib, "rounds": arguments.rounds}
+    measured_on = machine() | {"load_average_before_and_after": load}
+    bench.write(arguments.save, {"machine": measured_on, "options": options, "results": results})
 
 
 def _measure(checkpoint: Path, ranks: int, arguments: Update, scratch: Path) -> dict[str, Any]:
@@ -141,7 +133,7 @@ def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
 
 
 @dataclass
-class Predict:
+class Predict(bench.Saving):
     """What an update moves over which link on clusters, from the plan, and the least time that takes.
 
     Predictions: seconds are bytes over bandwidth, without launches, packing or loading.
@@ -156,8 +148,6 @@ class Predict:
     """Of one network card, in one direction; there is one for each GPU (400 Gb/s)."""
     engine_tp: int = 4
     """Tensor-parallel size of the engines."""
-    save: Path | None = None
-    """JSON file for the results."""
 
 
 PUBLISHED = (
@@ -199,10 +189,9 @@ def predict(arguments: Predict) -> None:
     _print_table(rows)
     for system, setting, seconds in PUBLISHED:
         print(f"published by others: {system}, {setting}: {seconds}")
-    if arguments.save is not None:
-        stated = {name: value for name, value in asdict(arguments).items() if name != "save"}
-        record = {"kind": "prediction", "stated": stated, "rows": rows, "published_by_others": PUBLISHED}
-        _save(arguments.save, record)
+    stated = {name: value for name, value in asdict(arguments).items() if name != "save"}
+    record = {"kind": "prediction", "stated": stated, "rows": rows, "published_by_others": PUBLISHED}
+    bench.write(arguments.save, record)
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -396,7 +385,7 @@ def _timed(run: Callable[[], Any], world: Any, engine_pid: int | None) -> dict[s
     sent = run()
     world.barrier()
     seconds = time.perf_counter() - began
-    rises = [_memory(pid, "VmHWM") - was for pid, was in zip(watched, before, strict=True)]
+    rises = [bench.peak_bytes(pid) - was for pid, was in zip(watched, before, strict=True)]
     moved = world.all_gather(None if sent is None else (sent.num_bytes, sent.needed_bytes))
     return {
         "seconds": seconds,
@@ -575,12 +564,7 @@ def _open_broadcast(peer: _Peer, total: int, bucket: int) -> Callable[[], None]:
 def _reset_peak(pid: int) -> int:
     """Forget the peak of a process's memory; what it has now, in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return _memory(pid, "VmRSS")
-
-
-def _memory(pid: int, kind: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+    return bench.resident_bytes(pid)
 
 
 def main(command: Update | Predict) -> None:

@@ -6,26 +6,22 @@ its first prompts, for all of them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import bench
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.rewards.reasoning_gym import UNGRADABLE, label_problem
 
 
 @dataclass
-class Arguments:
+class Arguments(bench.Saving):
     items: int = 20
     """Of each task."""
-    save: Path | None = None
-    """JSON file for the results."""
 
 
 @dataclass
@@ -58,13 +54,8 @@ def main(arguments: Arguments) -> None:
         if row.reason is not None:
             print(f"{row.task}: {row.reason}")
     print(f"{sum(row.reason is None for row in rows)} of {len(rows)} tasks can be graded")
-    if arguments.save is not None:
-        content = {
-            "machine": machine("reasoning-gym"),
-            "items": arguments.items,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.save.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    content = {"items": arguments.items, "rows": [asdict(row) for row in rows]}
+    bench.save(arguments.save, content, "reasoning-gym")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import bench
+
 from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.rewards import LabelError, ResponseError
 from megatron_ibpo.rewards.math import is_right
 
@@ -32,13 +33,11 @@ _COMPARISON = re.compile(r"gold, ?pred, ?(expected|result)\b")
 
 
 @dataclass
-class Arguments:
+class Arguments(bench.Saving):
     math_verify_tests: Path | None = None
     """Folder `tests` of Math-Verify."""
     gsm8k: Path | None = None
     """example_model_solutions.jsonl of grade-school-math."""
-    save: Path | None = None
-    """JSON file for the results."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +110,9 @@ def main(arguments: Arguments) -> None:
         found.append(compared("Math-Verify's tests", cases))
     if arguments.gsm8k is not None:
         found.append(compared("GSM8K's model solutions", gsm8k_cases(arguments.gsm8k)))
-    if arguments.save is not None:
-        # which ones differ is the sources' own text, and stays out
-        rows = [{name: value for name, value in row.items() if name != "differ"} for row in found]
-        content = {"machine": machine("math-verify"), "rows": rows}
-        arguments.save.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    # which ones differ is the sources' own text, and stays out
+    rows = [{name: value for name, value in row.items() if name != "differ"} for row in found]
+    bench.save(arguments.save, {"rows": rows}, "math-verify")
 
 
 if __name__ == "__main__":

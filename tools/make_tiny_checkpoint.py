@@ -32,6 +32,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -55,19 +56,8 @@ from megatron_ibpo.basics.distributed import start_world
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, TokenIds, TrainSequence, token_ids
 from megatron_ibpo.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.data import (
-    CorrectionTemplate,
-    Tokenizer,
-    load_tokenizer,
-    make_tiny_tokenizer,
-    make_word_tokenizer,
-    mended_solution,
-    open_source,
-    worked_solution,
-)
+from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source
 from megatron_ibpo.data.prompts import plain_prompt
-from megatron_ibpo.data.study_tasks import STUDY_TASKS, Noise, questions, steps_of
-from megatron_ibpo.data.word_problems import WordProblem, word_problems
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.model import build_model
@@ -76,6 +66,13 @@ from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "tasks"))
+
+from study_tasks import STUDY_TASKS, Noise, questions, steps_of
+from tiny_tokenizer import make_tiny_tokenizer, make_word_tokenizer
+from word_problems import WordProblem, word_problems
+from worked_solutions import mended_solution, worked_solution
 
 TASK = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
 BUNDLED = sorted((Path(__file__).resolve().parents[1] / "examples/math").glob("*.jsonl"))
@@ -210,7 +207,7 @@ def problems_in_words(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
 
 
 def tasks_of_studies(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
-    """Targets, pairs or the rule (`data.study_tasks`); none of the questions that are held out."""
+    """Targets, pairs or the rule (`study_tasks`); none of the questions that are held out."""
     task, skill = STUDY_TASKS[arguments.task], arguments.comparison_skill
     noise = Noise(arguments.misconception, arguments.slip)
     stream = questions(task, "train", random.Random(1000))

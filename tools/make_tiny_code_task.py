@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_tiny_checkpoint import initial_model
+from make_tiny_checkpoint import initial_model, make_tiny_tokenizer
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.data import CorrectionTemplate, load_tokenizer, make_tiny_tokenizer
+from megatron_ibpo.data import CorrectionTemplate, load_tokenizer
 from megatron_ibpo.data.prompts import plain_prompt
 
 PHRASES = ("f(0)=", ", f(100)=", "def f(x): return ", "x")

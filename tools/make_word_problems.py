@@ -6,12 +6,16 @@ python tools/make_word_problems.py --save examples/math
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.data.word_problems import WordProblem, word_problems
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "tasks"))
+
+from word_problems import WordProblem, word_problems
 
 
 @dataclass

@@ -16,16 +16,16 @@ from pathlib import Path
 from rich.progress import track
 
 from megatron_ibpo.basics.entry_point import command, guarded
+from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import Config, ConfigError, parse_config
 from megatron_ibpo.data import PromptSource, Tokenizer
 from megatron_ibpo.data.pass_rates import (
     Rate,
-    open_for_more,
     policy_fingerprint,
     prompt_fingerprint,
-    rate_line,
+    rate_record,
     read_pass_rates,
 )
 from megatron_ibpo.run.checks import check_installed, check_settings
@@ -88,13 +88,13 @@ def measure(config: Config, path: Path) -> None:
         assert isinstance(opened.rollouts, LiveRollouts)  # there are engines
         sampler = opened.rollouts.sampler
         sampler.version = opened.engines.version
-        file = stack.enter_context(open_for_more(path))
+        file = stack.enter_context(open_records(path))
         most = -(-max(0, source.num_prompts() - len(known)) // AT_ONCE)
         for batch in track(_unknown(source, set(known)), f"{len(known)} prompts known, measuring", most):
             asked = [(prompt, request) for prompt in batch for request in _requests(prompt, config)]
             samples = sampler.run(sampler.answers(asked), opened.engines.admit)
-            file.writelines(rate_line(policy, prompt, rate) for prompt, rate in _rates(batch, samples))
-            file.flush()
+            for prompt, rate in _rates(batch, samples):
+                append_record(file, rate_record(policy, prompt, rate))
     print(f"{path}: {len(read_pass_rates(path, policy))} prompts of this policy")
 
 

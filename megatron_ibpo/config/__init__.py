@@ -16,7 +16,7 @@ from megatron_ibpo.config.fields import (
     RolloutConfig,
 )
 from megatron_ibpo.config.flags import parse_config
-from megatron_ibpo.config.hooks import known_or_path, load_hook
+from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, user_directory
 from megatron_ibpo.config.presets import PRESETS
 from megatron_ibpo.config.ranges import named_values
@@ -42,6 +42,7 @@ __all__ = [
     "eval_sampling",
     "known_or_path",
     "load_hook",
+    "load_module",
     "named_values",
     "nearest",
     "on_device",

@@ -3,21 +3,31 @@
 import importlib
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from megatron_ibpo.config.config_error import ConfigError, nearest
-from megatron_ibpo.config.paths import user_directory
+from megatron_ibpo.config.paths import path_in_recipe, searched, user_directory
 
 T = TypeVar("T")
 
+IMPORT_PATH = "package.module:name or path/to/file.py:name"
+"""The forms of an import path, for messages."""
+MOVED = {
+    "megatron_ibpo.data.study_tasks": "examples/tasks/study_tasks.py",
+    "megatron_ibpo.rewards.study_tasks": "examples/tasks/study_rewards.py",
+}
+"""Former modules of the package and the files that hold their code now."""
+
 
 def is_import_path(text: str) -> bool:
-    """Whether `text` has the form package.module:name."""
+    """Return whether `text` has one of the forms of an import path."""
     return all(text.partition(":"))
 
 
 def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T | None:
-    """known[name]; None where `name` is an import path, for `load_hook`.
+    """Return known[name], or None where `name` is an import path, for `load_hook`.
 
     Args:
         flag: that gave the name, for messages.
@@ -29,50 +39,80 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
     if name not in known and not is_import_path(name):
         raise ConfigError(
             f"{flag} {name}: unknown {what}; there are {', '.join(known)}, or give an import path "
-            f"package.module:name{nearest(name, known)}"
+            f"{IMPORT_PATH}{nearest(name, known)}"
         )
     return known.get(name)
 
 
 def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
-    """What is called `name` in the module of `path`, package.module:name.
-
-    The module is looked for first where the user stands, which stays on the import path, since a module may
-    import others while it runs.
+    """Return what is called `name` in the module of an import path.
 
     Args:
         flag: that gave the path, for messages.
         called_with: what it will be called with, for messages, where it must be a function.
 
     Raises:
-        ConfigError: no import path, no such module, no such name in it, no function, or the module fails when
-            imported.
+        ConfigError: as `load_module`; or the module has no such name, or it is no function.
     """
-    module_name, _, name = path.partition(":")
-    if not is_import_path(path):
-        raise ConfigError(f"{flag} {path}: expected an import path package.module:name")
-    here = str(user_directory())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise _failed(flag, path, error) from error
-        raise ConfigError(
-            f"{flag} {path}: no module {error.name!r} in {here} or among the installed packages; PYTHONPATH "
-            "adds further directories"
-        ) from error
-    except Exception as error:
-        raise _failed(flag, path, error) from error
+    module = load_module(flag, path)
+    name = path.partition(":")[2]
     if not hasattr(module, name):
-        where = getattr(module, "__file__", None) or module_name
+        where = getattr(module, "__file__", None) or module.__name__
         raise ConfigError(f"{flag} {path}: {where} defines no {name!r}{nearest(name, vars(module))}")
     found = getattr(module, name)
     if called_with and not callable(found):
         kind = type(found).__name__
         raise ConfigError(f"{flag} {path}: a {kind}, which cannot be called with {called_with}")
     return found
+
+
+def load_module(flag: str, path: str) -> ModuleType:
+    """Import the module of an import path and return it.
+
+    A module is looked for first in the user's directory. A file is found as paths in recipes are, and is
+    imported as Python imports the neighbours of a script: under its own name, with its directory on
+    `sys.path`. Directories stay there, since a module may import others while it runs.
+
+    Args:
+        flag: that gave the path, for messages.
+
+    Raises:
+        ConfigError: no import path, no such module or file, or the module fails when imported.
+    """
+    if not is_import_path(path):
+        raise ConfigError(f"{flag} {path}: expected an import path {IMPORT_PATH}")
+    module, _, name = path.partition(":")
+    if module in MOVED:
+        raise ConfigError(f"{flag} {path}: moved out of the package; name {MOVED[module]}:{name}")
+    if not module.endswith(".py"):
+        return _imported(flag, path, module, user_directory())
+    file = path_in_recipe(module)
+    if not file.is_file():
+        raise ConfigError(f"{flag} {path}: no file {file}{searched(file)}")
+    found = _imported(flag, path, file.stem, file.parent)
+    other = getattr(found, "__file__", None)
+    if other is None or not file.samefile(other):
+        raise ConfigError(
+            f"{flag} {path}: a module {file.stem!r} is imported already from {other or 'Python itself'}; "
+            "rename the file"
+        )
+    return found
+
+
+def _imported(flag: str, path: str, module: str, directory: Path) -> ModuleType:
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _failed(flag, path, error) from error
+        raise ConfigError(
+            f"{flag} {path}: no module {error.name!r} in {directory} or among the installed packages; "
+            "PYTHONPATH adds further directories"
+        ) from error
+    except Exception as error:
+        raise _failed(flag, path, error) from error
 
 
 def _failed(flag: str, path: str, error: Exception) -> ConfigError:

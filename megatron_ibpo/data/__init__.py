@@ -16,9 +16,7 @@ from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows
 from megatron_ibpo.data.sources import SourceSpec, read_spec
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
-from megatron_ibpo.data.tiny_tokenizer import make_tiny_tokenizer, make_word_tokenizer
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer, thinking_marks, token_texts
-from megatron_ibpo.data.worked_solutions import mended_solution, worked_solution
 
 __all__ = [
     "CorrectionTemplate",
@@ -28,16 +26,12 @@ __all__ = [
     "PromptSuffixes",
     "Tokenizer",
     "load_tokenizer",
-    "make_tiny_tokenizer",
-    "make_word_tokenizer",
-    "mended_solution",
     "open_pass_rates",
     "open_source",
     "open_sources",
     "prompts_of_rows",
     "thinking_marks",
     "token_texts",
-    "worked_solution",
 ]
 
 

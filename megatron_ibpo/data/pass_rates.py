@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from megatron_ibpo.basics.policy_digest import policy_digest
+from megatron_ibpo.basics.record_lines import record_lines
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.left_out import NOT_MEASURED, PASS_RATE
 from megatron_ibpo.data.tokenizer import DataError
@@ -64,45 +64,30 @@ def open_pass_rates(config: Config) -> PassRates | None:
 
 
 def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
-    """{fingerprint of a prompt: rate} of one policy; empty where there is no file. A last line that was cut
-    off is left out, since whoever wrote it may have been stopped.
+    """Return {fingerprint of a prompt: rate} of one policy; nothing where there is no file.
 
     Raises:
-        DataError: another line is damaged.
+        DataError: a line is damaged.
     """
-    content = read_user_file(path, RECORD_BYTES).decode() if path.exists() else ""
-    found = {}
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+    found: dict[str, Rate] = {}
+    for where, line in record_lines(path) if path.exists() else ():
         try:
             row = read_json(line)
             if row["policy"] == policy:
                 found[str(row["prompt"])] = Rate(int(row["correct"]), int(row["scored"]))
         except (ValueError, KeyError, TypeError) as error:
-            if not line.endswith("\n"):
-                break
-            raise DataError(f"{path}, line {number}: no line of `ibpo pass-rates` ({error})") from error
+            raise DataError(f"{where}: no line of `ibpo pass-rates` ({error})") from error
     return found
 
 
-def open_for_more(path: Path) -> IO[str]:
-    """The file, to append lines to; without a last line that was cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
-    return path.open("a", encoding="utf-8")
-
-
-def rate_line(policy: str, prompt: Prompt, rate: Rate) -> str:
-    """A line of the file."""
-    row = {
+def rate_record(policy: str, prompt: Prompt, rate: Rate) -> dict[str, Any]:
+    """Return what a line of the file holds."""
+    return {
         "policy": policy,
         "prompt": prompt_fingerprint(prompt),
         "correct": rate.correct,
         "scored": rate.scored,
     }
-    return json.dumps(row) + "\n"
 
 
 def prompt_fingerprint(prompt: Prompt) -> str:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
@@ -69,11 +70,9 @@ class KeptSamples:
         return self._found[name]
 
     def add(self, sample: EvalSample) -> None:
-        """Keep a sample. Raises OSError where the disk is full."""
-        line = {**sample.as_json(), "settings": settings_hash(self._settings[sample.set])}
-        data = memoryview((json.dumps(line, allow_nan=False) + "\n").encode())
-        while data:
-            data = data[self._files[sample.set].write(data) :]
+        """Keep a sample. Raises what `append_record` raises."""
+        own_hash = settings_hash(self._settings[sample.set])
+        append_record(self._files[sample.set], {**sample.as_json(), "settings": own_hash})
         self.num_added += 1
 
     def close(self) -> None:
@@ -110,7 +109,7 @@ class KeptSamples:
         lines = ({**sample.as_json(), "settings": own_hash} for sample in known.values())
         unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         unfinished.replace(path)
-        self._files[name] = self._stack.enter_context(path.open("ab", buffering=0))
+        self._files[name] = self._stack.enter_context(open_records(path))
         return known
 
 
@@ -197,16 +196,13 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
-    """Every whole line; a last one that was never finished is left out.
+    """Return the samples of all finished lines.
 
     Args:
         own_hash: of the settings that every line must have been made by.
     """
     samples = []
-    for number, line in enumerate(read_user_file(path, RECORD_BYTES).splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
-        where = f"{path}, line {number}"
+    for where, line in record_lines(path):
         try:
             row = read_json(line)
             sample = EvalSample.from_json(row)

@@ -1,7 +1,6 @@
 """A full disk: whoever writes waits for room, for a while."""
 
 import errno
-import io
 import math
 import os
 import shutil
@@ -105,22 +104,3 @@ def require_room(directory: Path, num_bytes: int) -> None:
     """Raises OSError, as a full disk does, where so much is not free."""
     if shutil.disk_usage(directory).free < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
-
-
-def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Append to an unbuffered file all of `data`, or nothing where that raises.
-
-    Raises:
-        FileNotFoundError: the file was deleted while it was open, perhaps with the directory of its run.
-        OSError: it cannot be written.
-    """
-    end = file.seek(0, io.SEEK_END)
-    left = memoryview(data)
-    try:
-        while left:
-            left = left[file.write(left) :]
-    except OSError as error:
-        file.truncate(end)  # needs no room
-        raise OSError(error.errno, error.strerror, str(file.name)) from None
-    if os.fstat(file.fileno()).st_nlink == 0:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.name))

@@ -5,9 +5,9 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
-from megatron_ibpo.report.disk import append_whole, require_room
+from megatron_ibpo.report.disk import require_room
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
 
 Kind = Literal["step", "evaluation"]
@@ -49,7 +49,7 @@ class MetricsLog:
                 dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=wandb_config
             )
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._file = path.open("ab", buffering=0)
+        self._file = open_records(path)
         self._tensorboard: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
 
     def append(self, kind: Kind, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
@@ -57,7 +57,7 @@ class MetricsLog:
         rounded = {name: round(value, 4) for name, value in seconds.items()}
         row = {"kind": kind, "step": step, **jsonable(metrics), "seconds": rounded}
         require_room(self._dir, ROOM_BYTES)
-        append_whole(self._file, (json.dumps(row, allow_nan=False) + "\n").encode())
+        append_record(self._file, row)
         self.rows.append(row)
         prefix = "evaluation/" if kind == "evaluation" else ""
         scalars = {f"{prefix}{name}": value for name, value in metrics.items()}
@@ -87,21 +87,12 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line cut off by a crash is left out.
+    """Return the rows of a metrics.jsonl, without an unfinished one at the end.
 
     Raises:
-        ValueError: another line is not JSON, or no row.
+        ValueError: a line is not JSON, or no row.
     """
-    rows = []
-    lines = read_user_file(path, RECORD_BYTES).splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(read_row(line, f"{path}, line {number}"))
-        except ValueError:
-            if number == len(lines) and not line.endswith(b"\n"):
-                break
-            raise
-    return rows
+    return [read_row(line, where) for where, line in record_lines(path)]
 
 
 def read_row(line: bytes, where: str) -> dict[str, Any]:

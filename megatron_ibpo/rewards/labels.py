@@ -1,12 +1,11 @@
 """The check at the start: can the labels be graded at all?"""
 
-import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted, shown
-from megatron_ibpo.config import DataConfig
+from megatron_ibpo.config import DataConfig, load_module
 from megatron_ibpo.rewards.reward_errors import LabelError
 from megatron_ibpo.rewards.verifier import Pool, functions_of, rm_type_of
 
@@ -52,7 +51,7 @@ def problem(target: str, label: str, metadata: dict[str, Any]) -> float:
     Raises:
         LabelError: the module of `target` has something against the label.
     """
-    module = importlib.import_module(target.partition(":")[0])
+    module = load_module("--rm-type", target)
     ask = getattr(module, "label_problem", None)
     if ask is not None and (why := ask(label, metadata)) is not None:
         raise LabelError(why)

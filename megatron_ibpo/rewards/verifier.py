@@ -6,14 +6,13 @@ import asyncio
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_hook
+from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
@@ -240,11 +239,9 @@ def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
     Answers that are written differently are different answers.
 
     Raises:
-        ConfigError: an unknown name, or a function that cannot be loaded.
+        ConfigError: an unknown name, or a module that cannot be loaded.
     """
-    function = _function(rm_type)
-    load_hook("--rm-type", function)
-    return getattr(sys.modules[function.partition(":")[0]], "extract_answer", None)
+    return getattr(load_module("--rm-type", _function(rm_type)), "extract_answer", None)
 
 
 def extracted_answer(prompt: Prompt, response: str, data: DataConfig) -> str | None:

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from megatron_ibpo.basics.record_lines import finished_lines
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file, user_lines
+from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE
 from megatron_ibpo.report.alarms import run_alarms
@@ -339,9 +340,7 @@ class _Log:
                 self._file = identity
                 self._begin()
             file.seek(self._offset)
-            for line in user_lines(file, self._path):
-                if not line.endswith(b"\n"):
-                    break
+            for line in finished_lines(file, self._path):
                 row = read_row(line, f"{self._path}, line {self._lines + 1}")
                 self.columns[row["kind"]].add(row)
                 self._offset += len(line)

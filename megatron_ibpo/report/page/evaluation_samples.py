@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.record_lines import finished_lines
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import check_user_file, user_lines
+from megatron_ibpo.basics.user_files import check_user_file
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, read_results, samples_path
 from megatron_ibpo.report.metrics_log import is_number
 
@@ -44,9 +45,7 @@ def read_problems(path: Path) -> list[Problem]:
     check_user_file(path)
     with path.open("rb") as file:
         place = 0
-        for number, line in enumerate(user_lines(file, path), start=1):
-            if not line.endswith(b"\n"):
-                break
+        for number, line in enumerate(finished_lines(file, path), start=1):
             sample = _sample(line, f"{path}, line {number}")
             problem = problems.setdefault(
                 sample["prompt_index"],

@@ -16,7 +16,7 @@ TINY_VOCAB_SIZE = 64
 """Ids of the tokenizer, and rows of the tiny model's embedding."""
 
 CHAIN_SUM_HEAD = "State the final answer to the following arithmetic problem: "
-"""What reasoning_gym's chain_sum says before the expression."""
+"""Text before the expression in reasoning_gym's chain_sum."""
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 _CHARACTERS = "0123456789+-=#?|*/()., \n"
@@ -31,7 +31,8 @@ _WORDS = r" ?[A-Za-z]+|\d|."
 
 
 def make_tiny_tokenizer(further: Sequence[str] = ()) -> Any:
-    """A `PreTrainedTokenizerFast` with ids 0..63: `<pad> <bos> <eos> <unk>`, characters, phrases, unused.
+    """Return a `PreTrainedTokenizerFast` with ids 0..63: `<pad> <bos> <eos> <unk>`, characters,
+    phrases, unused.
 
     Args:
         further: phrases of another task, in the place of unused ids.
@@ -42,8 +43,8 @@ def make_tiny_tokenizer(further: Sequence[str] = ()) -> Any:
 
 
 def make_word_tokenizer(texts: Iterable[str]) -> Any:
-    """A `PreTrainedTokenizerFast` that knows the words of `texts`, digits and marks; as many ids as the next
-    multiple of 64. `<bos>` is put before every prompt."""
+    """Return a `PreTrainedTokenizerFast` that knows the words of `texts`, digits and marks. The number of ids
+    is the next multiple of 64. `<bos>` is put before every prompt."""
     known = {piece for text in texts for piece in re.findall(_WORDS, text)}
     pieces = sorted(known | set(_CHARACTERS))
     needed = len(_SPECIAL) + len(pieces) + len(_INSTRUCTIONS)
@@ -51,11 +52,12 @@ def make_word_tokenizer(texts: Iterable[str]) -> Any:
 
 
 def _word_level(words: Sequence[str], phrases: Sequence[str], split: str, size: int) -> Any:
-    """
+    """Return a tokenizer that looks up words and phrases.
+
     Args:
         phrases: texts that are one token each, wherever they stand.
-        split: regular expression of what is looked up as one.
-        size: ids in all; those that are left over are named and mean nothing.
+        split: regular expression of the pieces that are looked up.
+        size: number of ids; those left over get names without meaning.
     """
     from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as RustTokenizer

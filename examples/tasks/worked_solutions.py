@@ -1,4 +1,4 @@
-"""Written solutions of chain_sum, by a student who may drop carries: what the warm start is taught."""
+"""Written solutions of chain_sum by a student who may drop carries. The warm start is taught them."""
 
 import random
 import re
@@ -10,7 +10,7 @@ from functools import partial
 def worked_solution(
     expression: str, rng: random.Random | None = None, *, carry_dropped: float = 0.0, slip: float = 0.0
 ) -> str:
-    """`6 + 1 - 8` as `6+1=7-8=-1#-1`: every intermediate result, then the answer after `#`.
+    """Return `6 + 1 - 8` as `6+1=7-8=-1#-1`: every intermediate result, then the answer after `#`.
 
     Args:
         expression: terms and operators separated by spaces, as chain_sum's metadata has it.
@@ -30,11 +30,11 @@ def mended_solution(
     carry_dropped: float = 0.0,
     slip: float = 0.0,
 ) -> str:
-    """What a student who compares writes after seeing `candidate`: it, up to the first error that he notices.
+    """Return the solution of a student who compares, after seeing `candidate`.
 
-    He copies the results of the candidate. At a wrong one he writes the right value with probability `skill`,
-    else he overlooks it and copies on. Once he has written another value, nothing that follows can be copied,
-    and he solves on as `worked_solution` does.
+    The student copies the results of the candidate. At a wrong one the student writes the right value with
+    probability `skill`, else overlooks it and copies on. After a changed value nothing that follows can be
+    copied, and the student continues as `worked_solution` does.
 
     A reference changes no target: where it differs from a right step of the candidate, the right value is the
     candidate's. It tells the policy where to look.
@@ -64,7 +64,7 @@ def mended_solution(
 
 
 def _written(expression: str, step: Callable[[int, str, int], int]) -> str:
-    """The solution whose results `step` gives from (value so far, operator, term)."""
+    """Return the solution whose results `step` gives from (value so far, operator, term)."""
     first, *rest = expression.split()
     value, text = int(first), first
     for operator, term in zip(rest[::2], rest[1::2], strict=True):
@@ -91,7 +91,7 @@ def _step(
 
 
 def _carries(value: int, operator: str, term: int) -> bool:
-    """The units digit runs over (plus) or under (minus), for a value a child would carry on paper."""
+    """Return whether the units digit runs over (plus) or under (minus): a child would carry on paper."""
     if operator == "+":
         return value >= 0 and value % 10 + term % 10 >= 10
     return value >= 10 and value % 10 < term % 10

@@ -1,5 +1,5 @@
-"""Short word problems of arithmetic with their worked solutions, from hand-written templates: what the
-bundled `examples/math/*.jsonl` are drawn from, and what the small policy that starts from them was taught."""
+"""Short word problems of arithmetic with their worked solutions, from hand-written templates. The
+bundled `examples/math/*.jsonl` are drawn from them, and a small policy was taught by them."""
 
 import random
 from collections.abc import Iterator
@@ -47,11 +47,11 @@ class WordProblem:
 
     @property
     def level(self) -> int:
-        """How many steps the solution takes."""
+        """The number of steps of the solution."""
         return len(self.steps)
 
     def solution(self, rng: random.Random | None = None, *, misread: float = 0.0) -> str:
-        r"""`3+4=7;7*2=14. The answer is \boxed{14}`: every step, then the answer.
+        r"""Return, for example, `3+4=7;7*2=14. The answer is \boxed{14}`: every step, then the answer.
 
         Args:
             rng: the student's luck; needed unless `misread` is 0.
@@ -210,7 +210,7 @@ TEMPLATES = (
 
 
 def word_problems(seed: int) -> Iterator[WordProblem]:
-    """An endless stream, every template equally often; the same for the same seed."""
+    """Yield problems without end, every template equally often; the same for the same seed."""
     rng = random.Random(seed)
     while True:
         for template in rng.sample(TEMPLATES, len(TEMPLATES)):
@@ -232,7 +232,7 @@ def _drawn(template: Template, rng: random.Random) -> WordProblem:
 
 
 def _compute(left: int, operator: str, right: int) -> int:
-    """The value; divisions are only asked where they come out even."""
+    """Return the value; divisions are only asked where they come out even."""
     if operator == "/":
         return left // right
     return left + right if operator == "+" else left - right if operator == "-" else left * right

@@ -1,5 +1,4 @@
-"""Verifier of the suite's own tasks (`megatron_ibpo.data.study_tasks`): the final answer, and for sums to be
-reached the digits that reach it."""
+"""Verifier of the tasks in `study_tasks`. It scores the final answer, and for targets also the digits."""
 
 import re
 from typing import Any
@@ -9,16 +8,18 @@ _PAIR = re.compile(r"(?<!\d)(\d++[-+]\d)=(-?\d+)")
 
 
 def extract_answer(response: str, metadata: dict[str, Any]) -> str | None:
-    """What follows the last `#`; of pairs all results. None if there is none."""
+    """Return what follows the last `#`, or all results of pairs; None where there is nothing."""
     if metadata["kind"] == "pairs":
         return ",".join(result for _, result in _PAIR.findall(response)) or None
     return response.rpartition("#")[2].strip() or None if "#" in response else None
 
 
 def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> float:
-    """1 for a right answer, else 0. How it was reached is asked only where the question asks: a sum to be
-    reached must have so many digits, with the first one given and no banned one, and pairs must be those
-    of the question. What intermediate results are written is the student's affair.
+    """Return 1 for a right answer, else 0.
+
+    The way to it counts only where the question asks for it: the digits of a target must be as many as asked,
+    begin with the given one and hold no banned one, and pairs must be those of the question. Intermediate
+    results are not checked.
 
     Raises:
         KeyError: the prompt is none of these tasks.

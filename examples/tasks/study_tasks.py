@@ -1,7 +1,7 @@
 """Tasks of the suite of studies beside chain_sum: questions, and students who answer them badly.
 
-    --prompt-data import://megatron_ibpo.data.study_tasks:targets
-    --rm-type megatron_ibpo.rewards.study_tasks:score
+    --prompt-data import://examples/tasks/study_tasks.py:targets
+    --rm-type examples/tasks/study_rewards.py:score
 
 Each is of another kind for credit (docs/studies.md). A student writes a solution step by step and has a
 misconception, which a warm start plants and reinforcement can take away.
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from megatron_ibpo.data.worked_solutions import worked_solution
+from worked_solutions import worked_solution
 
 Question = dict[str, Any]
-"""What a question consists of; also the metadata of its prompt."""
+"""Parts of a question; also the metadata of its prompt."""
 
 QUESTIONS = {"train": 2048, "eval": 1024}
-"""Different ones in each split: about what a run of the studies asks."""
+"""Different questions in each split: about as many as a run of the studies asks."""
 
 _STEP = re.compile(r"[^=]*=-?\d+|.+", re.DOTALL)
-"""An equation up to its result; what is left over is one step more."""
+"""An equation up to its result; the rest of the text is one more step."""
 _DIGITS = frozenset(range(1, 10))
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How badly a student does."""
+    """Rates of a student's errors."""
 
     misconception: float = 0.0
     """Probability with which the task's misconception acts where it can."""
@@ -51,15 +51,15 @@ class StudyTask:
     label: Callable[[Question], str]
     """The final answer."""
     next_step: Callable[[Question, Sequence[str], random.Random, Noise], str]
-    """(question, steps so far, luck, noise) → what the student writes next; nothing at the end."""
+    """(question, steps so far, luck, noise) → the student's next step; empty at the end."""
     mended: Callable[[Question, Sequence[str], str], str]
-    """(question, steps so far, step) → the step as it ought to be after those: itself where it is right, and
-    otherwise with as much of its free choices as can stay."""
+    """(question, steps so far, step) → the right step after those: the given one where it is right, else one
+    with as many of its free choices as possible."""
 
     def solution(
         self, question: Question, rng: random.Random, noise: Noise, begun: Sequence[str] = ()
     ) -> list[str]:
-        """The steps of one student, who goes on after those that are `begun`. Joined they are the text."""
+        """Return the steps of one student, who continues after `begun`. Joined they are the text."""
         steps = list(begun)
         while step := self.next_step(question, steps, rng, noise):
             steps.append(step)
@@ -68,10 +68,10 @@ class StudyTask:
     def mended_solution(
         self, question: Question, candidate: Sequence[str], rng: random.Random, noise: Noise, skill: float
     ) -> list[str]:
-        """What a student who compares writes after seeing the steps of a candidate.
+        """Return the steps of a student who compares, after seeing those of a candidate.
 
-        He copies right ones. At a wrong one he writes the right one with probability `skill`; else he
-        overlooks it and copies on, or, where he has changed something before, goes on by himself.
+        The student copies right steps. At a wrong one the student writes the right one with probability
+        `skill`. Otherwise the student copies it or, after an earlier change, continues alone.
         """
         written: list[str] = []
         for tried in candidate:
@@ -86,12 +86,12 @@ class StudyTask:
 
 
 def steps_of(text: str) -> list[str]:
-    """A written solution cut into steps: `5+8=13+9=22#22` into `5+8=13`, `+9=22`, `#22`."""
+    """Cut a written solution into steps: `5+8=13+9=22#22` into `5+8=13`, `+9=22`, `#22`."""
     return _STEP.findall(text)
 
 
 def questions(task: StudyTask, split: str, rng: random.Random) -> Iterator[Question]:
-    """Questions of a split without end. A question belongs to one split by a hash of its text.
+    """Yield questions of a split without end. A hash of its text puts each question into one split.
 
     Args:
         split: train or eval.
@@ -103,7 +103,7 @@ def questions(task: StudyTask, split: str, rng: random.Random) -> Iterator[Quest
 
 
 def rows(task: StudyTask, name: str, split: str) -> list[dict[str, Any]]:
-    """Different questions as rows of data, the same for ever.
+    """Return different questions as rows of data, the same in every call.
 
     Args:
         name: of the task, for the rows.
@@ -128,7 +128,7 @@ def _held_out(text: str) -> bool:
 
 
 def _draw_target(rng: random.Random) -> Question:
-    """A sum to be reached by five or six digits of which the first is given and two are banned."""
+    """Draw a sum to be reached by five or six digits; the first is given, and two are banned."""
     while True:
         banned = sorted(rng.sample(range(1, 10), 2))
         terms, first = rng.choice((5, 6)), rng.choice(sorted(_DIGITS - set(banned)))
@@ -138,13 +138,13 @@ def _draw_target(rng: random.Random) -> Question:
 
 
 def _target_text(question: Question) -> str:
-    """`31=5+?+?+?+?|47`: five digits with the sum 31, the first 5, none of them 4 or 7."""
+    """Return, for example, `31=5+?+?+?+?|47`: five digits with the sum 31, the first 5, none 4 or 7."""
     banned = "".join(map(str, question["banned"]))
     return f"{question['target']}={question['first']}{'+?' * (question['terms'] - 1)}|{banned}\n"
 
 
 def _next_of_target(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
-    """Misconception: at this step the student forgets which digits are banned."""
+    """Write a digit. By the misconception the student forgets at this step which digits are banned."""
     if steps and steps[-1].startswith("#"):
         return ""
     total, left = _of_target(question, steps)
@@ -166,7 +166,7 @@ def _mended_of_target(question: Question, steps: Sequence[str], step: str) -> st
 
 
 def _of_target(question: Question, steps: Sequence[str]) -> tuple[int, int]:
-    """(the sum so far as it is written, how many digits are still to come)"""
+    """Return (the sum so far as it is written, the number of digits still to come)."""
     return (_result(steps[-1]) if steps else question["first"]), question["terms"] - 1 - len(steps)
 
 
@@ -175,15 +175,15 @@ def _addition(question: Question, steps: Sequence[str], term: int, total: int) -
 
 
 def _choices(wanted: int, left: int, allowed: frozenset[int]) -> list[int]:
-    """Digits after which `wanted` can still be reached by `left` of the allowed ones; where nothing reaches
-    it any more, the one that comes nearest with even steps."""
+    """Return the digits after which `wanted` can still be reached by `left` of the allowed ones. Where it can
+    no longer be reached, return the digit that comes nearest with even steps."""
     found = [digit for digit in sorted(allowed) if wanted - digit in _reachable(left - 1, allowed)]
     return found or [min(sorted(allowed), key=lambda digit: abs(digit * left - wanted))]
 
 
 @cache
 def _reachable(count: int, allowed: frozenset[int]) -> frozenset[int]:
-    """The sums of so many allowed digits."""
+    """Return all sums of `count` allowed digits."""
     if count == 0:
         return frozenset({0})
     return frozenset(rest + digit for rest in _reachable(count - 1, allowed) for digit in allowed)
@@ -202,17 +202,17 @@ TARGETS = StudyTask(
 
 
 def _draw_pairs(rng: random.Random) -> Question:
-    """Four sums and differences of a two-digit number and a digit that have nothing to do with each other."""
+    """Draw four independent sums and differences of a two-digit number and a digit."""
     return {"pairs": [[rng.randint(10, 99), rng.choice("+-"), rng.randint(1, 9)] for _ in range(4)]}
 
 
 def _pairs_text(question: Question) -> str:
-    """`38+7,91-5,26+9,44-8`"""
+    """Return, for example, `38+7,91-5,26+9,44-8`."""
     return ",".join(f"{left}{operator}{right}" for left, operator, right in question["pairs"]) + "\n"
 
 
 def _next_of_pairs(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
-    """Misconception: carries and borrows are dropped."""
+    """Write a pair. By the misconception carries and borrows are dropped."""
     if len(steps) == len(question["pairs"]):
         return ""
     left, operator, right = question["pairs"][len(steps)]
@@ -244,19 +244,19 @@ _RULE_START, _RULE_TERMS = 80, 8
 
 
 def _draw_rule(rng: random.Random) -> Question:
-    """Two numbers that decide whether eight digits are added to 80 or subtracted from it."""
+    """Draw two numbers, which decide whether eight digits are added to 80 or subtracted from it."""
     left, right = rng.sample(range(10, 100), 2)
     return {"left": left, "right": right, "terms": [rng.randint(1, 9) for _ in range(_RULE_TERMS)]}
 
 
 def _rule_text(question: Question) -> str:
-    """`47?52|3,8,1,9,4,2,6,5`: added where the first number is the smaller one."""
+    """Return, for example, `47?52|3,8,1,9,4,2,6,5`: added where the first number is the smaller one."""
     terms = ",".join(map(str, question["terms"]))
     return f"{question['left']}?{question['right']}|{terms}\n"
 
 
 def _next_of_rule(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
-    """Misconception: numbers are compared by their last digits."""
+    """Write a link. By the misconception numbers are compared by their last digits."""
     if len(steps) > _RULE_TERMS:
         return ""
     total = _result(steps[-1]) if steps else _RULE_START
@@ -273,7 +273,7 @@ def _next_of_rule(question: Question, steps: Sequence[str], rng: random.Random, 
 
 
 def _mended_of_rule(question: Question, steps: Sequence[str], step: str) -> str:
-    """After the first step the sign is what that one has made it: the prefix has decided."""
+    """Return the right step. The first step fixes the sign of all later ones, right or wrong."""
     total = _result(steps[-1]) if steps else _RULE_START
     if len(steps) == _RULE_TERMS:
         return f"#{total}"
@@ -308,25 +308,25 @@ STUDY_TASKS = {"targets": TARGETS, "pairs": PAIRS, "rule": RULE}
 
 
 def targets(split: str) -> list[dict[str, Any]]:
-    """Rows of sums to be reached: the correct texts are many."""
+    """Return rows of sums to be reached: many texts are correct."""
     return rows(TARGETS, "targets", split)
 
 
 def pairs(split: str) -> list[dict[str, Any]]:
-    """Rows of sums that have nothing to do with each other: errors are not copied onward."""
+    """Return rows of independent sums: errors are not copied onward."""
     return rows(PAIRS, "pairs", split)
 
 
 def rule(split: str) -> list[dict[str, Any]]:
-    """Rows of long chains whose first step decides."""
+    """Return rows of long chains whose first step decides."""
     return rows(RULE, "rule", split)
 
 
 def _computed(
     left: int, operator: str, right: int, rng: random.Random | None = None, noise: Noise = _NONE
 ) -> int:
-    """What a student of chain_sum makes of one step, whose misconception it is to drop carries; without
-    `rng` the right result."""
+    """Return the result of one step by a student of chain_sum, whose misconception is to drop carries; the
+    right result without `rng`."""
     written = worked_solution(
         f"{left} {operator} {right}", rng, carry_dropped=noise.misconception, slip=noise.slip
     )
@@ -334,10 +334,10 @@ def _computed(
 
 
 def _term(step: str) -> int:
-    """The digit that a step adds."""
+    """Return the digit that a step adds."""
     return int(step.partition("=")[0].rpartition("+")[2])
 
 
 def _result(step: str) -> int:
-    """What a step comes to."""
+    """Return the result of a step."""
     return int(step.rpartition("=")[2])
