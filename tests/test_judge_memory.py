@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from fit_planner import shape_of
 from judge_memory import config_of, counted_bytes
+from published_runs import Row, shape_of
 
 from megatron_ibpo.models import padded_vocab_size
-from megatron_ibpo.plan.evidence import Row
 from megatron_ibpo.plan.memory import GIB, rank_memory
 from megatron_ibpo.plan.parameter_count import estimate_census
 
