@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
@@ -25,7 +29,6 @@ from megatron_ibpo.credit import (
     leaves_gradient,
 )
 from megatron_ibpo.journal import Journal, read_journal
-from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace, _Flight
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from bench_async import LONGEST, MEAN_LENGTH, MEDIAN_LENGTH, decoding
+from simulated_engines import StepTime
+from simulated_fleet import Fleet, bound, simulate
 
-from megatron_ibpo.plan.fleet import Fleet, bound, simulate
-from megatron_ibpo.plan.simulated_engines import StepTime
 from megatron_ibpo.sampling.ahead import Pace
 
 SMALL = Fleet(

@@ -33,8 +33,8 @@ SEEN = Seen(
     trained=0.7,
 )
 RATES = Rates(matmul=4e10, copy=1e10)
-SLOW = {"engine_layer": 2e-3, "engine_sequence": 5e-5, "train_layer": 4e-3, "step": 0.01, "ipc": 1e-3} | (
-    dict.fromkeys(("matmul", "experts", "attention", "elementwise"), 0.05)
+SLOW = {"engine_layer": 2e-3, "engine_sequence": 5e-5, "train_layer": 4e-3, "step": 0.01, "update": 1e-3} | (
+    dict.fromkeys(("matmul", "experts", "attention"), 0.05)
 )
 """What operations cost beyond their arithmetic, on a machine that these tests make up."""
 RECORDED = [
@@ -66,8 +66,8 @@ def made_up(config: Config) -> Machine:
         seconds={"sampling": 1.0, "training": 1.0, "weights": 0.1, "step": 2.2}, prompts=4, seen=SEEN
     )
     found = calibrated([step], RATES, config, read_hf_config(TINY), 2, about="made up")
-    reached = replace(found.known.efficiencies, **SLOW)
-    return replace(found, known=replace(found.known, efficiencies=reached))
+    reached = replace(found.known.coefficients, **SLOW)
+    return replace(found, known=replace(found.known, coefficients=reached))
 
 
 def calibrated_by_two_sizes(config: Config) -> tuple[Machine, Machine]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fit_planner import shape_of
 from judge_memory import config_of, counted_bytes
+from published_runs import Row, shape_of
 
 from megatron_ibpo.models import padded_vocab_size
-from megatron_ibpo.plan.evidence import Row
 from megatron_ibpo.plan.memory import GIB, rank_memory
 from megatron_ibpo.plan.parameter_count import estimate_census
 

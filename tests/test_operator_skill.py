@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
+
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary
 from megatron_ibpo.data import PromptSource
-from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.run.operator_skill import (
     Asking,

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -19,6 +20,9 @@ from credit_cases import correct_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_qwen3
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
@@ -33,7 +37,6 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import bench
+from simulated_engines import StepTime
+from simulated_fleet import Fleet, bound, simulate
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.plan.fleet import Fleet, bound, simulate
-from megatron_ibpo.plan.simulated_engines import StepTime
 from megatron_ibpo.sampling.ahead import Pace
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 
 import bench
 import numpy as np
+from simulated_engines import in_virtual_time
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds, token_ids
@@ -46,7 +47,6 @@ from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.journal import Journal, read_journal
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.lengths import SIGMA
-from megatron_ibpo.plan.simulated_engines import in_virtual_time
 from megatron_ibpo.rewards import Outcome, Verifier
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.sampling import Sampler

@@ -22,6 +22,7 @@ from typing import Any
 
 import bench
 import psutil
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
@@ -37,7 +38,6 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 

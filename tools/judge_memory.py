@@ -2,7 +2,7 @@
 
     "$(bash tools/bootstrap.sh)" tools/judge_memory.py --save
 
-The rows are those of megatron_ibpo/plan/evidence/ that give a peak, of models that this project knows and of
+The rows are those of tools/planner_evidence/ that give a peak, of models that this project knows and of
 layers that are kept or recomputed whole. What other programs hold in another way is counted as they hold it:
 
 - Fully sharded (FSDP2): weights in fp32 in place of the optimizer's, gradients in fp32 and Adam's means are
@@ -16,19 +16,17 @@ CUDA's context and communicators, which allocators do not count, are left out.
 """
 
 import json
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fit_planner import PAGE, shape_of
+from published_runs import Row, read_evidence, shape_of
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
-from megatron_ibpo.plan.evidence import Row, read_evidence
 from megatron_ibpo.plan.memory import GIB, RankMemory, rank_memory
 from megatron_ibpo.plan.parameter_count import Census, StagePart, estimate_census
 
@@ -133,7 +131,7 @@ def config_of(facts: Any, layers: int) -> Config:
 
 
 def table(found: list[Peak]) -> str:
-    """For the page."""
+    """Return the rows as a table for readers."""
     rows = [
         f"| {one.source} | {one.row} | {'fused' if one.fused else 'whole'} | {one.published:.1f} | "
         f"{one.counted:.1f} | {one.state:.1f} | {100 * one.error:+.0f} % |"
@@ -146,7 +144,7 @@ def table(found: list[Peak]) -> str:
 @dataclass
 class Arguments:
     save: bool = False
-    """Keep what comes out: tools/results/judge_memory.json and the table of docs/planner.md."""
+    """Keep what comes out: tools/results/judge_memory.json."""
 
 
 def main(arguments: Arguments) -> None:
@@ -165,10 +163,6 @@ def main(arguments: Arguments) -> None:
     if arguments.save:
         rows = [asdict(one) | {"error": round(one.error, 4)} for one in found]
         RESULTS.write_text(json.dumps(summary | {"peaks": rows}, indent=1) + "\n", encoding="utf-8")
-        pattern = r"(<!-- peaks -->\n).*?(<!-- end of peaks -->)"
-        text = PAGE.read_text(encoding="utf-8")
-        text = re.sub(pattern, lambda at: f"{at[1]}{table(found)}\n{at[2]}", text, flags=re.S)
-        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from simulated_engines import StepTime
+from simulated_fleet import Fleet, bound, simulate
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.commands.plan import described
 from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.models.cost import weight_count
-from megatron_ibpo.plan.efficiencies import fitted
-from megatron_ibpo.plan.fleet import Fleet, bound, simulate
+from megatron_ibpo.plan.coefficients import fitted
+from megatron_ibpo.plan.lengths import median_length
+from megatron_ibpo.plan.roofline import decode_seconds
 from megatron_ibpo.plan.search import Found, search
+from megatron_ibpo.plan.step_time import StepTimes
 from megatron_ibpo.sampling.ahead import Pace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,27 +121,58 @@ def predicted(config: Config, gpus: int, prompts: int, driver: Driver | None) ->
         "store_bytes_per_second": samples
         * (mean * BYTES_PER_TOKEN + prompt * BYTES_PER_PROMPT_TOKEN)
         / found.seconds,
-        "weight_bytes_per_engine": 2 * weight_count(found.setting.shape).total,
-        "weight_bytes": 2 * weight_count(found.setting.shape).total * found.setting.engine_gpus,
+        "weight_bytes_per_engine": 2 * weight_count(found.setting.basis.shape).total,
+        "weight_bytes": 2 * weight_count(found.setting.basis.shape).total * found.setting.engine_gpus,
         "driver_share": None if driver is None else samples * driver.seconds(mean) / found.seconds,
     }
-    shown: dict[str, Any] = rounded(row | {"simulated": simulated(found, times.fleet)})
+    shown: dict[str, Any] = rounded(row | {"simulated": simulated(found, times)})
     return shown
 
 
-def simulated(found: Found, fleet: Fleet | None) -> dict[str, float] | None:
-    """The streaming loop on engines as fast as the predicted ones, without corrections, and its bound."""
-    if fleet is None or found.setting.gpus > SIMULATED:
+def simulated(found: Found, times: StepTimes) -> dict[str, float] | None:
+    """Return the streaming loop on engines as fast as the predicted ones, without corrections, beside its
+    bound and its prediction. None where nothing is sampled ahead, and for large clusters."""
+    setting, staleness = found.setting, found.setting.task.staleness
+    if setting.colocated or not staleness or setting.gpus > SIMULATED:
         return None
-    staleness = found.setting.task.staleness
-    measured = simulate(fleet, Pace(staleness), SIMULATED_STEPS)
-    least = bound(fleet, staleness, measured.tokens_per_step).seconds
+    measured = simulate(fleet_of(found, times), Pace(staleness), SIMULATED_STEPS)
+    least = bound(fleet_of(found, times), staleness, measured.tokens_per_step).seconds
+    training = times.log_probs + times.update
     return {
         "seconds_per_step": measured.seconds_per_step,
         "bound_seconds": least,
         "of_bound": measured.seconds_per_step / least,
+        "predicted_seconds": max(times.sampling, training) + times.weights,
         "staleness_mean": measured.staleness_mean,
     }
+
+
+def fleet_of(found: Found, times: StepTimes) -> Fleet:
+    """Return engines and a trainer at work together, as fast as predicted."""
+    setting = found.setting
+    basis = replace(setting.basis, reached=setting.basis.reached.within_a_loop())
+    task, engine = setting.task, setting.engine
+    engines = max(1, setting.engine_gpus // engine.tensor)
+    mean, longest = float(np.mean(task.responses)), float(np.max(task.responses))
+    full = min(times.sampled.slots, max(1, -(-task.count // engines)) * (task.staleness + 1))
+    whole, part = (
+        decode_seconds(basis, engine, running, task.prompt + mean / 2) for running in (full, max(1, full / 2))
+    )
+    per_sequence = (whole - part) / max(1e-9, full - max(1, full / 2))
+    reading = (times.sampled.prompts + times.corrected.prompts) / max(
+        1.0, times.sampled.tokens + times.corrected.tokens
+    )
+    return Fleet(
+        engines=engines,
+        training_seconds=times.log_probs + times.update,
+        pause_seconds=times.weights,
+        step_time=StepTime(max(1e-9, whole - per_sequence * full), per_sequence + reading),
+        most_running=full,
+        groups=max(1, task.count // task.group),
+        group_size=task.group,
+        longest=round(longest),
+        median_length=median_length(mean, longest),
+    )
 
 
 def rounded(value: Any) -> Any:
@@ -188,11 +223,14 @@ def driver_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def loop_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The streaming loop on simulated engines."""
-    lines = ["| GPUs | prompts | engines | a step, s | its bound, s | over it |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| GPUs | prompts | engines | a step, s | its bound, s | over it | predicted, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     return lines + [
         f"| {row['gpus']:,} | {row['prompts']:,} | {row['engines']:,} | "
         f"{found['seconds_per_step']:.1f} | {found['bound_seconds']:.1f} | "
-        f"{100 * (found['of_bound'] - 1):+.1f} % |"
+        f"{100 * (found['of_bound'] - 1):+.1f} % | {found['predicted_seconds']:.1f} |"
         for row in rows
         if (found := row["simulated"]) is not None
     ]

@@ -1,4 +1,4 @@
-"""A machine's figures from a few steps of a run: what its overheads must be for predictions to be right.
+"""Calibration: the coefficients of this machine under which predictions equal a few measured steps.
 
 On processors a tiny model's time goes into starting operations, which no data sheet has. Steps of two sizes
 tell what a layer costs at least, and what a token costs beyond that.
@@ -16,47 +16,47 @@ from scipy.optimize import least_squares
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.efficiencies import Efficiencies, Fitted
+from megatron_ibpo.plan.coefficients import Coefficients, Fitted
 from megatron_ibpo.plan.forecast import compared
 from megatron_ibpo.plan.hardware import Hardware
 from megatron_ibpo.plan.lengths import recorded
 from megatron_ibpo.plan.machine import Machine, Seen, workload_of
 from megatron_ibpo.plan.prediction import setting_of
-from megatron_ibpo.plan.sampling_time import GIB
+from megatron_ibpo.plan.roofline import GIB
 from megatron_ibpo.report.prediction_error import SAMPLING, STEP, TRAINING, WEIGHTS, measured_seconds
 
 _QUANTILES = 16
+"""Quantiles of response lengths that a machine's file keeps."""
 _MATRIX = 768
-"""Rows and columns of the products that are timed."""
+"""Rows and columns of the timed product."""
 _COPIED_BYTES = 64 * 1024**2
 _LEAST = 1e-4
-"""Seconds: what takes less is not told from nothing."""
+"""Shortest measured time in seconds; less counts as this much."""
 _NUDGE = 1e-3
-"""Of a parameter's logarithm, to see what predictions make of it."""
-_WHOLE = Efficiencies(
-    matmul=1, matmul_fp8=1, experts=1, attention=1, elementwise=1, link=1, routing=1, decode=1, prefill=1,
-    train_layer=0, engine_layer=0, engine_tensor=0, engine_sequence=0, engine_request=0, gather=1, reshard=1,
-    ipc=1, host=1, host_adam=1e30, step=0,
+"""Change of a coefficient's logarithm with which slopes are measured."""
+_WHOLE = Coefficients(
+    matmul=1, experts=1, attention=1, memory=1, link=1, train_layer=0, prefill=1, engine_layer=0,
+    engine_sequence=0, update=1, host=1, step=0, loop=1,
 )  # fmt: skip
-"""All that was measured is reached, until steps say otherwise."""
+"""Coefficients to start from: measured rates are reached, and overheads are zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one trainer's threads reach, alone on the machine."""
+    """Rates that one trainer's threads reach, alone on the machine."""
 
     matmul: float
     """Operations per second of products in fp32."""
     copy: float
-    """Bytes per second that are read and written."""
+    """Bytes per second read and written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """A step of a run: what it took and what it had to do."""
+    """A step of a run: its seconds and its work."""
 
     seconds: Mapping[str, float]
-    """By the names of `report.prediction_error`."""
+    """Seconds by the names of `report.prediction_error`."""
     prompts: int
     seen: Seen
 
@@ -64,11 +64,12 @@ class MeasuredStep:
 def measured_step(
     by_stage: Mapping[str, float], groups: Sequence[Group], tokens_trained: float
 ) -> MeasuredStep:
-    """
+    """Return the seconds and the work of a step.
+
     Args:
         by_stage: seconds, as the loop counts them.
-        groups: what was sampled and corrected.
-        tokens_trained: prompts included.
+        groups: sampled groups with their corrections.
+        tokens_trained: tokens in training, prompts included.
     """
     row = {"kind": "step", "seconds": by_stage}
     seconds = measured_seconds([row, row])  # of steps the first is left out
@@ -94,7 +95,7 @@ def measured_step(
 
 
 def measure_rates(clock: Callable[[], float] = time.perf_counter) -> Rates:
-    """A second's worth of products and copies, in this thread's share of the processors."""
+    """Time products and copies for about a second, with this thread's share of the processors."""
     matrix = torch.rand(_MATRIX, _MATRIX)
     whole = torch.zeros(_COPIED_BYTES // 4)
     target = torch.empty_like(whole)
@@ -104,7 +105,7 @@ def measure_rates(clock: Callable[[], float] = time.perf_counter) -> Rates:
 
 
 def _seconds_of(work: Callable[[], object], clock: Callable[[], float], times: int = 8) -> float:
-    """The shortest of several."""
+    """Return the shortest of several times."""
     found = []
     for _ in range(times):
         began = clock()
@@ -122,22 +123,22 @@ def calibrated(
     *,
     about: str,
 ) -> Machine:
-    """The machine on which predictions are what these steps took.
+    """Return the machine on which predictions equal the seconds of these steps.
 
     Args:
-        steps: of two sizes; of each the one that took the middle time counts, with what it had to do.
-        config: of the run, all of it resolved.
+        steps: steps of two sizes; the median step of each size counts, with its own work.
+        config: resolved configuration of the run.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no steps.
     """
     if not steps:
         raise ValueError("no step had anything to train on, so that nothing is known of training")
     hardware = _hardware(rates, world_size, about)
     chosen = _middle_of_each_size(steps)
 
-    def predicted(reached: Efficiencies, name: str) -> list[float]:
-        known = Fitted(reached, {}, {})
+    def predicted(reached: Coefficients, name: str) -> list[float]:
+        known = Fitted(reached, {})
         return [
             compared(
                 setting_of(
@@ -150,28 +151,28 @@ def calibrated(
             for step in chosen
         ]
 
-    def fit(name: str, of: Callable[[Sequence[float]], Efficiencies], start: Sequence[float]) -> Efficiencies:
+    def fit(name: str, of: Callable[[Sequence[float]], Coefficients], start: Sequence[float]) -> Coefficients:
         taken = [max(_LEAST, step.seconds[name]) for step in chosen]
         return of(_nearest(lambda values: predicted(of(values), name), start, taken))
 
-    def sampling(values: Sequence[float]) -> Efficiencies:
+    def sampling(values: Sequence[float]) -> Coefficients:
         return replace(_WHOLE, engine_layer=values[0], engine_sequence=values[1])
 
     engines = fit(SAMPLING, sampling, (1e-3, 1e-4))
 
-    def training(values: Sequence[float]) -> Efficiencies:
+    def training(values: Sequence[float]) -> Coefficients:
         layer, share = values
-        computing = dict.fromkeys(("matmul", "matmul_fp8", "experts", "attention", "elementwise"), share)
+        computing = dict.fromkeys(("matmul", "experts", "attention"), share)
         return replace(engines, train_layer=layer, **computing)
 
     trainers = fit(TRAINING, training, (1e-3, 0.1))
     taken = [max(_LEAST, step.seconds[WEIGHTS]) for step in chosen]
     sent = float(np.median(np.divide(predicted(trainers, WEIGHTS), taken)))
     rest = [2 * step.seconds[STEP] - sum(step.seconds.values()) for step in chosen]
-    reached = replace(trainers, ipc=sent, gather=sent, reshard=sent, step=max(0.0, float(np.median(rest))))
+    reached = replace(trainers, update=sent, step=max(0.0, float(np.median(rest))))
     return Machine(
         hardware=hardware,
-        known=Fitted(reached, {}, {}),
+        known=Fitted(reached, {}),
         workload=workload_of(config, shape, world_size),
         seen=_all_seen([step for step in steps if step.prompts == chosen[-1].prompts]),
     )
@@ -195,7 +196,7 @@ def _hardware(rates: Rates, world_size: int, about: str) -> Hardware:
 
 
 def _of_size(config: Config, prompts: int) -> Config:
-    """As many prompts a step, of the lengths that were seen."""
+    """Return the configuration with as many prompts per step, of the measured lengths."""
     return replace(
         config,
         rollout=replace(config.rollout, rollout_batch_size=prompts, max_staleness=0),
@@ -204,7 +205,7 @@ def _of_size(config: Config, prompts: int) -> Config:
 
 
 def _middle_of_each_size(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Smallest first."""
+    """Return the median step of each size, smallest size first."""
     sizes = sorted({step.prompts for step in steps})
     by_time = sorted(steps, key=lambda step: step.seconds[STEP])
     alike = [[step for step in by_time if step.prompts == size] for size in sizes]
@@ -212,7 +213,7 @@ def _middle_of_each_size(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 
 
 def _all_seen(steps: Sequence[MeasuredStep]) -> Seen:
-    """What they had on average."""
+    """Return the mean work of steps."""
     seen = [step.seen for step in steps]
 
     def mean(name: str) -> float:
@@ -230,8 +231,8 @@ def _all_seen(steps: Sequence[MeasuredStep]) -> Seen:
 def _nearest(
     predict: Callable[[Sequence[float]], Sequence[float]], start: Sequence[float], measured: Sequence[float]
 ) -> list[float]:
-    """Parameters above 0 under which predictions are nearest to what was measured, both in logarithms; one
-    that no step moves stays where it began."""
+    """Return the positive values whose predictions are nearest to the measured seconds, both in logarithms. A
+    value that no step moves stays where it began."""
     target = np.log(measured)
 
     def residuals(point: np.ndarray) -> np.ndarray:

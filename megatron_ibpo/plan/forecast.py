@@ -1,4 +1,4 @@
-"""What a run is predicted to take, before its first step: seconds by stages that it can be compared by."""
+"""The forecast of a run before its first step, in the stages that a run measures."""
 
 from dataclasses import replace
 
@@ -12,10 +12,10 @@ from megatron_ibpo.report.prediction_error import SAMPLING, STEP, TRAINING, WEIG
 
 
 def forecast(config: Config, shape: ModelShape, world_size: int, device: str) -> Forecast:
-    """Of a run that is about to begin, all of whose configuration is resolved.
+    """Return the forecast of a run whose configuration is resolved.
 
     Args:
-        device: what its trainers say that they compute on.
+        device: name of the device that its trainers compute on.
     """
     named = config.run.dry_run_hardware or kind_of(device)
     if named is None:
@@ -34,7 +34,7 @@ def forecast(config: Config, shape: ModelShape, world_size: int, device: str) ->
 
 
 def compared(times: StepTimes) -> dict[str, float]:
-    """As a run can measure them. Where sampling goes on beside training, what a step waits for it."""
+    """Return the seconds as a run measures them: of sampling ahead, what a step waits for."""
     training = times.log_probs + times.update + times.switching
     waiting = times.total - training - times.weights - times.other
     return {

@@ -1,4 +1,4 @@
-"""Lengths of responses: given ones, or a log-normal distribution that is cut off at the longest."""
+"""Lengths of responses: recorded ones, or a log-normal distribution that is cut off at the longest."""
 
 import math
 from collections.abc import Sequence
@@ -8,24 +8,15 @@ from statistics import NormalDist
 import numpy as np
 
 SIGMA = 1.0
-"""Of the logarithm of lengths before the cut, where nothing tells it; as in tools/bench_streaming.py."""
+"""Standard deviation of the logarithm of lengths before the cut, where nothing tells it."""
+MOST_STAND_INS = 256
+"""Most responses of an engine that are followed one by one."""
 _NORMAL = NormalDist()
 _POINTS = 512
 
 
-def fixed(length: float, count: int) -> np.ndarray:
-    """`count` responses of one length."""
-    return np.full(count, float(length))
-
-
-def uniform(mean: float, count: int) -> np.ndarray:
-    """`count` lengths spread evenly between 1 and what gives the mean."""
-    return np.linspace(1, max(1.0, 2 * mean - 1), count)
-
-
 def log_normal(mean: float, longest: float, count: int, sigma: float = SIGMA) -> np.ndarray:
-    """`count` lengths, the distribution's quantiles in order, of which none exceeds `longest` and the mean is
-    as given.
+    """Return `count` quantiles of lengths in order, none above `longest`, with the given mean.
 
     Raises:
         ValueError: the mean is not between 1 and the longest.
@@ -36,19 +27,25 @@ def log_normal(mean: float, longest: float, count: int, sigma: float = SIGMA) ->
     return np.clip(median * np.exp(sigma * _quantiles(count)), 1, longest)
 
 
-def recorded(lengths: Sequence[float], count: int) -> np.ndarray:
-    """`count` quantiles of lengths that a run had."""
+def recorded(lengths: Sequence[float] | np.ndarray, count: int) -> np.ndarray:
+    """Return `count` quantiles of lengths that a run had."""
     return np.quantile(np.asarray(lengths, np.float64), (np.arange(count) + 0.5) / count)
 
 
-def shuffled(lengths: np.ndarray, seed: int = 0) -> np.ndarray:
-    """In the order in which they come; engines do not know them beforehand."""
-    return np.random.default_rng(seed).permutation(lengths)
+def stand_ins(lengths: Sequence[float] | np.ndarray, count: int) -> tuple[np.ndarray, float]:
+    """Return the lengths of `count` responses with these quantiles, in the order in which they come, and how
+    many responses each of them stands for."""
+    own = min(count, MOST_STAND_INS)
+    if own == 0:
+        return np.empty(0), 1.0
+    picked = recorded(lengths, own)
+    picked *= np.mean(lengths) / picked.mean()
+    return np.random.default_rng(0).permutation(picked), count / own
 
 
 @lru_cache(maxsize=256)
 def median_length(mean: float, longest: float, sigma: float = SIGMA) -> float:
-    """Of the log-normal distribution before the cut, by bisection: the mean after it grows with it."""
+    """Return the median of the distribution before the cut, by bisection: the mean grows with it."""
     low, high = 0.0, math.log(longest) + 12 * sigma
     spread = np.exp(sigma * _quantiles(_POINTS))
     for _ in range(60):

@@ -1,7 +1,7 @@
-"""What a prediction stands on: a kind of GPU by its data sheet and the fit, or a machine that was measured.
+"""The machine that a prediction is about: a GPU by its data sheet, or one that `ibpo calibrate` measured.
 
-`ibpo calibrate` writes the latter. Its file holds what the files of `plan.hardware` hold, what programs reach
-there, what a step of the recipe has, and which runs it speaks of.
+A calibrated machine's file holds a data sheet like those of `plan.hardware`, the coefficients reached there,
+the work of a step of the recipe, and the run that it was measured with.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,42 +14,42 @@ import yaml
 from megatron_ibpo.basics.user_files import RECIPE_BYTES, read_user_file
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.efficiencies import Efficiencies, Fitted, fitted
+from megatron_ibpo.plan.coefficients import Coefficients, Fitted, fitted
 from megatron_ibpo.plan.hardware import Hardware, hardware_of, read_hardware
 
-_HEAD = "# Made by `ibpo calibrate`; megatron_ibpo/plan/machine.py says what is what.\n"
+_HEAD = "# Made by `ibpo calibrate`; megatron_ibpo/plan/machine.py says what each entry is.\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A step of the recipe as it was, of which nothing tells beforehand."""
+    """The work of a measured step, which no configuration tells."""
 
     responses: tuple[float, ...]
-    """Quantiles of their tokens, evenly spread."""
+    """Evenly spread quantiles of the tokens of responses."""
     prompt: float
-    """Tokens of one, on average."""
+    """Mean tokens of a prompt."""
     corrections: float
-    """For each response."""
+    """Corrections per response."""
     correction_prompt: float
     """Tokens that a correction's prompt has beyond a response's."""
     trained: float
-    """Tokens that were trained on, over those of responses and corrections, each with a prompt. What has no
-    advantage is left out; a correction is trained with what it was shown."""
+    """Share of the sampled tokens, prompts included, that was trained on. Sequences without an advantage are
+    left out; a correction is trained with the responses that it was shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hardware and what is known of it."""
+    """Hardware, and the coefficients that hold on it."""
 
     hardware: Hardware
     known: Fitted
     workload: str | None = None
-    """Runs that it was measured with (`workload_of`); None where it serves all."""
+    """Run that it was measured with (`workload_of`); None where it serves all runs."""
     seen: Seen | None = None
 
 
 def workload_of(config: Config, shape: ModelShape, world_size: int) -> str:
-    """What must be the same for figures of one run to hold in another, in words. Batch and lengths may
+    """Return in words what runs must share for figures of one to hold for another; batch and lengths may
     differ."""
     parallel, rollout = config.parallel, config.rollout
     where = "beside them" if rollout.colocate else f"of their own, {rollout.rollout_num_gpus or world_size}"
@@ -64,7 +64,7 @@ def workload_of(config: Config, shape: ModelShape, world_size: int) -> str:
 
 @cache
 def find_machine(named: str) -> Machine:
-    """A kind of GPU by its name, or a machine by its file.
+    """Return a kind of GPU by its name, or a machine by its file.
 
     Raises:
         ValueError: there is neither.
@@ -74,11 +74,11 @@ def find_machine(named: str) -> Machine:
     path = Path(named)
     try:
         raw: dict[str, Any] = yaml.safe_load(read_user_file(path, RECIPE_BYTES))
-        reached = Efficiencies(**{name: float(value) for name, value in raw["reached"].items()})
+        reached = Coefficients(**{name: float(value) for name, value in raw["reached"].items()})
         seen = {**raw["seen"], "responses": tuple(map(float, raw["seen"]["responses"]))}
         return Machine(
             hardware=hardware_of(path.stem, raw),
-            known=Fitted(reached, {}, {}),
+            known=Fitted(reached, {}),
             workload=str(raw["workload"]),
             seen=Seen(**seen),
         )
@@ -91,10 +91,10 @@ def find_machine(named: str) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """For `find_machine`."""
+    """Write the file that `find_machine` reads."""
     assert machine.seen is not None
     hardware = {name: _short(value) for name, value in asdict(machine.hardware).items() if name != "name"}
-    reached = {name: _short(value) for name, value in asdict(machine.known.efficiencies).items()}
+    reached = {name: _short(value) for name, value in asdict(machine.known.coefficients).items()}
     seen = {name: _short(value) for name, value in asdict(machine.seen).items()}
     raw = {**hardware, "workload": machine.workload, "reached": reached, "seen": seen}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run would take on given hardware: seconds of a step by stage, GPU-hours, and what would help."""
+"""The predicted time of a run: seconds of a step by stage, GPU-hours, and changes that would help."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,60 +7,55 @@ import numpy as np
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.efficiencies import Fitted
-from megatron_ibpo.plan.hardware import Hardware
 from megatron_ibpo.plan.lengths import log_normal, recorded
 from megatron_ibpo.plan.machine import Machine, Seen, find_machine
-from megatron_ibpo.plan.sampling_time import Engine
-from megatron_ibpo.plan.step_time import StepTimes, Task, checkpoint_seconds, step_times
-from megatron_ibpo.plan.training_time import Layout
+from megatron_ibpo.plan.roofline import checkpoint_seconds
+from megatron_ibpo.plan.step_time import StepTimes, step_times
+from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task
 from megatron_ibpo.policy.overrides import model_chunks, model_overrides
 
 WRONG = 0.5
-"""Share of responses taken to be wrong, each of which is corrected --ibpo-corrections times."""
+"""Assumed share of wrong responses, each of which is corrected --ibpo-corrections times."""
 _POINTS = 512
-"""Lengths that stand for a step's responses."""
+"""Quantiles that stand for the lengths of a step's responses."""
 _PROMPT = 200
-"""Tokens that a prompt is taken to have: a question of mathematics."""
+"""Assumed tokens of a prompt: a question of mathematics."""
+_UNKNOWN_FACTOR = 2.0
+"""90 % error factor that is shown for a calibrated machine."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """All that a prediction needs; alternatives change a part of it."""
 
-    shape: ModelShape
+    basis: Basis
     layout: Layout
     engine: Engine
     task: Task
-    hardware: Hardware
     engine_gpus: int
     colocated: bool
-    known: Fitted
+    factor: float
+    """90 % error factor of a step."""
 
     def times(self) -> StepTimes:
-        """Raises ValueError where an engine does not hold weights and a sequence."""
+        """Return the times of a step.
+
+        Raises:
+            ValueError: an engine does not hold weights and a sequence.
+        """
         return step_times(
-            self.shape,
+            self.basis,
             self.layout,
             self.engine,
             self.task,
-            self.hardware,
-            self.known.efficiencies,
             engine_gpus=self.engine_gpus,
             colocated=self.colocated,
         )
 
-    def checkpoint_seconds(self) -> float:
-        return checkpoint_seconds(self.shape, self.layout, self.hardware, self.known.efficiencies)
-
     @property
     def gpus(self) -> int:
+        """GPUs of trainers and engines."""
         return self.layout.gpus + (0 if self.colocated else self.engine_gpus)
-
-    @property
-    def factor(self) -> float:
-        """Within which nine of ten published steps of the held-out half lay, both ways."""
-        return self.known.error.get("step", 2.0)
 
 
 @dataclass(frozen=True)
@@ -69,25 +64,41 @@ class Change:
 
     flag: str
     seconds: float
-    """Of a step with it."""
+    """Seconds of a step with it."""
 
 
 def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Machine | None = None) -> Setting:
-    """Of a configuration whose device and context are resolved (`plan.feasibility`).
+    """Return the setting of a configuration whose device and context are resolved (`plan.feasibility`).
 
     Args:
-        machine: that of --dry-run-hardware when None.
+        machine: the machine of --dry-run-hardware when None.
 
     Raises:
-        ValueError: no such hardware, or a mean length above the longest.
+        ValueError: there is no such hardware, or a mean length exceeds the longest.
     """
     if machine is None:
         assert config.run.dry_run_hardware is not None
         machine = find_machine(config.run.dry_run_hardware)
-    hardware, known = machine.hardware, machine.known
-    rollout, parallel = config.rollout, config.parallel
-    task = task_of(config, machine.seen)
-    layout = Layout(
+    rollout, known = config.rollout, machine.known
+    engine = Engine(
+        tensor=rollout.rollout_num_gpus_per_engine,
+        memory_share=rollout.vllm_gpu_memory_utilization,
+        most_running=rollout.vllm_max_num_seqs,
+    )
+    return Setting(
+        basis=Basis(shape=shape, hardware=machine.hardware, reached=known.coefficients),
+        layout=_layout_of(config, world_size),
+        engine=engine,
+        task=task_of(config, machine.seen),
+        engine_gpus=world_size if rollout.colocate else rollout.rollout_num_gpus or world_size,
+        colocated=rollout.colocate,
+        factor=known.error.get("step", _UNKNOWN_FACTOR),
+    )
+
+
+def _layout_of(config: Config, world_size: int) -> Layout:
+    parallel = config.parallel
+    return Layout(
         gpus=world_size,
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
@@ -100,21 +111,10 @@ def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Mach
         delta_net_cp=parallel.delta_net_cp,
         micro_batch=config.model.max_tokens_per_gpu * parallel.context_parallel_size,
     )
-    engine = Engine(
-        shape=shape,
-        hardware=hardware,
-        reached=known.efficiencies,
-        tensor=rollout.rollout_num_gpus_per_engine,
-        memory_share=rollout.vllm_gpu_memory_utilization,
-        most_running=rollout.vllm_max_num_seqs,
-    )
-    own = rollout.rollout_num_gpus or world_size
-    engine_gpus = world_size if rollout.colocate else own
-    return Setting(shape, layout, engine, task, hardware, engine_gpus, rollout.colocate, known)
 
 
 def task_of(config: Config, seen: Seen | None = None) -> Task:
-    """What a step has to do; where nothing was seen, by what is usual.
+    """Return the work of a step: as it was measured, or with usual lengths.
 
     Raises:
         ValueError: a mean length above the longest.
@@ -149,8 +149,7 @@ def task_of(config: Config, seen: Seen | None = None) -> Task:
 
 
 def changes(setting: Setting, most: int = 3) -> list[Change]:
-    """Those of a few single changes that would save most, best first; whether memory allows them is the dry
-    run's to say once they are made."""
+    """Return the single changes that would save most, best first. Memory is not checked."""
     before = setting.times().total
     found = []
     for flag, other in _others(setting):
@@ -174,13 +173,13 @@ def _others(setting: Setting) -> Iterator[tuple[str, Setting]]:
         )
     for tensor in (layout.tensor // 2, layout.tensor * 2):
         ranks = tensor * layout.pipeline * layout.context
-        if 1 <= tensor <= setting.hardware.linked and layout.gpus % ranks == 0:
+        if 1 <= tensor <= setting.basis.hardware.linked and layout.gpus % ranks == 0:
             yield (
                 f"--tensor-model-parallel-size {tensor}",
                 replace(setting, layout=replace(layout, tensor=tensor)),
             )
     for tensor in (engine.tensor // 2, engine.tensor * 2):
-        if tensor >= 1 and setting.engine_gpus % tensor == 0 and tensor <= setting.hardware.linked:
+        if tensor >= 1 and setting.engine_gpus % tensor == 0 and tensor <= setting.basis.hardware.linked:
             yield (
                 f"--rollout-num-gpus-per-engine {tensor}",
                 replace(setting, engine=replace(engine, tensor=tensor)),
@@ -190,7 +189,7 @@ def _others(setting: Setting) -> Iterator[tuple[str, Setting]]:
             f"--vllm-max-num-seqs {2 * engine.most_running}",
             replace(setting, engine=replace(engine, most_running=2 * engine.most_running)),
         )
-    if layout.precision == "bf16" and setting.hardware.peak_fp8 > setting.hardware.peak_bf16:
+    if layout.precision == "bf16" and setting.basis.hardware.peak_fp8 > setting.basis.hardware.peak_bf16:
         yield "--model-override fp8=hybrid", replace(setting, layout=replace(layout, precision="fp8"))
     if not setting.colocated and task.staleness < 4:
         staleness = task.staleness + 1
@@ -200,11 +199,11 @@ def _others(setting: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]:
-    """For people to read.
+    """Return the prediction in lines for users.
 
     Args:
-        steps: of the whole run.
-        price: of a GPU for an hour, in any currency.
+        steps: steps of the whole run.
+        price: price of a GPU-hour, in any currency.
     """
     times, factor = setting.times(), setting.factor
     total, tokens = times.total, setting.task.count * float(np.mean(setting.task.responses))
@@ -224,8 +223,9 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
         f"an engine runs {sampled.mean_running:.0f} sequences on average, of {sampled.slots} slots; "
         f"{100 * sampled.tail / max(sampled.seconds, 1e-9):.0f} % of sampling waits for the longest responses"
     )
+    copying = checkpoint_seconds(setting.basis, setting.layout)
     said.append(
-        f"a checkpoint: training waits {_seconds(setting.checkpoint_seconds())} for its copy in main memory, "
+        f"a checkpoint: training waits {_seconds(copying)} for its copy in main memory, "
         "which is written while training goes on"
     )
     cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"

@@ -1,4 +1,4 @@
-"""Layouts of a run on so many GPUs, ranked by the predicted seconds of a step; those whose memory fits."""
+"""Search for layouts of a run: those whose memory fits, ranked by the predicted seconds of a step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,22 +11,22 @@ from megatron_ibpo.plan.feasibility import Plan, make_plan
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import Setting, setting_of
-from megatron_ibpo.plan.training_time import pass_time
+from megatron_ibpo.plan.roofline import pass_time
 
 SIZES = (1, 2, 4, 8)
-"""Of tensor and pipeline parallelism."""
+"""Sizes of tensor and pipeline parallelism."""
 CONTEXTS = (1, 2, 4, 8, 16)
-"""Of context parallelism."""
+"""Sizes of context parallelism."""
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 ENGINES = (1, 2, 4, 8, 16)
-"""GPUs of an engine."""
+"""GPUs per engine."""
 SHARES = (0.25, 0.5, 0.75)
-"""Of the GPUs, for engines of their own."""
+"""Shares of the GPUs for engines of their own."""
 STALENESS = (0, 1, 4)
 """Steps that engines of their own sample ahead."""
 _TRAINERS = 12
-"""Fastest layouts of the trainer that are combined with every kind of engines."""
+"""Number of fastest trainer layouts that are combined with every kind of engines."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Found:
 
     config: Config
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     setting: Setting
     plan: Plan
 
 
 def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Found]:
-    """The fastest layouts that fit, fastest first.
+    """Return the fastest layouts that fit, fastest first.
 
     Args:
         config: model, batch and lengths; its layout is replaced.
@@ -84,7 +84,7 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
 def _candidates(
     config: Config, shape: ModelShape, hardware: Hardware, gpus: int
 ) -> Iterator[tuple[Setting, Config]]:
-    """Engines of every kind beside the trainer's fastest layouts that have room."""
+    """Yield engines of every kind beside the trainer's fastest layouts, where both have room."""
     for own in (0, *(int(gpus * share) for share in SHARES if gpus * share >= 1)):
         trainers = _trainers(config, shape, gpus - own)
         for trainer, size, staleness in product(trainers, ENGINES, STALENESS if own else (0,)):
@@ -107,12 +107,12 @@ def _candidates(
 
 
 def _trainers(config: Config, shape: ModelShape, gpus: int) -> list[Config]:
-    """The fastest whose training fits by itself."""
+    """Return the fastest trainer layouts whose training fits by itself."""
     timed = []
     for number, candidate in enumerate(_layouts(config, shape, gpus)):
         setting = setting_of(candidate, shape, gpus)
-        reached, steps = setting.known.efficiencies, setting.task.updates
-        passes = pass_time(shape, setting.layout, setting.hardware, reached, setting.task.batch, steps=steps)
+        task = setting.task
+        passes = pass_time(setting.basis, setting.layout, task.batch, steps=task.updates)
         timed.append((passes.total, number, candidate))
     fitting = []
     for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):

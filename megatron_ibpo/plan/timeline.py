@@ -1,17 +1,17 @@
-"""A predicted step as spans of time, for a picture: who works when."""
+"""A predicted step as spans of time, for a picture."""
 
 from megatron_ibpo.plan.prediction import Setting
 from megatron_ibpo.plan.step_time import StepTimes
 from megatron_ibpo.report.step_picture import Span
 
-ENGINES, CORRECTIONS, REWARDS = "engines", "corrections", "rewards"
+ENGINES, CORRECTIONS = "engines", "corrections"
 TRAINER, OPTIMIZER, WEIGHTS = "trainer", "optimizer", "weight update"
 MOVES, OTHER = "moves", "other"
-LANES = (ENGINES, CORRECTIONS, REWARDS, MOVES, TRAINER, OPTIMIZER, WEIGHTS, OTHER)
+LANES = (ENGINES, CORRECTIONS, MOVES, TRAINER, OPTIMIZER, WEIGHTS, OTHER)
 
 
 def timeline(setting: Setting) -> list[Span]:
-    """Spans of one step in the steady state, those of no length left out. Raises as `Setting.times`.
+    """Return the spans of one step in the steady state, except empty ones. Raises as `Setting.times`.
 
     On GPUs of their own, with staleness, engines write for a later step while trainers train.
     """
@@ -22,26 +22,24 @@ def timeline(setting: Setting) -> list[Span]:
         spans += _closing(times, spans[-1].end)
     else:
         end = times.total - times.weights - times.other
-        # engines that are always full take less than those that wait for the longest response
-        spans = [*_within(end, _sampling(times)), *_training(times, 0.0), *_closing(times, end)]
+        spans = [*_sampling(times), *_training(times, 0.0), *_closing(times, end)]
     return [span for span in spans if span.end > span.begin]
 
 
 def _sampling(times: StepTimes) -> list[Span]:
-    """Prompts are drawn before what is written, in between which engines read them. Corrections of the first
-    groups begin while the last ones are written."""
+    """Prompts are drawn before responses, though engines read them in between. Corrections of the first
+    groups begin while the last responses are written."""
     prompts, written = times.sampled.prompts, times.sampling
     end = written + times.corrections
     return [
         Span(ENGINES, "prompts", 0.0, prompts),
         Span(ENGINES, "responses", prompts, written),
         Span(CORRECTIONS, "corrections", end - times.corrected.seconds, end),
-        Span(REWARDS, "rewards", end, end + times.rewards),
     ]
 
 
 def _training(times: StepTimes, begin: float) -> list[Span]:
-    """What colocation moves is half on the way in, half on the way out."""
+    """Half of what colocation moves goes in here, the other half out in `_closing`."""
     optimizer = times.passes.optimizer
     return _in_turn(
         begin,
@@ -62,15 +60,9 @@ def _closing(times: StepTimes, begin: float) -> list[Span]:
 
 
 def _in_turn(begin: float, *work: tuple[str, str, float]) -> list[Span]:
-    """Of (lane, name, seconds)."""
+    """Return spans of (lane, name, seconds), one after the other."""
     spans = []
     for lane, name, seconds in work:
         spans.append(Span(lane, name, begin, begin + seconds))
         begin += seconds
     return spans
-
-
-def _within(end: float, spans: list[Span]) -> list[Span]:
-    """The same, all shorter where they would go on for longer."""
-    share = min(1.0, end / max(end, *(span.end for span in spans)))
-    return [Span(span.lane, span.name, span.begin * share, span.end * share) for span in spans]

@@ -1,4 +1,4 @@
-"""GPUs as data: one file each, figures of their makers' data sheets, for dense products."""
+"""GPUs as data: one file each with the figures of a data sheet, for dense products."""
 
 import re
 from dataclasses import MISSING, dataclass, fields
@@ -11,20 +11,19 @@ import yaml
 _PLACE = Path(__file__).parent
 _START = 8.4e-6
 _LINK_START, _NETWORK_START = 3.4e-6, 14e-6
-"""Seconds before a message between two GPUs begins to arrive: of any, and more on a link or the network. What
-NCCL reckons with when it chooses how to send (its src/graph/tuning.cc, ring, protocol Simple)."""
+"""Seconds before a message between two GPUs begins to arrive, and more of them on a link or the network: the
+figures by which NCCL chooses how to send (its src/graph/tuning.cc, ring, protocol Simple)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A kind of GPU and what joins several of them. What of it a program reaches is fitted, not here
-    (`plan.efficiencies`)."""
+    """A kind of GPU and its links. Shares of it that programs reach are in `plan.coefficients`."""
 
     name: str
     about: str
     source: str
     memory_gib: float
-    """That a program sees."""
+    """Memory that a program sees."""
     memory_bandwidth: float
     """Bytes per second."""
     peak_bf16: float
@@ -33,44 +32,46 @@ class Hardware:
     linked: int
     """GPUs that `link` joins: those of a node, or of a rack."""
     link: float
-    """Bytes per second that a GPU sends to the others of these."""
+    """Bytes per second that a GPU sends to linked GPUs."""
     network: float
-    """The same to all other GPUs."""
+    """Bytes per second that it sends to all other GPUs."""
     host_link: float
-    """The same to main memory."""
+    """Bytes per second that it sends to main memory."""
     generation: str = ""
-    """Of its makers' designs: `plan.efficiencies` has a factor for some."""
+    """Generation of the design; `plan.coefficients` has a factor for some."""
     starts_ahead: bool = True
     """Kernels are started while others compute; a processor starts one when the one before is done."""
 
     def peak(self, precision: str) -> float:
-        """Of products in `bf16`, or in any kind of fp8."""
+        """Return the operations per second of products in `bf16`, or in any kind of fp8."""
         return self.peak_bf16 if precision == "bf16" else self.peak_fp8
 
     def between(self, gpus: int) -> float:
-        """Bytes per second that each of so many neighbouring GPUs sends to the others at once."""
+        """Return the bytes per second that each of neighbouring GPUs sends to the others at once."""
         return self.link if gpus <= self.linked else self.network
 
     def start(self, gpus: int) -> float:
-        """Seconds before what one of so many neighbouring GPUs sends another begins to arrive."""
+        """Return the seconds before a message between two of so many neighbouring GPUs begins to arrive."""
         return _START + (_LINK_START if gpus <= self.linked else _NETWORK_START)
 
     def collective(self, ranks: int, stride: int = 1) -> float:
-        """Bytes per second at which each of a group's ranks, so many GPUs apart, sends or gets what the group
-        gathers or reduces. Rings pass between nodes on the networks of all members that a node has."""
+        """Return the bytes per second at which each of `ranks`, `stride` GPUs apart, gathers or reduces.
+
+        Rings pass between nodes on the networks of all members that a node has.
+        """
         if ranks * stride <= self.linked:
             return self.link
         return min(self.link, self.network * max(1, self.linked // stride))
 
 
 def hardware_names() -> list[str]:
-    """What `read_hardware` knows."""
+    """Return the names that `read_hardware` knows."""
     return sorted(path.stem for path in _PLACE.glob("*.yaml"))
 
 
 @cache
 def read_hardware(name: str) -> Hardware:
-    """Raises ValueError for a name that no file has."""
+    """Return a kind of GPU by its name. Raises ValueError for a name that no file has."""
     path = _PLACE / f"{name.lower()}.yaml"
     if name.lower() not in hardware_names():
         raise ValueError(f"no hardware {name!r}; there are {', '.join(hardware_names())}")
@@ -78,7 +79,7 @@ def read_hardware(name: str) -> Hardware:
 
 
 def hardware_of(name: str, raw: dict[str, Any]) -> Hardware:
-    """From what a file says. Raises KeyError where it lacks a figure, and ValueError where one is none."""
+    """Return the hardware that a file describes. Raises KeyError or ValueError for a wrong file."""
     read: dict[str, Any] = {
         field.name: field.type(raw[field.name]) if callable(field.type) else raw[field.name]
         for field in fields(Hardware)
@@ -88,8 +89,10 @@ def hardware_of(name: str, raw: dict[str, Any]) -> Hardware:
 
 
 def kind_of(device: str) -> str | None:
-    """The file of a GPU that calls itself so, such as "NVIDIA H100 80GB HBM3"; None of one that has no file.
-    Cards for slots, and those with less memory, have lower figures than their namesakes here."""
+    """Return the file of a GPU that calls itself so, such as "NVIDIA H100 80GB HBM3"; None if there is none.
+
+    PCIe cards, and those with less memory, have lower figures than their namesakes here.
+    """
     words = re.split(r"[\s-]+", device.lower())
     if {"pcie", "nvl", "40gb"} & set(words):
         return None

@@ -1,4 +1,4 @@
-"""The streaming loop on simulated engines and a simulated trainer, and what no schedule beats.
+"""The streaming loop on simulated engines and a simulated trainer, and a bound that no schedule beats.
 
 The loop is the one that a run samples with (`sampling.ahead`); only engines and trainer are simulated.
 """
@@ -10,12 +10,12 @@ import statistics
 from dataclasses import dataclass
 
 import numpy as np
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, find_operator
 from megatron_ibpo.plan.lengths import SIGMA
-from megatron_ibpo.plan.simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import GroupSampler, Rules
@@ -34,21 +34,21 @@ class Fleet:
     group_size: int
     longest: int
     median_length: float
-    """Of log-normal lengths before they are cut at the longest."""
+    """Median of log-normal lengths before they are cut at the longest."""
 
     def length(self, seed: int) -> int:
-        """Of the response to the request with this seed."""
+        """Return the length of the response to the request with this seed."""
         drawn = random.Random(seed).lognormvariate(0.0, SIGMA) * self.median_length
         return max(1, min(self.longest, round(drawn)))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a simulated run came to, over the steps after the first ones."""
+    """Means over the steps of a simulated run after the pipeline has filled."""
 
     seconds_per_step: float
     tokens_per_step: float
-    """Trained on."""
+    """Tokens trained on."""
     staleness_mean: float
     staleness_max: float
     partial_rollouts: float

@@ -1,4 +1,4 @@
-"""Engines whose time is computed instead of spent: hours of a cluster's sampling in a second of a test's."""
+"""Simulated engines in virtual time: hours of a cluster's sampling in a second of a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def in_virtual_time(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """(result, seconds that it would take): where everybody waits, the clock jumps to the next event."""
+    """Return (result, seconds that it would take). The clock jumps to the next event while all tasks wait."""
     loop = _VirtualLoop()
     try:
         return loop.run_until_complete(work), loop.time()
@@ -54,7 +54,7 @@ class _Jump(selectors.SelectSelector):
         events = super().select(0)
         if not events:
             if timeout is None:
-                raise RuntimeError("everybody waits for something that nobody will do")
+                raise RuntimeError("all tasks wait, and no timer will wake one")
             self._loop.now += max(0.0, timeout)
         return events
 
@@ -175,7 +175,7 @@ class SimulatedEngine:
             heapq.heappush(self._ends, (end, number))
 
     def _finished(self) -> list[tuple[int, Sample]]:
-        """What has ended, which is forgotten."""
+        """Return and forget the sequences that have ended."""
         finished = []
         while self._ends and self._ends[0][0] <= self._steps + 1e-6:
             _, number = heapq.heappop(self._ends)

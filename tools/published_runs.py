@@ -1,4 +1,4 @@
-"""Runs that others published: one file for each source, and what each of their rows leaves open.
+"""Runs that others published, as data: tools/planner_evidence/ holds one file per source.
 
 A row holds facts that its source states, with the file and commit (or address and date) at which they were
 read. `open` names what the source does not say, each with a range; the row's own value is then the middle
@@ -9,18 +9,24 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-_PLACE = Path(__file__).parent
+from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.shape import Fields
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = ROOT / "tools/planner_evidence"
 KINDS = ("training", "generation", "step", "update")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure or several of one run."""
+    """A published run with one figure or several."""
 
     source: str
     name: str
@@ -36,36 +42,40 @@ class Row:
     """Where it was read."""
 
     def with_facts(self, **facts: Any) -> Mapping[str, Any]:
-        """The facts, some of them others."""
+        """Return the facts, some of them replaced."""
         return {**self.facts, **facts}
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The figures of time, without those of memory."""
+        return {name: value for name, value in self.measured.items() if not name.endswith("_gib")}
 
 
 def read_evidence() -> list[Row]:
-    """All rows, by source.
+    """Return all rows, by source.
 
     Raises:
         ValueError: a file misses something.
     """
-    paths = sorted(path for path in _PLACE.glob("*.yaml") if path.stem != "models")
-    return [row for path in paths for row in _rows(path)]
+    return [row for path in sorted(PLACE.glob("*.yaml")) if path.stem != "models" for row in _rows(path)]
 
 
-def about() -> dict[str, str]:
-    """Source → what it is."""
-    paths = sorted(path for path in _PLACE.glob("*.yaml") if path.stem != "models")
-    return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))["about"] for path in paths}
-
-
-def model_dimensions() -> dict[str, dict[str, Any]]:
-    """Model → what its config.json says of dimensions."""
-    raw: dict[str, dict[str, Any]] = yaml.safe_load((_PLACE / "models.yaml").read_text(encoding="utf-8"))
-    return raw
+@cache
+def shape_of(model: str) -> ModelShape | None:
+    """Return a model's shape, or None for models that this project does not know."""
+    folder = ROOT / "examples/models" / model
+    if folder.is_dir():
+        return read_hf_config(folder)
+    raw = yaml.safe_load((PLACE / "models.yaml").read_text(encoding="utf-8")).get(model)
+    if raw is None:
+        return None
+    shape: ModelShape = family_part(raw["model_type"], "shape").read(Fields(raw, Path(model)))
+    return shape
 
 
 def halves(rows: Sequence[Row]) -> dict[str, Literal["fitted", "held out"]]:
-    """Source → the half that it falls into, whole: in order of the SHA-256 of their names the sources of each
-    kind of row (that which most of their rows have) are fitted and held out in turn. So both halves hold
-    every kind that two sources have, and nobody chooses."""
+    """Return the half of each source. In order of the SHA-256 of their names the sources of each kind of row
+    (the kind that most of their rows have) are fitted and held out in turn, whole."""
     by_source: dict[str, Counter[str]] = {}
     for row in rows:
         by_source.setdefault(row.source, Counter())[row.kind] += 1

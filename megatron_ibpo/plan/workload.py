@@ -1,0 +1,224 @@
+"""Plain data of the time model: a trainer's layout, an engine, a step's work, and what they take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.cost import seen_pairs, weight_count
+from megatron_ibpo.plan.coefficients import Coefficients
+from megatron_ibpo.plan.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """A model, the GPUs that run it, and what programs reach of them."""
+
+    shape: ModelShape
+    hardware: Hardware
+    reached: Coefficients
+
+    def peak(self, precision: str) -> float:
+        """Return the operations per second of products, before a share of them is reached."""
+        return self.hardware.peak(precision) * self.reached.on(self.hardware.generation)
+
+    def between(self, gpus: int) -> float:
+        """Return the bytes per second that each of neighbouring GPUs sends to the others."""
+        return self.hardware.between(gpus) * self.reached.link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a trainer is laid out over its GPUs, and what its passes do."""
+
+    gpus: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    chunks: int = 1
+    """Pieces of the model on each pipeline stage."""
+    precision: str = "bf16"
+    """Precision of products: bf16, fp8 or mxfp8. Attention stays in bf16."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload_optimizer: bool = False
+    delta_net_cp: Literal["state", "heads"] = "state"
+    """How ranks that share a sequence run delta nets: pass states on, or exchange heads."""
+    micro_batch: int
+    """Tokens of a micro-batch, over all its context-parallel ranks."""
+
+    @property
+    def data(self) -> int:
+        """Number of model copies that share the batch."""
+        return max(1, self.gpus // (self.tensor * self.pipeline * self.context))
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same parameters outside the experts."""
+        return self.data * self.context
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of ranks that hold the same experts."""
+        return max(1, self.gpus // (self.expert * self.pipeline))
+
+    @property
+    def passes_states(self) -> bool:
+        """Delta nets pass states between ranks that share a sequence."""
+        return self.context > 1 and self.delta_net_cp == "state"
+
+    def parameters(self, shape: ModelShape) -> tuple[float, float]:
+        """Return the parameters of one GPU, (outside the experts, in the experts)."""
+        count = weight_count(shape)
+        dense = (count.total - count.experts) / (self.tensor * self.pipeline)
+        return dense, count.experts / (self.expert * self.pipeline)
+
+    def optimizer_parameters(self, shape: ModelShape) -> float:
+        """Return the parameters whose optimizer state one GPU holds."""
+        dense, experts = self.parameters(shape)
+        return dense / self.copies + experts / self.expert_copies
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of a pass."""
+
+    lengths: tuple[float, ...]
+    times: float = 1.0
+    """Number of sequences that each length stands for."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[float] | npt.NDArray[np.float64], times: float = 1.0) -> "Batch":
+        """Return a batch of these lengths."""
+        return cls(tuple(map(float, lengths)), times)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens in all."""
+        return self.times * sum(self.lengths)
+
+    @property
+    def sequences(self) -> float:
+        """Sequences in all."""
+        return self.times * len(self.lengths)
+
+    def pairs(self, window: int | None) -> float:
+        """Return the number of pairs of a token and one that it attends to, itself included."""
+        return self.times * _pairs(self.lengths, window)
+
+
+@lru_cache(maxsize=256)
+def _pairs(lengths: tuple[float, ...], window: int | None) -> float:
+    return sum(seen_pairs(length, window) for length in lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One engine: a group of GPUs that write together."""
+
+    tensor: int = 1
+    """Number of its GPUs."""
+    weight_bytes: float = 2.0
+    """Bytes per element of the layers' matrices; embeddings and head have two."""
+    cache_bytes: float = 2.0
+    """Bytes per element of keys and values."""
+    memory_share: float = 0.9
+    """Share of the GPUs' memory that the engine may use."""
+    most_running: int = 1024
+    """Largest number of sequences at once."""
+
+    @property
+    def precision(self) -> str:
+        """Precision of its products."""
+        return "bf16" if self.weight_bytes == 2 else "fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The work of one step."""
+
+    responses: Sequence[float] | np.ndarray
+    """Tokens of the responses, as quantiles in any order."""
+    count: int
+    """Responses per step."""
+    prompt: float = 0.0
+    """Tokens per prompt."""
+    group: int = 1
+    """Responses per prompt."""
+    corrections: float = 0.0
+    """Corrections per response, written in a second phase, with lengths like the responses'."""
+    correction_prompt: float = 0.0
+    """Tokens that a correction's prompt has beyond a response's."""
+    updates: int = 1
+    """Optimizer steps."""
+    passes_without_gradient: float = 1.0
+    """Forward passes for the log-probs of old and reference policy."""
+    staleness: int = 0
+    """Steps that engines may sample ahead."""
+    trained: float = 1.0
+    """Share of the sampled tokens, prompts included, that is trained on."""
+
+    @property
+    def batch(self) -> Batch:
+        """The sequences that are trained on: responses and corrections."""
+        lengths = np.asarray(self.responses, np.float64)
+        asked = self.count * (1 + self.corrections)
+        return Batch.of(lengths + self.prompt, self.trained * asked / len(lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTime:
+    """Seconds of one pass over a batch, by what takes them. They add up."""
+
+    products: float
+    attention: float
+    memory: float
+    """Activations, weights and gradients that are read and written."""
+    tensor: float
+    expert: float
+    context: float
+    pipeline: float
+    """Sends between stages, and the bubble."""
+    data: float
+    """Gradients and weights between data-parallel ranks, where computing does not hide them."""
+    optimizer: float
+    layers: float
+    """Time in which computing waits to be started."""
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return sum(self.named().values())
+
+    def named(self) -> dict[str, float]:
+        """Return the seconds by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def largest(self) -> str:
+        """Return the name of what takes most."""
+        named = self.named()
+        return max(named, key=named.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The time that an engine takes for its responses."""
+
+    seconds: float
+    prompts: float
+    """Seconds in which it reads prompts."""
+    tail: float
+    """Seconds with fewer sequences running than half of what could."""
+    tokens: float
+    """Tokens written."""
+    mean_running: float
+    slots: int
+
+    def shared(self, steps: int) -> "Sampled":
+        """Return the part of one of so many steps."""
+        parts = {name: getattr(self, name) / steps for name in ("seconds", "prompts", "tail", "tokens")}
+        return replace(self, **parts)
