@@ -133,7 +133,7 @@ def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: 
         flags[flags.index("--rollout-temperature") + 1] if "--rollout-temperature" in flags else "1.0"
     )
     run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
-    fields = (repository / "megatron_ibpo/config/fields.py").read_text()
+    fields = "".join(file.read_text() for file in (repository / "megatron_ibpo/config").glob("*.py"))
     keep_all = ["--keep-checkpoints", "1000"] if "keep_checkpoints" in fields else []  # older code does
     command = [
         *_entry_point(repository, layout.trainers),
@@ -160,8 +160,10 @@ def _entry_point(repository: Path, trainers: int) -> list[str | int]:
             "--nproc-per-node",
             trainers,
         ]
-        return [*launcher, "-m", "megatron_ibpo.commands.train"]
-    return [sys.executable, "-m", "megatron_ibpo.commands.train", "--num-trainers", trainers]
+        return [*launcher, "-m", "megatron_ibpo.train"]
+    moved = (repository / "megatron_ibpo/commands").exists()
+    module = "megatron_ibpo.commands.train" if moved else "megatron_ibpo.train"
+    return [sys.executable, "-m", module, "--num-trainers", trainers]
 
 
 def _run(command: list[str], repository: Path) -> tuple[int, str]:
