@@ -264,8 +264,8 @@ def test_no_other_origin_may_read_an_answer_and_no_header_lets_a_script_in(run_d
     policy = page.headers["content-security-policy"]
     assert policy in page.text.replace("&#x27;", "'")
     assert re.fullmatch(
-        r"default-src 'none'; style-src 'sha256-\S+'; script-src 'sha256-\S+'; connect-src 'self'; "
-        r"base-uri 'none'; form-action 'none'", policy,
+        r"default-src 'none'; style-src 'sha256-\S+'; script-src 'sha256-\S+'; img-src data:; "
+        r"connect-src 'self'; base-uri 'none'; form-action 'none'", policy,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import yaml
+from browser import find_browser, open_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -314,8 +315,25 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed(tmp_path):
     ]
     assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == page.count("</svg>") == 1
-    assert "<td>ibpo</td>" in page
+    assert page.count("data:image/svg+xml;base64,") == 1
+    assert '"ibpo"' in page
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine: apt-get install chromium")
+def test_the_page_of_a_study_is_read_in_a_browser(tmp_path):
+    hostile = replace(STUDY, name="<script>fetch('http://nowhere')</script>")
+    results = [result(method, seed, 0.5) for method in ("gspo", "ibpo") for seed in (0, 1)]
+    found = Findings(hostile, results)
+    write_page(found, compare_all(found), tmp_path)
+    with open_page(tmp_path / "page.html") as page:
+        page.wait_until("document.querySelector('#study table')")
+        assert page.evaluate("document.querySelector('#study h1').textContent") == hostile.name
+        assert page.evaluate("document.querySelectorAll('#study table').length") >= 2
+        page.wait_until("document.querySelector('#study img').naturalWidth > 100")
+        assert page.evaluate("document.querySelectorAll('#tabs [data-tab]').length") == 1
+        page.press("1")
+        assert page.evaluate("document.querySelector('#study').hidden") is False
+        assert page.problems() == []
 
 
 def test_a_method_has_the_same_colour_in_every_panel():

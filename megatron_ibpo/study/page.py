@@ -1,8 +1,9 @@
 """The result of a study on one page: page.html, which needs nothing beside it; and its parts as files."""
 
+import base64
 import io
 from collections.abc import Sequence
-from html import escape
+from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,21 +11,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from megatron_ibpo.basics.text import counted
+from megatron_ibpo.report.page.comparison import comparison
+from megatron_ibpo.report.page.html import embedded, page
 from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
 from megatron_ibpo.study.claims import Comparison
 from megatron_ibpo.study.curves import dose_figure, figure_of_runs
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.power import in_words
 from megatron_ibpo.study.table import Table, markdown, tables
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; }
-table { border-collapse: collapse; font-size: 13px; }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left; }
-.wide { overflow-x: auto; }
-.legend { color: #555; font-size: 13px; max-width: 70rem; }
-svg { height: auto; max-width: 100%; }
-"""
 
 
 def write_page(
@@ -48,51 +42,39 @@ def write_page(
     with mpl.rc_context({"svg.hashsalt": "study"}):  # the same study gives the same file
         for name in ("curves.png", "curves.svg"):
             figures[0][1].savefig(directory / name)
-        drawings = [(title, _svg(figure)) for title, figure in figures]
-    (directory / "page.html").write_text(_page(found, made, drawings), encoding="utf-8")
+        pictures = [(title, _picture(figure)) for title, figure in figures]
+    (directory / "page.html").write_text(_page(found, made, pictures), encoding="utf-8")
     if console is not None:
         console.print(written, highlight=False, markup=False, soft_wrap=True)
     names = ("results.json", "page.html", "table.md", "curves.png", "curves.svg")
     return [directory / name for name in names if (directory / name).exists()]
 
 
-def _svg(figure: Figure) -> str:
-    """The drawing as a part of a page: without the head of a file of its own."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg")
-    return text.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
+def _picture(figure: Figure) -> str:
+    """Return the drawing as a data address."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="svg")
+    return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
 
 
-def _page(found: Findings, made: Sequence[Table], drawings: Sequence[tuple[str, str]]) -> str:
+def _page(found: Findings, made: Sequence[Table], pictures: Sequence[tuple[str, str]]) -> str:
+    """Return the page of runs with the study in place of runs."""
     study = found.study
-    name = escape(study.name)
-    first = (
+    size = (
         f"{counted(len(study.tasks), 'task')}, {counted(len(study.methods), 'method')}, "
         f"{counted(len(study.seeds), 'seed')}; "
         f"{study.budget:g} {study.budget_unit} per run; baseline {study.baseline}."
     )
     if found.runs_left:
-        first += f" {counted(found.runs_left, 'run')} to go."
+        size += f" {counted(found.runs_left, 'run')} to go."
     power = in_words(found.power) if found.power is not None else "power: no pilot was run."
-    kinds = "".join(
-        f"<li>{escape(task.name)}: {escape(task.kind)}</li>"
-        for task in study.tasks
-        if task.name and task.kind
-    )
-    parts = [f"<h1>{name}</h1><p>{escape(first)}</p><p>{escape(power)}</p><ul>{kinds}</ul>"]
-    head, rest = made[:2], made[2:]
-    parts += map(_section, head)
-    parts += [f"<h2>{escape(title)}</h2>{drawing}" for title, drawing in drawings]
-    parts += map(_section, rest)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
-
-
-def _section(table: Table) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in table.rows)
-    legend = f'<p class="legend">{escape(table.legend)}</p>' if table.legend else ""
-    body = f'<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>'
-    return f"<h2>{escape(table.title)}</h2>{body}{legend}"
+    drawn = [{"title": title, "picture": picture} for title, picture in pictures]
+    head, rest = [asdict(table) for table in made[:2]], [asdict(table) for table in made[2:]]
+    overview = {
+        "name": study.name,
+        "lines": [size, power],
+        "tasks": [f"{task.name}: {task.kind}" for task in study.tasks if task.name and task.kind],
+        "sections": [*head, *drawn, *rest],
+    }
+    runs = {"version": "", "runs": [], "comparison": comparison([]), "study": overview}
+    return page(study.name, f'{{"runs":{embedded(runs)}}}')

@@ -1,4 +1,4 @@
-"""The page itself, from the files in browser/: one HTML file with its style, its script and perhaps its data.
+"""The page of runs, evaluations and studies: one HTML file made of browser/, perhaps with its data.
 
 Data goes in as JSON that cannot end its element, and reaches the page as text nodes only; a content security
 policy with the hashes of the page's own script and style lets nothing else run.
@@ -42,6 +42,7 @@ def policy(*, live: bool) -> str:
     source = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; style-src '{_hash(_read('style.css'))}'; script-src '{_hash(page_script())}'; "
+        "img-src data:; "
         f"connect-src {source}; base-uri 'none'; form-action 'none'"
     )
 

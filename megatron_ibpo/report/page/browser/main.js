@@ -7,10 +7,11 @@ import { drawCurves, showCurves } from "./panels.js";
 import { ABOUTS, VERDICTS, move, moveSection, refresh, updateSamples } from "./samples.js";
 import { COLOURS } from "./tokens.js";
 import { showAlarms } from "./alarms.js";
+import { showStudy } from "./study.js";
 import { showTables } from "./tables.js";
 
 const LOOK_EVERY = 2000; // milliseconds
-const TABS = { curves: "Curves", samples: "Samples", comparison: "Settings and numbers" };
+const TABS = { study: "Study", curves: "Curves", samples: "Samples", comparison: "Settings and numbers" };
 const KEYS_SHOWN = [["j  k", "next and previous response"], ["←  →", "step, or set of an evaluation"],
   ["v", "verdict"], ["f", "what about it"], ["c", "colour of tokens"], ["g", "whole group or one response"],
   ["/", "search"], ["1  2  3", "curves, samples, settings"], ["?", "this list"]];
@@ -22,9 +23,11 @@ async function look() {
   const reply = await ask("runs", { version: overview.version });
   if (reply.version === overview.version) return;
   overview = reply;
-  if (reply.runs.every((run) => run.kind === "evaluation") && state.tab === "curves") state.tab = "comparison";
+  if (reply.study) state.tab = "study";
+  else if (reply.runs.every((run) => run.kind === "evaluation") && state.tab === "curves") state.tab = "comparison";
   drawHeader();
   drawTabs();
+  showStudy(overview.study);
   showAlarms(overview.runs);
   showTables(overview.runs, overview.comparison);
   updateSamples(overview.runs);
@@ -72,7 +75,8 @@ function drawHeader() {
 
 function drawTabs() {
   const hasRuns = overview.runs.some((run) => run.kind === "run");
-  const names = Object.keys(TABS).filter((name) => hasRuns || name !== "curves");
+  const names = Object.keys(TABS).filter((name) =>
+    name === "study" ? overview.study : overview.runs.length && (hasRuns || name !== "curves"));
   const tab = (name) => element("button", { type: "button", "data-tab": name, "aria-pressed": String(state.tab === name),
     click: () => change({ tab: name }) }, name === "comparison" && !hasRuns ? "Results" : TABS[name]);
   const keys = element("button", { type: "button", class: "keys", click: () => byId("help").showModal() },
@@ -85,10 +89,11 @@ function cycled(list, value) {
   return list[(list.indexOf(value) + 1) % list.length];
 }
 
+const openTab = (tab) => overview.runs.length && change({ tab });
 const KEYS = {
-  1: () => change({ tab: "curves" }),
-  2: () => change({ tab: "samples" }),
-  3: () => change({ tab: "comparison" }),
+  1: () => openTab("curves"),
+  2: () => openTab("samples"),
+  3: () => openTab("comparison"),
   "?": () => byId("help").showModal(),
   "/": () => byId(state.tab === "samples" ? "text" : "metric")?.focus(),
 };
