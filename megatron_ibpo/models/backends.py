@@ -1,4 +1,4 @@
-"""Which libraries compute the layers of a model: Transformer Engine and flash-linear-attention on GPUs, plain
+"""Libraries that compute the layers of a model: Transformer Engine and flash-linear-attention on GPUs, plain
 torch on CPUs. Imports neither until it is asked."""
 
 import re
@@ -13,7 +13,8 @@ from megatron_ibpo.models.shape import ModelShape
 
 ALLOW = "--allow-local-modules"
 CUDNN_OF_LARGE_HEADS = 92500
-"""As `torch.backends.cudnn.version()`: the first with packed attention of larger heads on Blackwell."""
+"""First cuDNN version, as `torch.backends.cudnn.version()` gives it, with packed attention of larger heads on
+Blackwell."""
 
 
 class BackendError(ValueError):
@@ -29,15 +30,15 @@ class Backends:
 
 
 LOCAL = Backends(transformer_engine=False, flash_linear_attention=False)
-"""For CPUs."""
+"""Back ends on CPUs."""
 FAST = Backends(transformer_engine=True, flash_linear_attention=True)
-"""For GPUs."""
+"""Back ends on GPUs."""
 
 
 def find_backends(
     shape: ModelShape, *, on_gpu: bool, allow_local: bool, bf16: bool | None = True
 ) -> Backends:
-    """What computes the layers in this process.
+    """Return the back ends that compute the layers in this process.
 
     Args:
         allow_local: let plain torch stand in on a GPU for a library that is not installed.
@@ -143,8 +144,8 @@ def _no_fused_attention(shape: ModelShape) -> str | None:
 
 def _wrong_gradients() -> str | None:
     """Why flash-linear-attention cannot train here though it is installed. On Hopper some versions of Triton
-    compile its backward pass wrongly, and it raises there, after the first batch was sampled (its issue 640).
-    """
+    compile its backward pass wrongly, and it raises there, after the first batch was sampled (its issue
+    640)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
     triton = import_module("triton")

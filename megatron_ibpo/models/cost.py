@@ -1,4 +1,4 @@
-"""What a model's layers cost: operations of a forward pass, and memory for its backward pass.
+"""Cost of a model's layers: operations of a forward pass, and memory for its backward pass.
 
 Estimates from the shape. What the mixer of a layer costs (attention, or what a family has in its place) is
 the family's to say; everything around it is common.
@@ -24,13 +24,13 @@ class MixerCost:
     """The mixer of one layer, over all tensor-parallel ranks."""
 
     weights: int
-    """That a token meets in matrix products."""
+    """Weights that a token meets in matrix products."""
     flops_per_token: int = 0
     """Operations beyond those products, for each token."""
     flops_per_pair: int = 0
     """The same for each pair of a token and one that it sees, itself among them."""
     window: int | None = None
-    """How many tokens each sees; None: itself and all before it."""
+    """Number of tokens each token sees; None: itself and all before it."""
     kept: int
     """Elements per token that the backward pass needs."""
     kept_with_states: int = 0
@@ -40,7 +40,7 @@ class MixerCost:
     recurrent_state: int = 0
     """Elements of one sequence that an engine holds in place of keys and values."""
     convolution_state: int = 0
-    """Of the short convolution before it."""
+    """Elements of the state of the short convolution before it."""
 
 
 @lru_cache(maxsize=4096)
@@ -162,13 +162,13 @@ class WeightCount:
     """Weights of a model's matrices; norms, biases and short convolutions are left out."""
 
     layers: int
-    """Of all layers, without the experts that tokens choose."""
+    """Parameters of all layers, without the experts that tokens choose."""
     experts: int
-    """Of all these."""
+    """Parameters of all these experts."""
     chosen: int
-    """Of those that one token goes through."""
+    """Parameters of the experts that one token goes through."""
     table: int
-    """Of the embeddings, and again of the head."""
+    """Parameters of the embeddings, and again of the head."""
     tied: bool
     """Both are one."""
 

@@ -16,7 +16,7 @@ FAMILIES = {
     "glm4_moe": "megatron_ibpo.models.glm4_moe",
     "gpt_oss": "megatron_ibpo.models.gpt_oss",
 }
-"""By `model_type` of config.json: the package with everything that is special to the family."""
+"""`model_type` of config.json → the package with everything that is special to the family."""
 
 Part = Literal["shape", "cost", "weight_map", "spec"]
 

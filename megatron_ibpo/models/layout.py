@@ -1,4 +1,4 @@
-"""What a parallel layout asks of a model, and how it divides the layers."""
+"""Requirements of a parallel layout on a model, and how it divides the layers."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from megatron_ibpo.models.shape import ModelShape
 def pipeline_layers(
     num_layers: int, parallel: ParallelConfig, virtual_stages: int = 1
 ) -> list[tuple[range, ...]]:
-    """Which layers each pipeline stage holds: for every stage, one range for each of its model chunks.
+    """Return the layers of each pipeline stage: for every stage, one range for each of its model chunks.
 
     With one virtual stage a stage holds consecutive layers. With more the pipeline is interleaved: it runs
     through all stages once for each virtual stage.
@@ -69,7 +69,7 @@ def context_chunks(ranks: int) -> int:
 
 
 def exchanges_heads(shape: ModelShape, parallel: ParallelConfig) -> bool:
-    """Whether delta nets exchange heads between context-parallel ranks."""
+    """Return whether delta nets exchange heads between context-parallel ranks."""
     return shape.is_recurrent and parallel.context_parallel_size > 1 and parallel.delta_net_cp == "heads"
 
 
@@ -80,7 +80,8 @@ def check_layout(
     virtual_stages: int = 1,
     mtp_layers: int = 0,
 ) -> list[str]:
-    """What is wrong with training `shape` under `parallel` on `world_size` ranks; empty if nothing is.
+    """Return the problems of training `shape` under `parallel` on `world_size` ranks; empty if there are
+    none.
 
     Args:
         mtp_layers: multi-token prediction layers that are trained too.

@@ -31,7 +31,7 @@ from megatron_ibpo.models import packed, zigzag
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32; float64 stays."""
+    """Return the tensor in float32; float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Where low-rank adapters stand in a model: which matrices have them, under which names, and how ranks divide
+"""Places of low-rank adapters in a model: which matrices have them, under which names, and how ranks divide
 them.
 
 Beside a matrix W [out, in] stand A [rank, in] and B [out, rank]; the model computes with W + alpha/rank · B·A
@@ -34,7 +34,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What B·A is multiplied by."""
+        """Factor of B·A."""
         return self.alpha / self.rank
 
 
@@ -60,7 +60,8 @@ def chosen_lora(model: ModelConfig, shape: ModelShape) -> Lora | None:
 def check_lora(
     model: ModelConfig, shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1
 ) -> list[str]:
-    """What is wrong with training these adapters under a layout that holds the model; empty if nothing is."""
+    """Return the problems of training these adapters under a layout that holds the model; empty if there are
+    none."""
     try:
         lora = chosen_lora(model, shape)
     except ConfigError as error:
@@ -102,7 +103,7 @@ def adapted(entry: Entry) -> tuple[Piece, ...]:
 
 
 def target_of(piece: Piece) -> str:
-    """By what name --lora-targets chooses an HF matrix."""
+    """Return the name by which --lora-targets chooses an HF matrix."""
     parts = piece.name.split(".")
     return EXPERTS if EXPERTS in parts else parts[-2]
 
@@ -140,14 +141,14 @@ def pairs(entry: Entry, lora: Lora) -> list[Pair]:
 
 
 def lora_entries(shape: ModelShape, lora: Lora) -> Iterator[Entry]:
-    """All adapters of the model, A and B in turn, in checkpoint order."""
+    """Yield all adapters of the model, A and B in turn, in checkpoint order."""
     for entry in weight_map(shape).values():
         for pair in pairs(entry, lora):
             yield from (pair.a, pair.b)
 
 
 def adapter_elements(model: ModelConfig, shape: ModelShape) -> int:
-    """Of all adapters of a run that has some, each counted once.
+    """Return the number of elements of all adapters of a run that has some, each counted once.
 
     Raises:
         ConfigError: as `chosen_lora`.
@@ -157,7 +158,7 @@ def adapter_elements(model: ModelConfig, shape: ModelShape) -> int:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a Megatron model is a part of an adapter."""
+    """Return whether a parameter of a Megatron model is a part of an adapter."""
     return ".lora." in name
 
 

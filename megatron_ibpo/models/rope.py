@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the rotation's frequencies are changed. Fields are named as in config.json."""
+    """A change of the rotation's frequencies. Fields are named as in config.json."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: float
@@ -25,8 +25,8 @@ MEGATRON_LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What megatron-core 0.19.2 has written into its code (`RotaryEmbedding._apply_scaling`); the published Llama
-3.1, 3.2 and 3.3 have these values."""
+"""Values that megatron-core 0.19.2 has written into its code (`RotaryEmbedding._apply_scaling`); the
+published Llama 3.1, 3.2 and 3.3 have these."""
 
 
 def gpt_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def gpt_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def config_attributes(scaling: RopeScaling | None) -> dict[str, Any]:
-    """What Megatron reads off a TransformerConfig that has no fields for it, as its own training script sets
-    it (`megatron.training.argument_utils`)."""
+    """Return the attributes that Megatron reads off a TransformerConfig without having fields for them, as
+    its own training script sets them (`megatron.training.argument_utils`)."""
     if scaling is None or scaling.rope_type != "yarn":
         return {}
     return {

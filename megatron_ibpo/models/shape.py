@@ -39,8 +39,8 @@ class ModelShape:
     tie_word_embeddings: bool
     initializer_range: float
     full_attention: tuple[bool, ...]
-    """For each layer: softmax attention, which keeps keys and values of every token (True), or a mixer with
-    a recurrent state (False)."""
+    """True for each layer with softmax attention, which keeps keys and values of every token, False for a
+    mixer with a recurrent state."""
     rope_scaling: RopeScaling | None = None
     """None: plain rotation."""
     query_key_norms: bool = True
@@ -52,9 +52,9 @@ class ModelShape:
     attention_sinks: bool = False
     """Each head's softmax has one more logit, of its own and without a value."""
     windows: tuple[int | None, ...] = ()
-    """For each layer: how many tokens attention sees, the last is itself; None: all. Empty: no windows."""
+    """Number of tokens that attention of each layer sees, itself the last; None: all. Empty: no windows."""
     mlp_bias: bool = False
-    """All linear layers of the dense MLP add one."""
+    """True where all linear layers of the dense MLP add a bias."""
     attention_output_gate: bool = False
     """Attention's output is multiplied by a sigmoid gate, projected alongside the queries."""
     zero_centered_norms: bool = False
@@ -63,20 +63,20 @@ class ModelShape:
     """Checkpoints may hold multi-token prediction layers, for speculative decoding. They are converted along
     with the model and not trained; config.json does not say whether they are there."""
     hf_prefix: str = "model."
-    """Before the names that checkpoints give the tensors of layers, embedding and final norm."""
+    """Prefix of the names that checkpoints give the tensors of layers, embedding and final norm."""
     carried: tuple[str, ...] = ()
     """Beginnings of the names of tensors that checkpoints hold beside the policy, such as a vision tower's.
     They are kept as they are and not trained."""
     ffn_hidden_size: int = 0
-    """Of dense MLPs; 0 where every layer has experts."""
+    """Width of dense MLPs; 0 where every layer has experts."""
     dense_layers: int = 0
-    """So many first layers of a mixture have a dense MLP in the place of experts."""
+    """Number of first layers of a mixture that have a dense MLP in place of experts."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_hidden_size: int = 0
     shared_expert_hidden_size: int = 0
     shared_expert_gate: bool = True
-    """What a shared expert gives is multiplied by a sigmoid of the token."""
+    """True where the output of a shared expert is multiplied by a sigmoid of the token."""
     normalize_expert_weights: bool = True
     """The weights of a token's chosen experts sum to one."""
     expert_bias: bool = False
@@ -92,7 +92,7 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return self.num_layers - self.dense_layers if self.is_moe else 0
 
     @property
@@ -101,7 +101,7 @@ class ModelShape:
         return not all(self.full_attention)
 
     def window(self, layer: int) -> int | None:
-        """How many tokens the attention of a layer sees; None: all."""
+        """Return how many tokens the attention of a layer sees; None: all."""
         return self.windows[layer] if self.windows else None
 
     def attention_windows(self) -> Counter[int | None]:
@@ -155,7 +155,7 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
 UNPACKED = "mxfp4"
 """The one quantization that is read, as bfloat16."""
 MOST = 2**31 - 1
-"""Of anything that config.json counts; C counts no further."""
+"""Largest number that config.json may count anything by; C counts no further."""
 MOST_REPEATED = 10_000
 """Layers of a model, and experts of a layer, which are listed one by one."""
 MOST_EXPERTS = 200_000
@@ -231,7 +231,7 @@ class Fields:
 def common_fields(
     fields: Fields, *, head_dim: int = 128, rotary_share: float = 1.0, may_have_biases: bool = False
 ) -> dict[str, Any]:
-    """What every decoder of this kind has: SwiGLU, full attention in all layers.
+    """Return the fields that every decoder of this kind has: SwiGLU, full attention in all layers.
 
     Args:
         head_dim, rotary_share: the family's defaults.
@@ -305,7 +305,8 @@ def _rope(fields: Fields, default_share: float) -> tuple[float, float, RopeScali
 
 
 def _rope_scaling(rope: Fields, share: float) -> RopeScaling | None:
-    """What megatron-core computes exactly as transformers does; anything else is refused by name."""
+    """Return the scaling that megatron-core computes exactly as transformers does; anything else is refused
+    by name."""
     kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
     if kind == "default":
         return None

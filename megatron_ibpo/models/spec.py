@@ -1,4 +1,4 @@
-"""Which class computes what in Megatron's model: the parts of layers that families share.
+"""Classes of the parts of layers in Megatron's model that families share.
 
 One spec serves both back ends. They differ in classes only; parameter and checkpoint names are the same:
 
@@ -40,7 +40,7 @@ from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import ModelShape
 
 MLPAndNorm = tuple[Callable[..., Any], Callable[..., Any]]
-"""What computes a layer's MLP or experts, and the norm before it."""
+"""Class of a layer's MLP or experts, and of the norm before it."""
 
 
 @dataclass(frozen=True)

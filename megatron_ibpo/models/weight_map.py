@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and how both are cut over ranks.
+"""The map from Hugging Face tensors to Megatron parameters, and how both are cut over ranks.
 
 Loading, export and conversion all follow from this map. A Megatron parameter is an `Entry` under its global
 name (layer and expert numbers count over the whole model). It is joined from one or more `Piece`s, HF
@@ -29,7 +29,7 @@ from megatron_ibpo.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Cut:
-    """How ranks divide a tensor: along `dim`, each of the `sections` on its own (all of it if none)."""
+    """A division of a tensor over ranks along `dim`: each of the `sections` alone (all of it if none)."""
 
     dim: int
     sections: tuple[int, ...] = ()
@@ -40,11 +40,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Fused:
-    """Where a checkpoint with fused experts holds a piece: rows of one expert of a larger tensor."""
+    """The place of a piece in a checkpoint with fused experts: rows of one expert of a larger tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the larger tensor."""
+    """Shape of the larger tensor."""
     expert: int
     first_row: int
     always: bool = False
@@ -93,7 +93,7 @@ class Block:
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -119,7 +119,7 @@ class Entry:
     part: Callable[[Tensor], list[Tensor]] = lambda shard: [shard]
     """The inverse."""
     joined_cut: Cut | None = None
-    """How ranks divide a parameter that is joined from several pieces."""
+    """Division of a parameter that is joined from several pieces."""
     stored_apart: tuple[str, ...] = ()
     """Suffixes of the keys under which a Megatron checkpoint holds the cut's sections; one key if none."""
     layer: int | None = None
@@ -132,26 +132,26 @@ class Entry:
     by_rows: bool = True
     """`join` moves whole rows and nothing else; otherwise there is one piece, and ranks do not divide it."""
     joined_shape: tuple[int, ...] | None = None
-    """Of the whole parameter, where `join` does not keep that of its piece."""
+    """Shape of the whole parameter, where `join` does not keep that of its piece."""
     dtype: torch.dtype | None = None
-    """Of its own: Megatron holds it in a buffer, in this dtype beside weights in another, and it is not
-    trained. None: a parameter in the dtype of the model."""
+    """Data type of a buffer that Megatron holds beside weights in another, and does not train. None: a
+    parameter in the dtype of the model."""
 
     @property
     def cut(self) -> Cut | None:
-        """How ranks divide the parameter. None: every rank holds all of it."""
+        """Division of the parameter over ranks. None: every rank holds all of it."""
         return self.pieces[0].cut if len(self.pieces) == 1 else self.joined_cut
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         if self.joined_shape is not None:
             return self.joined_shape
         first = self.pieces[0].shape
         return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
 
     def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Of the shard of `rank` of `ranks`, without padding."""
+        """Return the shape of the shard of `rank` of `ranks`, without padding."""
         return _shard_shape(self.shape, self.cut, rank, ranks)
 
     def padding(self, rank: int, ranks: int) -> int:
@@ -186,7 +186,7 @@ class Entry:
         return [torch.cat(parts) if parts else shard[:0] for parts in rows]
 
     def spans(self, rank: int = 0, ranks: int = 1) -> tuple[Span, ...]:
-        """How `assemble` moves rows, by rows of the shard."""
+        """Return how `assemble` moves rows, by rows of the shard."""
         if self._is_even(ranks):
             return _spans(self.join, tuple(piece.shard_shape(rank, ranks)[0] for piece in self.pieces))
         held: dict[int, int] = {}
@@ -216,8 +216,8 @@ class Entry:
         return replace(self, name=megatron + self.name, pieces=pieces, layer=layer)
 
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
-        """Where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, they make it up along
-        the cut's dimension."""
+        """Return where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, the blocks make
+        it up along the cut's dimension."""
         spans = _ranges(self.shape, self.cut, rank, ranks)
         if self.cut is None or not self.stored_apart:
             dim = self.cut.dim if self.cut else 0
@@ -312,7 +312,8 @@ _MTP = re.compile(r"^mtp\.layers\.(\d+)\.")
 
 
 def mtp_layers(names: Iterable[str]) -> int:
-    """How many multi-token prediction layers a checkpoint with these tensors has, in either format."""
+    """Return the number of multi-token prediction layers of a checkpoint with these tensors, in either
+    format."""
     return max((int(match[1]) + 1 for name in names if (match := _MTP.match(name))), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of packed sequences each rank of a context-parallel group holds.
+"""Tokens of packed sequences that each rank of a context-parallel group holds.
 
 Every sequence is cut into 2 x ranks chunks of the same length, which its packing pads it for. Rank r holds
 the chunks r and 2 x ranks - 1 - r, one after the other, so that under causal attention all ranks have as much

@@ -1,4 +1,4 @@
-"""What a layer's mixer costs: attention, or the gated delta net."""
+"""Cost of a layer's mixer: attention, or the gated delta net."""
 
 from megatron_ibpo.models.cost import MixerCost, attention_cost
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape

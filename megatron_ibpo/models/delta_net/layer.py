@@ -27,9 +27,8 @@ CHUNK = 32
 class FlashGatedDeltaNet(GatedDeltaNet):
     """Megatron's GatedDeltaNet, which waits for the GPU in every layer to compare the boundaries of sequences
     with the number of tokens. Here the first layer to see the boundaries of a micro-batch does, and the
-    others take its word. Under context parallelism states are passed (`state_passing`), unless --delta-net-cp
-    asks for Megatron's exchange of heads. Not run on a GPU.
-    """
+    others take its word. Under context parallelism states are passed (`state_passing`), unless --delta-
+    net-cp asks for Megatron's exchange of heads. Not run on a GPU."""
 
     def forward(
         self,
@@ -128,7 +127,8 @@ def _mix(
 
 
 def _slices(cu_seqlens: Any, group: Any, width: int) -> state_passing.Slices:
-    """Of the micro-batch; kept with its boundaries, since to find them the host waits for the device."""
+    """Return the slices of the micro-batch; kept with its boundaries, since finding them makes the host wait
+    for the device."""
     if getattr(cu_seqlens, "slices", None) is None:
         cu_seqlens.slices = state_passing.make_slices(cu_seqlens, group, width)
     slices: state_passing.Slices = cu_seqlens.slices

@@ -36,7 +36,8 @@ class DeltaNetShape(ModelShape):
 
 
 def delta_net_fields(fields: Fields) -> dict[str, Any]:
-    """All but the MLP or the experts. Raises ModelConfigError where a field cannot be used."""
+    """Return all fields but those of the MLP or the experts. Raises ModelConfigError where one cannot be
+    used."""
     common = common_fields(fields, head_dim=256, rotary_share=0.25)
     value_heads, key_heads = fields.groups("linear_num_value_heads", "linear_num_key_heads")
     return common | {

@@ -194,6 +194,7 @@ def _received(rank: int, like: Tensor, group: Any) -> Tensor:
 
 
 def _exchange(operation: Callable[..., Any], state: Tensor, rank: int, group: Any) -> None:
-    """In a batch of one: NCCL then takes the group's communicator, and makes none for the two ranks."""
+    """Exchange a state in a batch of one: NCCL then takes the group's communicator, and makes none for the
+    two ranks."""
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, state, group=group, group_peer=rank)])
     work.wait()

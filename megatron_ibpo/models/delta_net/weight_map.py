@@ -6,11 +6,11 @@ from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Piece
 
 IN_PROJ = "self_attention.in_proj.weight"
 IN_PROJ_SECTIONS = "query", "key", "value", "z", "beta", "alpha"
-"""Of Megatron's input projection, each of all heads; a Megatron checkpoint stores them apart."""
+"""Sections of Megatron's input projection, each of all heads; a Megatron checkpoint stores them apart."""
 
 
 def in_proj_cut(shape: DeltaNetShape) -> Cut:
-    """How tensor-parallel ranks divide the sections of the input projection."""
+    """Return how tensor-parallel ranks divide the sections of the input projection."""
     keys, values, heads = shape.gdn_keys, shape.gdn_values, shape.gdn_value_heads
     return Cut(0, (keys, keys, values, values, heads, heads))
 

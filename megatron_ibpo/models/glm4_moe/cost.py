@@ -1,4 +1,4 @@
-"""What GLM-4.5's layers cost: attention in all of them."""
+"""Cost of GLM-4.5's layers: attention in all of them."""
 
 from megatron_ibpo.models.cost import MixerCost, attention_cost
 from megatron_ibpo.models.shape import ModelShape

@@ -8,7 +8,7 @@ from megatron_ibpo.models.shape import MOST_REPEATED, Fields, ModelShape, common
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeShape(ModelShape):
     routed_scaling_factor: float
-    """What the weights of a token's experts sum to."""
+    """Sum of the weights of a token's experts."""
 
 
 def read(fields: Fields) -> Glm4MoeShape:

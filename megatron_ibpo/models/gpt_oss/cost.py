@@ -1,4 +1,4 @@
-"""What gpt-oss's layers cost: attention in all of them, over a window in some."""
+"""Cost of gpt-oss's layers: attention in all of them, over a window in some."""
 
 from megatron_ibpo.models.cost import MixerCost, attention_cost
 from megatron_ibpo.models.shape import ModelShape

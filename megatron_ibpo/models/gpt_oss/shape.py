@@ -4,11 +4,11 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.models.shape import MOST_REPEATED, Fields, ModelShape, common_fields
 
 SIGMOID_GAIN = 1.702
-"""Of the gate's activation; megatron-core has it written into its code (`quick_gelu`)."""
+"""Gain of the gate's activation; megatron-core has it written into its code (`quick_gelu`)."""
 LIMIT = 7.0
 """The gate is clamped above by it, what is gated on both sides; vLLM 0.32 has it written into its code."""
 KINDS = ("sliding_attention", "full_attention")
-"""Of layers, in turn; vLLM 0.32 has no other order."""
+"""Kinds of layers, in turn; vLLM 0.32 has no other order."""
 
 
 def read(fields: Fields) -> ModelShape:

@@ -1,4 +1,4 @@
-"""What Qwen3.5's layers cost: attention or a gated delta net in each."""
+"""Cost of Qwen3.5's layers: attention or a gated delta net in each."""
 
 from megatron_ibpo.models.delta_net.cost import mixer_cost
 

@@ -49,7 +49,7 @@ def _experts(fields: Fields) -> dict[str, Any]:
 
 
 def _tied(fields: Fields, inner: dict[str, Any]) -> bool:
-    """Whether the head is the embedding. transformers asks the wrapping model, vLLM the text model."""
+    """Return whether the head is the embedding. transformers asks the wrapping model, vLLM the text model."""
     key = "tie_word_embeddings"
     outer, text = fields.flag(key, inner.get(key, False)), inner.get(key, fields.raw.get(key, False))
     if outer != text:

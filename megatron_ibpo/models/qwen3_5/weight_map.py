@@ -48,7 +48,7 @@ class _Apart:
     """HF: [q | k | v], [z], [b] and [a], each of all heads. Megatron: the same rows in one tensor."""
 
     rows: tuple[int, ...]
-    """Of the HF tensors."""
+    """Rows of the HF tensors."""
 
     def part(self, shard: Tensor) -> list[Tensor]:
         ranks = sum(self.rows) // len(shard)

@@ -1,4 +1,4 @@
-"""What Qwen3-Next's layers cost: attention or a gated delta net in each."""
+"""Cost of Qwen3-Next's layers: attention or a gated delta net in each."""
 
 from megatron_ibpo.models.delta_net.cost import mixer_cost
 

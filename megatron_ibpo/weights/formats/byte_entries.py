@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint holds alongside tensors, checked before anything unpickles it.
+"""Checks of what a Megatron checkpoint holds alongside tensors, before anything unpickles it.
 
 Scalars of the optimizer, the schedule, a tool's arguments, random states and Transformer Engine's
 `_extra_state` are stored as pickles. torch's distributed reader unpickles what `.metadata` calls bytes with
@@ -27,7 +27,7 @@ from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_
 from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 _COMMON_FILE = "common.pt"
-"""Where older versions of Megatron keep what is no tensor."""
+"""File in which older versions of Megatron keep what is no tensor."""
 
 _HARMLESS: dict[str, Callable[..., Any]] = {
     "_io.BytesIO": io.BytesIO,

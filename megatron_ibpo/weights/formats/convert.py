@@ -55,7 +55,7 @@ from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 logger = logging.getLogger(__name__)
 
 FILES_PER_RANK = 2
-"""Of a Megatron checkpoint, as megatron-core writes."""
+"""Files per rank of a Megatron checkpoint, as megatron-core writes it."""
 HF_FILE_BYTES = 1000**3
 """Largest safetensors file: several threads write, each a file of its own."""
 
@@ -153,7 +153,7 @@ def megatron_to_hf(
         logger.warning("%s: not trained and taken from %s: %s", stored_dir, origin, names)
 
     def metas_of(entry: Entry) -> list[TensorMeta]:
-        """Of each piece: the tensor that it is stored in."""
+        """Return for each piece the tensor that it is stored in."""
         if source is not None and entry.name in from_origin:
             return [TensorMeta(piece.name, source.dtype(piece), piece.shape) for piece in entry.pieces]
         dtype = stored.dtype(entry.blocks()[0])
@@ -181,7 +181,8 @@ def megatron_to_hf(
 
 
 def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelShape]:
-    """Where the configuration and tokenizer of a Megatron checkpoint lie, and the model's dimensions.
+    """Return the directory with configuration and tokenizer of a Megatron checkpoint, and the model's
+    dimensions.
 
     Raises:
         CheckpointError: the checkpoint holds none and no `origin` is given, or adapters alone.
@@ -273,7 +274,7 @@ class Tensors(Protocol):
 
 
 def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = None) -> list[Entry]:
-    """What a checkpoint with these tensors has to hold, every HF tensor once.
+    """Return the entries that a checkpoint with these tensors has to hold, every HF tensor once.
 
     Args:
         vocab_rows: as in `weight_map`.
@@ -343,7 +344,7 @@ def _is_conversion(stored_dir: Path) -> bool:
 def _carried(
     origin: Path, shape: ModelShape, entries: list[Entry], *, converted: bool
 ) -> tuple[list[Entry], Checkpoint | None]:
-    """What lies beside the policy in the origin's weights only."""
+    """Return what lies beside the policy in the origin's weights only."""
     if not any(origin.glob("*.safetensors")):
         has_some = any(entry.name.startswith(shape.carried) for entry in entries)
         if shape.carried and not has_some and not converted:
@@ -379,8 +380,8 @@ def _run_share(
     report: Report,
     work: Callable[[Job[Item], Turn, Callable[[int], None]], Result],
 ) -> dict[str, Result]:
-    """What `work` gives for each of this rank's files, by name. It is handed what to call with the bytes of
-    each parameter that is done."""
+    """Return what `work` gives for each of this rank's files, by name. It is handed a function to call with
+    the bytes of each parameter that is done."""
     mine = jobs[world.rank :: world.size]
     total = sum(job.num_bytes for job in mine)
     done = run_jobs(mine, lambda job, turn: work(job, turn, lambda now: report(now, total)))
@@ -421,7 +422,7 @@ def _write_safetensors(
 
 
 def _tensors(entries: Sequence[Entry], metas: dict[str, list[TensorMeta]]) -> list[TensorMeta]:
-    """What a file with these entries holds, each tensor once."""
+    """Return the tensors of a file with these entries, each once."""
     return list(dict.fromkeys(meta for entry in entries for meta in metas[entry.name]))
 
 
@@ -485,7 +486,7 @@ class _Share:
 
     @property
     def dim(self) -> int:
-        """That is divided."""
+        """Dimension that is divided."""
         return self.entry.cut.dim if self.entry.cut else 0
 
     @property

@@ -81,7 +81,8 @@ class HashedFile:
         self._used = 0
 
     def flush(self) -> None:
-        """For those who take this for an ordinary file: the last bytes are kept back until `close`."""
+        """Flush nothing; it is here for callers that take this for an ordinary file. The last bytes are kept
+        back until `close`."""
 
     def close(self) -> str:
         """The digest of what was written."""

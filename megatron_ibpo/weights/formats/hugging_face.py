@@ -31,7 +31,7 @@ SINGLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""By safetensors' names: what weights may be."""
+"""Data types that weights may have, by safetensors' names."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json",
@@ -200,7 +200,7 @@ class Checkpoint:
             )
 
     def elements(self) -> dict[str, int]:
-        """How many each tensor has, by name; reads only headers."""
+        """Return the number of elements of each tensor, by name; reads only headers."""
         return {name: math.prod(self.shape_of(name)) for name in self.file_of}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ class Checkpoint:
         return self._read(piece, piece.ranges(0, 1))
 
     def read_shard(self, entry: Entry, rank: int, ranks: int) -> list[Tensor]:
-        """What the shard of `rank` of `ranks` holds of each of the entry's pieces, as `read` gives it."""
+        """Return the shard of `rank` of `ranks` of each of the entry's pieces, as `read` gives it."""
         return [
             self._read(piece, entry.ranges(number, rank, ranks)) for number, piece in enumerate(entry.pieces)
         ]

@@ -60,7 +60,7 @@ def check_integrity(directory: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the files that the manifest of `directory` lists; empty if nothing is.
+    """Return the problems of the files that the manifest of `directory` lists; empty if there are none.
 
     Raises:
         FileNotFoundError: there is no manifest.
@@ -108,7 +108,7 @@ def _read(path: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name that a checkpoint's file gives means a file in its directory, as text alone says."""
+    """Return whether a name in a checkpoint's file means a file in its directory, judged as text alone."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)

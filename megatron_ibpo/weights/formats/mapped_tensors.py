@@ -121,7 +121,7 @@ class _Window(io.RawIOBase):
 
 
 class _Plain:
-    """What a pickled tensor says of itself."""
+    """The description of a tensor in a pickle."""
 
     key: str
     dtype: torch.dtype

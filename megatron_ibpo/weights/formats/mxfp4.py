@@ -13,7 +13,7 @@ SHARING = 32
 SCALE_BIAS = 127
 """Scales are stored with it added."""
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits stand for; the highest is the sign."""
+"""Values of the lower three bits; the highest is the sign."""
 
 
 def dequantised(blocks_XGB: Tensor, scales_XG: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.layout.export import HFExport
 
 DIRECTORY = "adapter"
-"""Where a checkpoint or an export has it."""
+"""Directory of the adapter in a checkpoint or an export."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _EXPERT = re.compile(rf"(.*\.{EXPERTS})\.(\w+)\.(\d+)\.(lora_[AB])\.weight$")
@@ -33,7 +33,7 @@ class Adapters:
     """The adapters of a model under training."""
 
     export: HFExport
-    """That offers `lora_entries`."""
+    """Export that offers `lora_entries`."""
     shape: ModelShape
     lora: Lora
     base: Path
@@ -74,8 +74,8 @@ def peft_config(shape: ModelShape, lora: Lora, base: Path) -> dict[str, Any]:
 
 
 def _tensors(shape: ModelShape, lora: Lora, targets: Container[str]) -> list[str]:
-    """Of what has adapters, that which PEFT is to find as tensors of a module and not as modules: the ends of
-    their names, after the layer's."""
+    """Yield the name endings, after the layer's name, of what PEFT is to find as tensors of a module and not
+    as modules."""
     found = set()
     for entry in weight_map(shape).values():
         for pair in pairs(entry, lora):
@@ -87,8 +87,8 @@ def _tensors(shape: ModelShape, lora: Lora, targets: Container[str]) -> list[str
 
 
 def _stacked(factors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By PEFT's names. It has the factors of a layer's experts in one tensor: A with one expert's rows behind
-    the other's, B with all experts' first columns before their second ones."""
+    """Return the factors by PEFT's names. It has the factors of a layer's experts in one tensor: A with one
+    expert's rows behind the other's, B with all experts' first columns before their second ones."""
     found: dict[str, Tensor] = {}
     experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, factor in factors.items():

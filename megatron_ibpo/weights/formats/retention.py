@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and the end of those that do not."""
+"""Retention of a run's checkpoints, and the removal of those that do not stay."""
 
 import shutil
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ PREFIX = "step_"
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What a run keeps of its checkpoints."""
+    """A rule for the checkpoints that a run keeps."""
 
     newest: int
     """This many of the last ones."""
@@ -24,7 +24,8 @@ def step_name(step: int) -> str:
 
 
 def partial_of(final: Path) -> Path:
-    """Where it is written before it has its name. What a killed run leaves there the next one removes."""
+    """Return the directory in which it is written before it has its name. A later run removes what a killed
+    one leaves there."""
     return final.with_name(f".{final.name}.partial")
 
 

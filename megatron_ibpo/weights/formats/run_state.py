@@ -1,4 +1,5 @@
-"""What of a checkpoint is ours, and which checkpoint is meant. Needs no torch."""
+"""This project's own files of a checkpoint, and the search for the checkpoint that is meant. Needs no
+torch."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from megatron_ibpo.weights.weight_errors import CheckpointError
 RUN_STATE = "run_state.json"
 """JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""
 LAYOUT = "layout.json"
-"""For what layout the checkpoint was written, and whether it holds an optimizer."""
+"""File with the layout that the checkpoint was written for, and whether it holds an optimizer."""
 METADATA, CONFIG = ".metadata", "metadata.json"
 """Files that every distributed checkpoint of Megatron's has."""
 HF_FILES = "hf"
@@ -69,7 +70,7 @@ def load_run_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_layout(checkpoint: Path) -> dict[str, Any]:
-    """What `layout.json` says; empty for checkpoints without one.
+    """Return the content of `layout.json`; empty for checkpoints without one.
 
     Raises:
         CheckpointError: it is malformed.

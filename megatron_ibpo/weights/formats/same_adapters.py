@@ -1,4 +1,4 @@
-"""Whether the adapters of a checkpoint are those of a run: the same rank, scale and places, and base."""
+"""Comparison of a checkpoint's adapters with a run's: the same rank, scale, places and base."""
 
 import hashlib
 from functools import lru_cache
@@ -11,11 +11,12 @@ from megatron_ibpo.models.lora import chosen_lora
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 BLOCKS, BLOCK_BYTES = 256, 64 * 1024
-"""What is read of a file of weights to know it again: evenly spaced blocks; all of it where it is small."""
+"""Number and size of evenly spaced blocks that are read of a weight file to know it again; a small file is
+read whole."""
 
 
 def describe_adapters(model: ModelConfig) -> dict[str, Any] | None:
-    """What `layout.json` says of a run's adapters; None where it has none.
+    """Return the description of a run's adapters for `layout.json`; None where it has none.
 
     Raises:
         ConfigError: a target that the model has not.
@@ -74,8 +75,8 @@ def _shown(value: Any) -> str:
 
 @lru_cache(maxsize=1)  # of every checkpoint of a run
 def weights_digest(hf_dir: Path) -> str:
-    """What tells the weights of one model from another's: a hash of their files' sizes and of evenly spaced
-    parts. Names and places of files do not count, and a change between those parts goes unseen."""
+    """Return a hash that tells the weights of one model from another's: of their files' sizes and of evenly
+    spaced parts. Names and places of files do not count, and a change between those parts goes unseen."""
     found = sorted(_file_digest(path) for path in hf_dir.iterdir() if path.suffix in (".safetensors", ".bin"))
     return hashlib.sha256("".join(found).encode()).hexdigest()
 

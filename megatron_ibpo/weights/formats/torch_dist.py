@@ -39,7 +39,7 @@ from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, lis
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for what is no tensor."""
 ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""With rows beyond the vocabulary, which Megatron saves as it holds them."""
+"""Parameters with rows beyond the vocabulary, which Megatron saves as it holds them."""
 
 _ALLOWED = {
     "pathlib": {"PosixPath"},
@@ -339,7 +339,7 @@ def _own_dims(block: Block) -> tuple[int, ...]:
 
 
 def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What both hold, as indices into the block and into the chunk."""
+    """Return what both hold, as indices into the block and into the chunk."""
     ours, theirs = [], []
     for start, size, other, length in zip(
         block.offsets, block.sizes, chunk.offsets, chunk.sizes, strict=True
@@ -357,7 +357,7 @@ def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ..
 
 @dataclass(frozen=True)
 class Record:
-    """Where a block was written."""
+    """The place where a block was written."""
 
     block: Block
     dtype: torch.dtype

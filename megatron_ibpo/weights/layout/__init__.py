@@ -1,1 +1,1 @@
-"""Which rank holds which part of every tensor, and the whole tensors from those parts."""
+"""Parts of every tensor that each rank holds, and the whole tensors from those parts."""

@@ -34,10 +34,10 @@ class _Task:
 
     entry: Entry
     holders: tuple[tuple[int, ...], ...]
-    """Of each shard, in order: the ranks that hold it."""
+    """Ranks that hold each shard, in order."""
 
     def boxes(self, number: int, shard: int) -> list[Box]:
-        """What shard number `shard` of the entry holds of piece `number`, in the order of its rows or
+        """Return what shard number `shard` of the entry holds of piece `number`, in the order of its rows or
         columns."""
         piece = self.entry.pieces[number]
         before, dim = whole(piece.shape), piece.cut.dim if piece.cut else 0
@@ -47,7 +47,7 @@ class _Task:
         ]
 
     def regions(self, number: int) -> tuple[Region, ...]:
-        """Of piece `number`: who holds what."""
+        """Return the regions of piece `number` with the ranks that hold them."""
         piece = self.entry.pieces[number]
         if piece.cut is None:
             everyone = tuple(sorted(rank for ranks in self.holders for rank in ranks))
@@ -59,7 +59,7 @@ class _Task:
         )
 
     def shard_of(self, rank: int) -> int | None:
-        """Which shard `rank` holds."""
+        """Return the shard that `rank` holds."""
         return next((shard for shard, ranks in enumerate(self.holders) if rank in ranks), None)
 
 
@@ -124,7 +124,7 @@ class HFExport:
                     held = {}
 
     def _held(self, task: _Task) -> list[dict[Box, Tensor]]:
-        """Of each piece: what this rank holds of the tensor that it is stored in."""
+        """Return for each piece what this rank holds of the tensor that it is stored in."""
         shard = task.shard_of(self._rank)
         if shard is None:
             return [{} for _ in task.entry.pieces]
@@ -148,7 +148,7 @@ def metadata_of(shape: ModelShape, dtype: torch.dtype, mtp_layers: int = 0) -> l
 
 
 def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
-    """Who holds which part of each tensor when rank r holds `holdings[r]`, in checkpoint order."""
+    """Return who holds which part of each tensor when rank r holds `holdings[r]`, in checkpoint order."""
     return _regions(_plan(_entries(shape, 0, holdings[0].vocab_rows), holdings))
 
 
@@ -194,7 +194,7 @@ def _plan(entries: Sequence[Entry], holdings: list[Holding]) -> list[_Task]:
 
 
 def _entries(shape: ModelShape, mtp_layers: int, vocab_rows: int | None = None) -> list[Entry]:
-    """In checkpoint order; every HF tensor once."""
+    """Return all entries in checkpoint order; every HF tensor once."""
     entries = []
     seen: set[str] = set()
     for entry in weight_map(shape, mtp_layers, vocab_rows).values():

@@ -28,11 +28,11 @@ class _Arriving:
     """A bucket on its way: this rank's own part of it, and the messages of others."""
 
     place: int
-    """Of the bucket among all."""
+    """Index of the bucket among all."""
     bucket: range
     held: dict[int, Held]
     flats: dict[int, Tensor] = field(default_factory=dict)
-    """By sender; on the sender itself what must stay until it has been sent."""
+    """Flat tensors by sender; on the sender itself those that must stay until they have been sent."""
     works: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:

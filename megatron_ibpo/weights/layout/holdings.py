@@ -1,4 +1,4 @@
-"""What part of the model each rank holds."""
+"""Parts of the model that each rank holds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from megatron_ibpo.models.weight_map import EXPERT_BIAS, Entry, global_name
 
 @dataclass(frozen=True)
 class Holding:
-    """What part of the model a rank holds."""
+    """The part of the model that a rank holds."""
 
     tp_rank: int
     tp_size: int
     etp_rank: int
     etp_size: int
     layers: tuple[range, ...]
-    """Of each model chunk; there are several only in an interleaved pipeline."""
+    """Layers of each model chunk; there are several only in an interleaved pipeline."""
     first_expert: int
     experts: int
     is_first_stage: bool
     is_last_stage: bool
     vocab_rows: int
-    """Of embedding and head over all tensor-parallel ranks, padding included."""
+    """Rows of embedding and head over all tensor-parallel ranks, padding included."""
 
     def holds(self, entry: Entry) -> bool:
         if entry.expert is not None and not 0 <= entry.expert - self.first_expert < self.experts:
@@ -133,7 +133,7 @@ def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[t
 
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
-    """Of each entry, in shard order: the ranks that hold the shard when rank r holds `holdings[r]`."""
+    """Return each entry's holders in shard order, the ranks with the shard when rank r holds `holdings[r]`."""
     known: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
     found = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Which rank holds which region of every tensor, who wants which, and the messages that follow from it.
+"""Regions of every tensor that ranks hold and receivers want, and the messages that follow from them.
 
 A region is a box: (start, stop) along every dimension. Sender and receiver derive the same messages from
 the same plain data, so that nothing but bytes travels in an update.
@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]
 Buckets = list[range]
 """Consecutive tensors, by number, that travel together."""
 Held = Mapping[Box, Tensor]
-"""What a rank holds of one tensor."""
+"""Boxes of one tensor that a rank holds."""
 Sender = tuple[int, Box]
 """A rank, and the region of a tensor that it sends to whoever wants of it."""
 
@@ -53,7 +53,7 @@ class WeightSource(Protocol):
         """The tensors, in the order in which they are sent."""
 
     def regions(self) -> list[tuple[Region, ...]]:
-        """Of each tensor: disjoint regions that cover it."""
+        """Return for each tensor disjoint regions that cover it."""
 
     def local(self) -> Iterator[Held]:
         """One pass over the tensors: the regions that this rank holds, by their boxes; empty where it holds
@@ -62,7 +62,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a receiver wants of one tensor: disjoint boxes, as `dtype`."""
+    """A receiver's needs of one tensor: disjoint boxes, as `dtype`."""
 
     dtype: torch.dtype
     boxes: tuple[Box, ...]
@@ -81,7 +81,7 @@ class Part:
     box: Box
     dtype: torch.dtype
     offset: int
-    """Of its first byte in the message."""
+    """Offset of its first byte in the message."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """All that one sender has for one receiver in one bucket."""
+    """Everything that one sender has for one receiver in one bucket."""
 
     parts: tuple[Part, ...]
     num_bytes: int
@@ -101,7 +101,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both cover; None if nothing."""
+    """Return the box that both cover; None if there is none."""
     both = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -157,7 +157,7 @@ def choose_senders(
 def messages(
     bucket: range, senders: Sequence[Sequence[Sender]], needs: Sequence[Need | None]
 ) -> dict[int, Message]:
-    """By sending rank: what it has in `bucket` for a receiver with `needs`."""
+    """Return for each sending rank what it has in `bucket` for a receiver with `needs`."""
     parts: dict[int, list[Part]] = {}
     ends: dict[int, int] = {}
     for number in bucket:
@@ -210,7 +210,7 @@ def unpack(message: Message, flat: Tensor) -> list[Tensor]:
 def parts_by_tensor(
     bucket: range, by_sender: Mapping[int, Message], flats: Mapping[int, Tensor], own: Mapping[int, Held] = {}
 ) -> dict[int, list[tuple[Box, Tensor]]]:
-    """What has arrived of each tensor of a bucket.
+    """Return what has arrived of each tensor of a bucket.
 
     Args:
         flats: the messages' bytes by sender; a sender that has none is this rank, which holds `own`.

@@ -32,7 +32,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def part_checksums(message: Message, flat: torch.Tensor, metas: Sequence[TensorMeta]) -> dict[str, int]:
-    """Of each part of a message, under the name of its tensor and the bounds within it."""
+    """Return the checksum of each part of a message, by the name of its tensor and the bounds in it."""
     return {
         box_name(metas[part.number].name, part.box, metas[part.number].shape): checksum(view)
         for part, view in zip(message.parts, unpack(message, flat), strict=True)

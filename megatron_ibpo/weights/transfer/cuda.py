@@ -33,8 +33,8 @@ from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask,
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined, say_lost
 
 PACKED_BUFFERS = 1
-"""Of vLLM's, on either side. With two it loads a layer under one stream while a layer's memory that was
-received under another is used again (tests/test_weight_streams.py)."""
+"""Number of vLLM's packed buffers on either side. With two it loads a layer under one stream while a layer's
+memory that was received under another is used again (tests/test_weight_streams.py)."""
 
 
 class NcclTransport:
@@ -179,8 +179,8 @@ class NcclTransport:
 def _heard(
     links: Mapping[int, EngineLink], failures: Failures, lost: dist.Store, timeout: float
 ) -> Iterator[None]:
-    """What the engines answer meanwhile: those that fail are added to `failures`, and the group learns at
-    once that it has lost a member."""
+    """Collect the engines' answers meanwhile: those that fail are added to `failures`, and the group learns
+    at once that it has lost a member."""
 
     def hear(engine: int) -> Failures:
         failed: Failures = {}
@@ -250,7 +250,7 @@ class _Lender(IPCTrainerWeightTransferEngine):
     opened it lets go of it, and nobody opens that rank's. Not run on GPUs."""
 
     _lent: tuple[Any, ...] | None = None
-    """What a worker would rebuild the buffer's tensor with: PyTorch's `rebuild_cuda_tensor`."""
+    """Arguments with which a worker rebuilds the buffer's tensor: PyTorch's `rebuild_cuda_tensor`."""
 
     def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple]]) -> list[dict[str, tuple]]:
         for handle in handles:  # each of the same buffer, on this rank's GPU

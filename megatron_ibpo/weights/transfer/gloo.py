@@ -40,7 +40,7 @@ BUCKETS_UNDERWAY = 2
 BLOCKS_IN_A_BUCKET = 8
 """Memory is taken in such parts of a bucket."""
 MOMENT_S = 0.1
-"""What an engine is given at least when another one has used up the time."""
+"""Seconds that an engine is given at least when another one has used up the time."""
 MEET_TIMEOUT = timedelta(seconds=60)
 """Both sides are known to be there when they meet."""
 
@@ -68,12 +68,12 @@ class GlooTransport:
         self._groups: dict[int, Any] = {}
         """On ranks that send: the group of each engine."""
         self._needs: dict[int, list[list[Need | None]]] = {}
-        """Of each worker of each engine."""
+        """Needs of each worker of each engine."""
         self._metas: list[TensorMeta] = []
         self._senders: list[tuple[Sender, ...]] = []
         self._buckets: list[range] = []
         self._deliveries: list[list[_Delivery]] = []
-        """What this rank sends in each bucket."""
+        """Deliveries of this rank in each bucket."""
 
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
@@ -176,7 +176,7 @@ class GlooTransport:
         return unmet | failures
 
     def _deliveries_of(self, bucket: range) -> list[_Delivery]:
-        """What this rank sends in `bucket`; workers that want the same share a message."""
+        """Return what this rank sends in `bucket`; workers that want the same share a message."""
         workers: dict[Message, list[tuple[int, int]]] = {}
         for engine in self._needs:
             for number, needs in enumerate(self._needs[engine]):

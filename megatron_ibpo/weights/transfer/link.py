@@ -1,16 +1,16 @@
-"""How a weight update talks to the engines that a rank owns: ask all, then wait for all."""
+"""Calls of a weight update to the engines that a rank owns: ask all, then wait for all."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 Failures = dict[int, Exception]
-"""By engine: why it has no part in the update any more."""
+"""Index of an engine → why it has no part in the update any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What became of one pass over the weights, as this rank saw it."""
+    """The outcome of one pass over the weights, as this rank saw it."""
 
     failures: Failures
     num_bytes: int

@@ -1,5 +1,6 @@
-"""What an engine's model takes of a weight update, so that what it lacks is known before it samples; and the
-share in it of a drafter, where the engine speculates with the model's multi-token prediction layer."""
+"""Record of what an engine's model takes of a weight update, so that what it lacks is known before it
+samples; and the share in it of a drafter, where the engine speculates with the model's multi-token
+prediction layer."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,7 +29,8 @@ class Drafter:
     def __init__(self, model: Any, model_config: Any) -> None:
         self._model, self._config = model, model_config
         self._absent: set[str] | None = None
-        """What must still come; None as long as no update has brought anything: it keeps what it has."""
+        """Tensors that must still come; None as long as no update has brought anything: the engine keeps what
+        it has."""
 
     def fed(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, and what is the drafter's has been loaded."""
@@ -74,7 +76,7 @@ class Loading:
         model.load_weights = self._load
 
     def missing(self) -> list[str]:
-        """What has not come so far: parameters, and layers of which a part came."""
+        """Return what has not come so far: parameters, and layers of which a part came."""
         drafters = self._drafter.missing() if self._drafter is not None else []
         return sorted(self._absent) + _cut_short(self._model) + drafters
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.2
-"""How long the others go on waiting after one is lost."""
+"""Seconds that the others go on waiting after one is lost."""
 LOST = "lost"
 """Key in the store of a group that is of no use any more."""
 
@@ -28,8 +28,8 @@ def say_lost(store: dist.Store) -> None:
 
 
 def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
-    """What `join` gives, called on GPU number `device`; None once the store says that one of those who are to
-    join is lost, or after `timeout` seconds. NCCL itself would wait for ever; then its thread does.
+    """Return what `join` gives, called on GPU number `device`; None once the store says that a member is
+    lost, or after `timeout` seconds. NCCL itself would wait for ever; then its thread does.
 
     Raises:
         Exception: what `join` raised. The others hear at once that this one is lost.
@@ -57,9 +57,9 @@ def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float
 
 @contextmanager
 def ends_when_lost(store: dist.Store, group: Any, timeout: float) -> Iterator[threading.Event]:
-    """What waits in `group` meanwhile ends when the store says that a member is lost, when the store is gone
-    with trainer rank 0, or after `timeout` seconds. What is sent after that goes nowhere, what is received
-    is undefined, and neither raises.
+    """End what waits in `group` when the store says that a member is lost, when the store is gone with
+    trainer rank 0, or after `timeout` seconds. What is sent after that goes nowhere, what is received is
+    undefined, and neither raises.
 
     Args:
         group: vLLM's PyNcclCommunicator.
@@ -97,7 +97,7 @@ def abort(group: Any) -> None:
 
 
 def is_lost(store: dist.Store) -> bool:
-    """Whether a member said that one is lost, or the store has gone with trainer rank 0."""
+    """Return whether a member said that one is lost, or the store has gone with trainer rank 0."""
     try:
         return store.check([LOST])
     except RuntimeError:

@@ -15,10 +15,10 @@ from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joi
 
 @dataclass(kw_only=True)
 class GroupInfo(NCCLWeightTransferInitInfo):
-    """Where the group meets, as vLLM has it, and where it hears that a member is lost."""
+    """Address of the group, as vLLM has it, and of the store that says that a member is lost."""
 
     lost_port: int
-    """Of the store that says so, on the master's address."""
+    """Port of that store, on the master's address."""
     timeout: float
     """Seconds that a pass over the weights may take."""
 

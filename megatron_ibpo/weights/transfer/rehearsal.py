@@ -1,4 +1,5 @@
-"""What a model's loader takes of each tensor, learnt by giving it tensors of zeros that note what is read.
+"""Parts that a model's loader takes of each tensor, learnt by giving it tensors of zeros that note what is
+read.
 
 A tensor-parallel worker copies its shard out of every tensor that it is given. Nothing says beforehand
 which part that is; the copying itself does.
@@ -23,7 +24,7 @@ HARMLESS = {
 
 @dataclass
 class _Reads:
-    """What was read of one tensor."""
+    """A record of what was read of one tensor."""
 
     meta: TensorMeta
     boxes: set[Box] = field(default_factory=set)
@@ -62,7 +63,7 @@ class Rehearsal:
             yield reads.meta.name, _watched(zeros, reads)
 
     def needs(self) -> list[Need | None]:
-        """Of each tensor, what was read; None if nothing was."""
+        """Return for each tensor what was read; None if nothing was."""
         return [reads.need() for reads in self._reads]
 
 

@@ -106,7 +106,7 @@ def update_engines(
 
 
 def _agreed(world: World, engines: Sequence[int], failures: Failures) -> list[int]:
-    """Those of `engines` that failed on no rank."""
+    """Return those of `engines` that failed on no rank."""
     failed = {engine for part in world.all_gather(list(failures)) for engine in part}
     return [engine for engine in engines if engine not in failed]
 

@@ -1,4 +1,4 @@
-"""What is asked of a weight update. Needs no torch: the driver orders, trainers and engines carry out."""
+"""Orders for a weight update. Needs no torch: the driver orders, trainers and engines carry out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ NCCL_BACKEND = "ibpo_nccl"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How an update is done."""
+    """Settings of an update."""
 
     version: int
-    """Of the policy whose weights are sent."""
+    """Version of the policy whose weights are sent."""
     sleeping: bool
     """The engines sleep, and wake in the order that needs the least memory: weights, update, KV cache."""
     check: bool
@@ -28,7 +28,8 @@ class Order:
 
 
 def drafts_with_own_layer(vllm_arguments: Sequence[str]) -> bool:
-    """Whether engines speculate with the policy's multi-token prediction layer, and so have a place for it.
+    """Return whether engines speculate with the policy's multi-token prediction layer, and so have a place
+    for it.
 
     Args:
         vllm_arguments: of --vllm-arg, name=value.

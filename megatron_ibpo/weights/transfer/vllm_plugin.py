@@ -54,7 +54,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     receipt: dict[str, int] | None = None
-    """Where checksums of what arrives go."""
+    """Checksums of what arrives; None keeps none."""
     _needs: list[Need | None] | None = None
     _receiver: GlooReceiver | None = None
 
@@ -85,7 +85,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._needs = rehearsal.needs()
 
     def answer(self, forgotten: list[str]) -> bytes:
-        """Of the rehearsal, which brought nothing for what is `forgotten`."""
+        """Return the answer to the rehearsal, which brought nothing for what is `forgotten`."""
         assert self._needs is not None
         return pickle.dumps(Answer(self._needs, forgotten, self._error))
 
@@ -123,13 +123,13 @@ class WorkerExtension:
         return Drafter(self.model_runner.get_draft_model(), speculation.draft_model_config)
 
     def take_rehearsal(self) -> bytes:
-        """What this worker needs of the trainers' tensors: a pickled `Answer`."""
+        """Return what this worker needs of the trainers' tensors: a pickled `Answer`."""
         engine = self.weight_transfer_engine
         assert isinstance(engine, GlooWeightTransferEngine)
         return engine.answer(self._loading.missing())
 
     def missing_weights(self) -> list[str]:
-        """What this update has not brought; see `Loading.missing`.
+        """Return the tensors that this update has not brought; see `Loading.missing`.
 
         Raises:
             RuntimeError: it was cut off on the way.

@@ -1,4 +1,4 @@
-"""What trainers and the workers of an engine tell each other before a weight update. It goes through vLLM
+"""Messages between trainers and the workers of an engine before a weight update. They go through vLLM
 pickled: bytes are passed on as they are by whatever stands between its processes."""
 
 import pickle
@@ -11,11 +11,11 @@ from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
 @dataclass(frozen=True)
 class WirePlan:
-    """What a worker must know to receive."""
+    """The plan that a worker needs to receive an update."""
 
     metas: list[TensorMeta]
     senders: Sequence[tuple[Sender, ...]]
-    """Of each tensor: (rank in the group, region)."""
+    """Senders of each tensor: (rank in the group, region)."""
     bucket_bytes: int
 
     @property
@@ -28,7 +28,7 @@ class Answer:
     """A worker's answer to a rehearsal."""
 
     needs: list[Need | None]
-    """Of each tensor."""
+    """Needs of each tensor."""
     forgotten: list[str]
     """Parameters of its model that no tensor reached."""
     error: str | None
