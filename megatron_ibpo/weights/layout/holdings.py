@@ -133,7 +133,7 @@ def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[t
 
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
-    """Return each entry's holders in shard order: the ranks with each shard when rank r holds `holdings[r]`."""
+    """Return for each entry, in shard order, the ranks with the shard when rank r holds `holdings[r]`."""
     known: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
     found = []
     for entry in entries:
