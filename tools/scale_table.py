@@ -26,6 +26,7 @@ from megatron_ibpo.config import Config, parse_config
 from megatron_ibpo.models.cost import weight_count
 from megatron_ibpo.plan.coefficients import fitted
 from megatron_ibpo.plan.lengths import median_length
+from megatron_ibpo.plan.prediction import Setting
 from megatron_ibpo.plan.roofline import decode_seconds
 from megatron_ibpo.plan.search import Found, search
 from megatron_ibpo.plan.step_time import StepTimes
@@ -122,11 +123,17 @@ def predicted(config: Config, gpus: int, prompts: int, driver: Driver | None) ->
         * (mean * BYTES_PER_TOKEN + prompt * BYTES_PER_PROMPT_TOKEN)
         / found.seconds,
         "weight_bytes_per_engine": 2 * weight_count(found.setting.basis.shape).total,
-        "weight_bytes": 2 * weight_count(found.setting.basis.shape).total * found.setting.engine_gpus,
+        "weight_bytes": 2 * weight_count(found.setting.basis.shape).total * copies_received(found.setting),
         "driver_share": None if driver is None else samples * driver.seconds(mean) / found.seconds,
     }
     shown: dict[str, Any] = rounded(row | {"simulated": simulated(found, times)})
     return shown
+
+
+def copies_received(setting: Setting) -> int:
+    """Return how many copies of the weights all engines receive: colocated workers get their parts, others
+    the whole."""
+    return setting.engine_gpus // setting.engine.tensor if setting.colocated else setting.engine_gpus
 
 
 def simulated(found: Found, times: StepTimes) -> dict[str, float] | None:
