@@ -20,12 +20,13 @@ from unittest.mock import patch
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
-from megatron_ibpo.config import Config, on_device, parse_config
+from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Stages
 from megatron_ibpo.rewards import Pool, open_pool
 from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.opening import Standing, join, open_given, read_beginning
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny_qwen3"

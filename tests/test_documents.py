@@ -21,7 +21,7 @@ from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
 from megatron_ibpo.commands.main import COMMANDS
 from megatron_ibpo.commands.plan import Search
-from megatron_ibpo.config import parse_config
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megatron_ibpo.commands.plan import main as plan_command
-from megatron_ibpo.config import parse_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import forward_flops, weight_count
 from megatron_ibpo.plan.efficiencies import Efficiencies
@@ -25,6 +24,7 @@ from megatron_ibpo.plan.step_time import Task, checkpoint_seconds, step_times, u
 from megatron_ibpo.plan.timeline import LANES, timeline
 from megatron_ibpo.plan.training_time import Batch, Layout, pass_time
 from megatron_ibpo.report.step_picture import plot_step
+from megatron_ibpo.run.settings import parse_config
 
 MODELS = Path(__file__).parents[1] / "examples/models"
 DENSE = read_hf_config(MODELS / "qwen3_4b")

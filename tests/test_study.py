@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_ibpo.config import ConfigError, config_yaml, parse_config
+from megatron_ibpo.config import ConfigError, config_yaml
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import runs
 from megatron_ibpo.study.claims import Claim, compare_all
 from megatron_ibpo.study.curves import band, figure_of_runs

@@ -25,7 +25,7 @@ import psutil
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
     FollowUp,
@@ -33,6 +33,7 @@ from megatron_ibpo.credit import (
     Operator,
     Vocabulary,
     any_group,
+    credit_of,
 )
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
@@ -133,7 +134,7 @@ class Planned(Operator):
 
 
 CONTEXT = CreditContext(
-    AlgorithmConfig(), RolloutConfig(), Vocabulary(lambda *_: token_ids([])), 10**9, seed=0, step=0
+    credit_of("ibpo"), RolloutConfig(), Vocabulary(lambda *_: token_ids([])), 10**9, seed=0, step=0
 )
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.basics.versions import missing
-from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.run.checks import check_run, check_settings
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
 if TYPE_CHECKING:

@@ -17,14 +17,27 @@ from megatron_ibpo.config.fields import (
 )
 from megatron_ibpo.config.flags import parse_config
 from megatron_ibpo.config.hooks import known_or_path, load_hook
+from megatron_ibpo.config.parameters import Registry, built
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, user_directory
-from megatron_ibpo.config.presets import PRESETS
-from megatron_ibpo.config.ranges import named_values
+from megatron_ibpo.config.presets import PRESETS, algorithm_of
+from megatron_ibpo.config.ranges import (
+    COUNT,
+    NOT_NEGATIVE,
+    UNIT,
+    Range,
+    at_least,
+    named_values,
+    or_word,
+    within,
+)
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
 
 __all__ = [
+    "COUNT",
     "EVAL_PRESETS",
+    "NOT_NEGATIVE",
     "PRESETS",
+    "UNIT",
     "AlgorithmConfig",
     "Config",
     "ConfigError",
@@ -35,8 +48,13 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Range",
+    "Registry",
     "RolloutConfig",
+    "algorithm_of",
     "as_specs",
+    "at_least",
+    "built",
     "check_config",
     "config_yaml",
     "eval_sampling",
@@ -45,11 +63,13 @@ __all__ = [
     "named_values",
     "nearest",
     "on_device",
+    "or_word",
     "parse_config",
     "path_in_recipe",
     "path_of_user",
     "read_yaml",
     "searched",
     "user_directory",
+    "within",
     "write_config",
 ]

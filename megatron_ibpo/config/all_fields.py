@@ -10,6 +10,9 @@ from megatron_ibpo.config.fields import Config
 from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user, source_located
 from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
 
+PARAMETERS = "parameters"
+"""Field of AlgorithmConfig with the parameters of what is chosen, and the section of their entries."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -21,12 +24,19 @@ class Entry:
     ranges: tuple[Range, ...]
     kind: Kind | None
     """None also of fields whose type says whether they hold a path."""
+    default: Any = None
+    """Default of a parameter; defaults of fields are those of `Config()`."""
 
     def get(self, config: Config) -> Any:
+        if self.section == PARAMETERS:
+            return config.algorithm.parameters.get(self.name, self.default)
         return getattr(getattr(config, self.section), self.name)
 
     def put(self, config: Config, value: Any) -> None:
-        setattr(getattr(config, self.section), self.name, value)
+        if self.section == PARAMETERS:
+            config.algorithm.parameters[self.name] = value
+        else:
+            setattr(getattr(config, self.section), self.name, value)
 
     @property
     def has_names(self) -> bool:
@@ -69,20 +79,23 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _entry(name: str, section: str, hint: Any) -> Entry:
+def entry_of(name: str, section: str, hint: Any, *, default: Any = None) -> Entry:
+    """Return the entry of a field with this type."""
     plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     ranges = (*OF_ALL, *(extra for extra in extras if isinstance(extra, Range)))
     kinds = [extra for extra in extras if isinstance(extra, Kind)]
-    return Entry(name, section, plain, ranges, kinds[0] if kinds else None)
+    return Entry(name, section, plain, ranges, kinds[0] if kinds else None, default)
 
 
 def _entries() -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for section, kind in typing.get_type_hints(Config).items():
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            if name == PARAMETERS:
+                continue
             if name in entries:
                 raise AssertionError(f"two configuration fields are called {name}")
-            entries[name] = _entry(name, section, hint)
+            entries[name] = entry_of(name, section, hint)
     return entries
 
 

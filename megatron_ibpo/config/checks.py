@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.config_error import ConfigError, nearest
-from megatron_ibpo.config.eval_sampling import EVAL_PRESETS, eval_sampling
-from megatron_ibpo.config.eval_specs import as_specs
-from megatron_ibpo.config.fields import AlgorithmConfig, Config, LossConfig, ModelConfig
+from megatron_ibpo.config.eval_sampling import EVAL_PRESETS
+from megatron_ibpo.config.fields import Config, LossConfig, ModelConfig
 from megatron_ibpo.config.hooks import is_import_path
+from megatron_ibpo.config.parameters import out_of_range
 from megatron_ibpo.config.paths import searched
 from megatron_ibpo.config.presets import PRESETS, unknown_preset
 from megatron_ibpo.config.ranges import named_values
@@ -30,7 +30,8 @@ def check_config(
         ConfigError: with all problems at once, each naming its flag.
     """
     problems = [*_out_of_range(config), *_missing_inputs(config, trains), *_contradictions(config)]
-    problems += _algorithm_problems(config.algorithm, config.data.reward_threshold)
+    if config.algorithm.advantage_estimator not in PRESETS:
+        problems.append(unknown_preset(config.algorithm.advantage_estimator))
     for check in rooms:
         try:
             check(config)
@@ -46,9 +47,8 @@ def _out_of_range(config: Config) -> list[str]:
     problems = []
     for entry in ENTRIES.values():
         value = entry.get(config)
-        broken = None if value is None else next((r for r in entry.ranges if not r.holds(value)), None)
-        if broken is not None:
-            problems.append(f"{flag(entry.name)}: must be {broken.rule}, is {shown(value)}")
+        if problem := out_of_range(entry, value):
+            problems.append(problem)
     return problems
 
 
@@ -115,7 +115,6 @@ def _contradictions(config: Config) -> list[str]:
     if config.model.ref_load is not None and loss.kl_coef == 0:
         problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
     problems += _contradictory_corrections(loss)
-    problems += _method_problems(config)
     problems += _optimizer_problems(config)
     problems += _lora_problems(config)
     schedule = config.optimizer
@@ -138,11 +137,12 @@ def _size_problems(config: Config) -> list[str]:
     rollout = config.rollout
     groups = max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0)
     responses = groups * rollout.n_samples_per_prompt
-    if responses * max(1, config.algorithm.ibpo_corrections) <= MOST_SEQUENCES:
+    corrections = config.algorithm.parameters.get("ibpo_corrections", 0)
+    if responses * max(1, corrections) <= MOST_SEQUENCES:
         return []
     return [
         f"--n-samples-per-prompt: {groups} prompts of {rollout.n_samples_per_prompt} responses, each with up "
-        f"to {config.algorithm.ibpo_corrections} corrections, are more than the {MOST_SEQUENCES} sequences "
+        f"to {corrections} corrections, are more than the {MOST_SEQUENCES} sequences "
         "that a step may have"
     ]
 
@@ -203,27 +203,11 @@ def _lora_problems(config: Config) -> list[str]:
 
 
 def _eval_problems(config: Config) -> list[str]:
-    run, k = config.run, config.algorithm.ibpo_k
-    if run.eval_preset is not None and run.eval_preset not in EVAL_PRESETS:
-        known = ", ".join(EVAL_PRESETS)
-        unknown = f"no preset {shown(run.eval_preset)}; there are {known}"
-        return [f"--eval-preset: {unknown}{nearest(run.eval_preset, EVAL_PRESETS)}"]
-    samples = eval_sampling(config).samples
-    says_how_many = run.n_samples_per_eval_prompt is not None or run.eval_preset is not None
-    if run.eval_compare_and_correct and samples < k and (says_how_many or not _has_benchmark(config)):
-        return [
-            f"--eval-compare-and-correct: shows --ibpo-k {k} samples of a prompt, and "
-            f"--n-samples-per-eval-prompt is {samples}"
-        ]
-    return []
-
-
-def _has_benchmark(config: Config) -> bool:
-    """Whether some set may be one that says itself how many samples it wants."""
-    schemes = [
-        spec.spec.partition("://")[0] for spec in as_specs(config.data.eval_prompt_data) if "://" in spec.spec
-    ]
-    return any(scheme not in ("reasoning_gym", "import") for scheme in schemes)
+    preset = config.run.eval_preset
+    if preset is None or preset in EVAL_PRESETS:
+        return []
+    known = ", ".join(EVAL_PRESETS)
+    return [f"--eval-preset: no preset {shown(preset)}; there are {known}{nearest(preset, EVAL_PRESETS)}"]
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -254,22 +238,15 @@ def _data_problems(config: Config) -> list[str]:
 
 def _staleness_problems(config: Config) -> list[str]:
     rollout, problems = config.rollout, []
-    over, size = rollout.over_sampling_batch_size, rollout.rollout_batch_size
+    over, size, ahead = rollout.over_sampling_batch_size, rollout.rollout_batch_size, rollout.runs_ahead
     if over is not None and over < size:
         problems.append(f"--over-sampling-batch-size: {over} groups do not fill --rollout-batch-size {size}")
-    ahead = rollout.max_staleness > 0 or (over or 0) > size
     if rollout.keep_order and not ahead:
         problems.append("--keep-order: has no meaning unless --max-staleness lets sampling run ahead")
     if ahead and rollout.check_weight_update_equal:
         problems.append(
             "--check-weight-update-equal: asks engines that rest, and with --max-staleness or "
             "--over-sampling-batch-size they go on through an update; check once without these"
-        )
-    if ahead and config.algorithm.ibpo_gate:
-        problems.append(
-            "--ibpo-gate: goes by the corrections of the steps before, and with --max-staleness or "
-            "--over-sampling-batch-size corrections are asked for before those steps are over; drop one of "
-            "them"
         )
     if ahead and config.run.load_debug_rollout_data is not None:
         problems.append("--load-debug-rollout-data: recorded rollouts cannot run ahead; drop --max-staleness")
@@ -313,171 +290,3 @@ def _contradictory_corrections(loss: LossConfig) -> list[str]:
             "has none; use --use-rollout-routing-replay"
         )
     return problems
-
-
-def _method_problems(config: Config) -> list[str]:
-    """Methods that ask for further samples or passes, and what they cannot be had with."""
-    algorithm, rollout, problems = config.algorithm, config.rollout, []
-    if algorithm.ibpo_plain_prompt != "none" and config.loss.old_logprobs == "engine":
-        problems.append(
-            f"--ibpo-plain-prompt {algorithm.ibpo_plain_prompt}: the engine's log-probs of a correction are "
-            "those of its own long prompt; use --old-logprobs recompute"
-        )
-    top_p = [*rollout.rollout_top_p_cycle, rollout.rollout_top_p]
-    top_k = [*rollout.rollout_top_k_cycle, rollout.rollout_top_k]
-    if algorithm.token_credit == "self-teacher" and (min(top_p) < 1 or max(top_k) > 0):
-        problems.append(
-            "--token-credit self-teacher: compares the teacher's log-probs with those that were sampled by, "
-            "which --rollout-top-p and --rollout-top-k cut off; sample without them"
-        )
-    return problems
-
-
-def _algorithm_problems(algorithm: AlgorithmConfig, reward_threshold: float) -> list[str]:
-    name = algorithm.advantage_estimator
-    rules = [(name in PRESETS, unknown_preset(name))]
-    rules += [*_bonus_rules(algorithm, reward_threshold), *_prerequisites(algorithm)]
-    return [problem for holds, problem in rules if not holds]
-
-
-_Rule = tuple[bool, str]
-
-_DIVERGES = ("divergence-window", "divergence-cut")
-_CHOOSES_TOKENS = (*_DIVERGES, "random-window")
-"""Token credits that say where a wrong response learns, and not only how much."""
-
-_KNOWN_BONUS = ("compare-and-correct", "span-masking")
-"""Operators whose φ is β or 0."""
-
-
-def _bonus_rules(algorithm: AlgorithmConfig, reward_threshold: float) -> list[_Rule]:
-    """A wrong response, with reward 0 and the whole bonus, is worth less than the smallest correct reward
-    (ibpo steps 2 and 8)."""
-    # φ is β, or a share that may come to 1
-    is_beta = algorithm.ibpo_variant != "ratio" and algorithm.ibpo_operator in _KNOWN_BONUS
-    bonus = algorithm.ibpo_lambda * (algorithm.ibpo_beta if is_beta else 1.0)
-    factor = f"--ibpo-beta {algorithm.ibpo_beta}" if is_beta else "a share of up to 1"
-    product = f"--ibpo-lambda {algorithm.ibpo_lambda} times {factor}"
-    return [
-        (
-            not bonus >= 1,
-            f"{product} is {bonus:g}: λΔ must stay below 1, or a corrected wrong response is worth a correct "
-            "one",
-        ),
-        (
-            bonus >= 1 or not bonus >= reward_threshold,
-            f"{product} is {bonus:g}: a wrong response with that bonus reaches the smallest correct reward, "
-            f"--reward-threshold {reward_threshold:g}; lower λ or β",
-        ),
-    ]
-
-
-def _plain_prompt_rules(algorithm: AlgorithmConfig, corrects: bool, needs: str) -> list[_Rule]:
-    which = algorithm.ibpo_plain_prompt
-    return [
-        (corrects or which == "none", f"--ibpo-plain-prompt {which} {needs}"),
-        (
-            not algorithm.ibpo_joint or which == "none",
-            f"--ibpo-plain-prompt {which}: a correction is trained on once, under its own prompt or the "
-            "plain one; add --no-ibpo-joint",
-        ),
-        (
-            algorithm.advantages != "critic" or which == "none",
-            f"--ibpo-plain-prompt {which}: corrections join the responses that they are compared with, and "
-            "--advantages critic compares none; take another estimator",
-        ),
-    ]
-
-
-def _prerequisites(algorithm: AlgorithmConfig) -> list[_Rule]:
-    """What a setting needs along with it."""
-    operator = algorithm.ibpo_operator
-    own = is_import_path(operator)  # may do all that an operator can
-    corrects = own or (operator == "compare-and-correct" and algorithm.ibpo_corrections != 0)
-    own_credit = (algorithm.token_credit,) if is_import_path(algorithm.token_credit) else ()
-    resets = operator == "reset-groups"
-    judges = corrects or operator == "agreement"
-    needs = "needs corrections: --ibpo-operator compare-and-correct and --ibpo-corrections of at least 1"
-    return [
-        (
-            judges or not algorithm.ibpo_lambda > 0,
-            f"--ibpo-lambda {algorithm.ibpo_lambda}: without corrections there is nothing to shape rewards "
-            "with; set --ibpo-corrections or --ibpo-lambda 0",
-        ),
-        (
-            corrects or resets or not algorithm.ibpo_joint,
-            f"--ibpo-joint {needs}, or --ibpo-operator reset-groups",
-        ),
-        *_plain_prompt_rules(algorithm, corrects, needs),
-        (
-            not resets or (algorithm.ibpo_joint and algorithm.ibpo_correction_group == "pair"),
-            "--ibpo-operator reset-groups compares the suffixes of one response with each other: it needs "
-            "--ibpo-joint, --ibpo-correction-group pair and --ibpo-corrections of at least 2",
-        ),
-        (corrects or algorithm.ibpo_variant != "ratio", f"--ibpo-variant ratio {needs}"),
-        (
-            judges or not algorithm.masks_tokens,
-            f"--ibpo-variant {algorithm.ibpo_variant} {needs}, or --ibpo-operator agreement",
-        ),
-        (
-            algorithm.ibpo_variant != "signed-mask" or algorithm.advantages != "critic",
-            "--ibpo-variant signed-mask goes by the sign of a response's advantage, and --advantages critic "
-            "gives every token one of its own; take --ibpo-variant mask, or another estimator",
-        ),
-        (
-            not algorithm.ibpo_mask_insertions or (corrects and algorithm.masks_tokens),
-            "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask, "
-            "and corrections",
-        ),
-        (
-            not algorithm.ciw_inverted or operator == "span-masking",
-            "--ciw-inverted turns the importance of steps round: it needs --ibpo-operator span-masking",
-        ),
-        (corrects or not algorithm.ibpo_strip_thinking, f"--ibpo-strip-thinking {needs}"),
-        ((corrects and not own) or not algorithm.ibpo_gate, f"--ibpo-gate {needs}"),
-        (
-            algorithm.token_credit == "uniform" or algorithm.advantages != "critic",
-            f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
-            "critic gives every token an advantage of its own; drop one of them",
-        ),
-        (
-            not (algorithm.dynamic_sampling and algorithm.dynamic_sampling_by == "credit")
-            or operator != "span-masking",
-            "--dynamic-sampling-by credit judges groups while others are sampled, and --ibpo-operator "
-            "span-masking asks the policy, which trains; it gives no bonus, so --dynamic-sampling-by rewards "
-            "says the same",
-        ),
-        (
-            algorithm.advantages != "maxrl"
-            or not (algorithm.overlong_buffer_share > 0 or algorithm.ibpo_rewrite_penalty > 0),
-            "--advantages maxrl takes the log of a mean reward, and --overlong-buffer-share and "
-            "--ibpo-rewrite-penalty make rewards negative; drop them",
-        ),
-        (
-            algorithm.token_credit not in _CHOOSES_TOKENS
-            or not (algorithm.masks_tokens or operator == "span-masking"),
-            f"--token-credit {algorithm.token_credit} says where a wrong response learns, and so does "
-            + (
-                f"--ibpo-variant {algorithm.ibpo_variant}"
-                if algorithm.masks_tokens
-                else f"--ibpo-operator {operator}"
-            )
-            + ": few tokens are left that both choose; take --ibpo-variant base, or --token-credit "
-            "wrong-weight",
-        ),
-        (
-            algorithm.token_credit_unit == "token" or algorithm.token_credit in (*_DIVERGES, *own_credit),
-            f"--token-credit-unit {algorithm.token_credit_unit} is about divergence: it needs --token-credit "
-            "divergence-window or divergence-cut",
-        ),
-        (
-            algorithm.ibpo_correction_group != "pair" or algorithm.ibpo_corrections >= 2,
-            "--ibpo-correction-group pair compares the corrections of a pair: it needs --ibpo-corrections of "
-            "at least 2",
-        ),
-        (
-            not algorithm.ibpo_rewrite_penalty > 0 or algorithm.ibpo_joint,
-            "--ibpo-rewrite-penalty acts on the rewards of corrections in the joint loss: it needs "
-            "--ibpo-joint",
-        ),
-    ]

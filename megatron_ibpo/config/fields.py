@@ -39,8 +39,12 @@ from megatron_ibpo.config.ranges import (
 
 UseAppendAction: Any = None
 """tyro's mark of a flag that may be repeated. A trainer reads no flags, so that it does without tyro."""
+NO_FLAG: tuple[Any, ...] = (None,)
+"""tyro's marks of a field that is no flag."""
 with suppress(ModuleNotFoundError):
-    from tyro.conf import UseAppendAction
+    from tyro.conf import Fixed, Suppress, UseAppendAction
+
+    NO_FLAG = (Fixed, Suppress)
 
 
 @dataclass
@@ -260,7 +264,8 @@ class LossConfig:
 @dataclass
 class AlgorithmConfig:
     """Credit: from scored responses to advantages. `advantage_estimator` names a preset; the other
-    fields default to what that preset says."""
+    fields default to what that preset says. What --ibpo-operator, --token-credit and --advantages name has
+    parameters of its own (credit/), which are flags and recipe keys where it is chosen."""
 
     advantage_estimator: str = "ibpo"
     """Preset in `megatron_ibpo.config.PRESETS`: ibpo, ibpo-ratio, ibpo-mask, ibpo-k1, ibpo-shaping-only,
@@ -268,55 +273,11 @@ class AlgorithmConfig:
     ciw-inverted, cipo."""
     ibpo_operator: str = "compare-and-correct"
     """What compares responses. "compare-and-correct": corrections of wrong ones by the policy (the paper's);
-    "agreement": without any generation, the share of their steps that correct ones of the group have too;
-    "span-masking": for token weights alone, what the probability of a response's answer loses when a step of
-    it is masked (CIW); "reset-groups": wrong responses are begun again, --ibpo-corrections times each, where
-    they leave what they share with a correct one; or an import path package.module:name."""
-    ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"
-    """How a successful correction is turned into credit: Δ = β ("base"); Δ = the share of tokens that it
-    keeps ("ratio"); or Δ = β and a gradient through the tokens that it changes only ("mask", as in the
-    paper). Where most of a group is wrong the bonus can lift a response above its group's mean, and then
-    "mask" makes just its wrong tokens likelier; "signed-mask" lets such a response learn from the tokens that
-    the correction keeps."""
-    ibpo_mask_insertions: bool = False
-    """In a mask, a token counts as changed too if the correction inserts something after it. Off: a
-    correction that only inserts then leaves a response without gradient, which is counted."""
-    ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
-    """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
-    ibpo_beta: Annotated[float, UNIT] = 0.5
-    """β: Δ of a successful correction that is no rewrite."""
-    ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
-    """K: solutions compared in one correction prompt, the wrong one included."""
-    ibpo_corrections: Annotated[int, within(0, 1024)] = 1
-    """M: corrections sampled for each wrong response, of reset-groups suffixes; 0 turns compare-and-correct
-    off."""
-    ibpo_gate: bool = False
-    """Correct a wrong response only if no other response of its group is correct, or if corrections in groups
-    with as many correct ones have lately succeeded more often than as many further responses as one costs
-    would. Off, as in the paper."""
-    ibpo_rewrite_threshold: Annotated[float | Literal["adaptive"], or_word("adaptive", at_least(0))] = 0.6
-    """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
-    2 population standard deviations over the step's corrections."""
-    ibpo_joint: bool = True
-    """Train on the corrections as samples of their own."""
-    ibpo_plain_prompt: Literal["none", "successful", "one"] = "none"
-    """In place of --ibpo-joint, corrections that are trained on as off-policy samples of the prompt itself,
-    their rewards compared with those of its responses: "successful", those that are right and no rewrite;
-    "one", one of each group, a right one if there is one (Critique-GRPO). None in the paper."""
-    ibpo_correction_weight: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Weight of a correction relative to a response in the joint loss."""
-    ibpo_correction_group: Literal["prompt", "pair"] = "prompt"
-    """What a correction's advantage is relative to: all corrections made for its prompt, or those of its own
-    pair (which needs several, --ibpo-corrections)."""
-    ibpo_rewrite_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
-    """ρ: what a correction loses of its own reward in the joint loss if its distance from the response
-    exceeds α. Off in the paper's base variant."""
-    ibpo_strip_thinking: bool = False
-    """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
-    ciw_inverted: bool = False
-    """The control of span-masking: the less a step matters for the answer, the more its tokens weigh."""
-    ciw_placeholder: Literal["pad", "unk"] = "pad"
-    """The token that stands for a masked one; "pad" exists in every tokenizer."""
+    "none": nothing, rewards alone decide; "agreement": without any generation, the share of their steps that
+    correct ones of the group have too; "span-masking": for token weights alone, what the probability of a
+    response's answer loses when a step of it is masked (CIW); "reset-groups": wrong responses are begun
+    again, --ibpo-corrections times each, where they leave what they share with a correct one; or an import
+    path package.module:name."""
     token_credit: str = "uniform"
     """Which tokens of a wrong response learn how much, in groups that have a correct one, beside what the
     operator says. "uniform": all alike; "wrong-weight": all --token-credit-weight; "wrong-weight-by-length":
@@ -325,32 +286,16 @@ class AlgorithmConfig:
     "random-window": so many tokens at a random place, the control; "self-teacher": the more, the less likely
     the policy finds them once it is shown a correct response (after SDPO); or an import path
     package.module:name."""
-    token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.075
-    """Factor of "wrong-weight" on the gradient of a wrong response. Tuning chose 0.075 of 0.0375, 0.075 and
-    0.15 on the tasks of the suite (docs/studies.md); 1 changes nothing."""
-    token_credit_tokens: Annotated[int, COUNT] = 2
-    """w, how many tokens of a wrong response count: the width of a window, and of "wrong-weight-by-length"
-    the sum of its factors. 2 was the best of those tried on the tiny tasks."""
-    token_credit_unit: Literal["token", "step"] = "token"
-    """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
-    sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose; the
-    window is then that step."""
-    token_credit_eta: Annotated[float, UNIT] = 1.0
-    """η: how far the factors of "self-teacher" may leave 1. 1 is the most at which no token's advantage
-    changes its sign; the source has no such number."""
     advantages: str = "group"
     """What a reward is relative to: the mean of its group's rewards, over their population std ("group", the
     paper's), over Bessel's ("group-bessel", as verl, TRL, slime and oat), over that mean ("maxrl") or over
     nothing ("group-mean", Dr. GRPO); the mean of the others ("leave-one-out"); token by token what a critic
     expected ("critic", PPO); or an import path package.module:name."""
+    parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
+    """Parameters of what the three fields above name, by name; one that is left out has its default."""
     group_filter: str | None = None
     """Import path package.module:name of a function that says of a scored group whether to train on it; all
     groups are when None."""
-    gae_gamma: Annotated[float, UNIT] = 1.0
-    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for
-    a long response."""
-    gae_lambda: Annotated[float, UNIT] = 0.95
-    """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
     dynamic_sampling: bool = False
     """DAPO: sample other prompts in the place of those that all or no responses answer correctly, or
     correct: --dynamic-sampling-by."""
@@ -366,11 +311,6 @@ class AlgorithmConfig:
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
     """DAPO: the last part of --rollout-max-response-len in which a response loses reward, up to 1 at the full
     length. 0: off; DAPO has 0.2 (4,096 of 20,480 tokens)."""
-
-    @property
-    def masks_tokens(self) -> bool:
-        """Whether the operator says which tokens of a wrong response are wrong."""
-        return self.ibpo_variant in ("mask", "signed-mask")
 
 
 @dataclass
@@ -534,6 +474,11 @@ class RolloutConfig:
     check_weight_update_equal: bool = False
     """After each update compare checksums at receipt, and once per run the engine's output with that of
     a freshly loaded engine."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether groups are sampled before the steps before them are over."""
+        return self.max_staleness > 0 or (self.over_sampling_batch_size or 0) > self.rollout_batch_size
 
 
 @dataclass
