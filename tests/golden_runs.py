@@ -133,7 +133,7 @@ def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: 
         flags[flags.index("--rollout-temperature") + 1] if "--rollout-temperature" in flags else "1.0"
     )
     run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
-    fields = (repository / "megatron_ibpo/config/fields.py").read_text()
+    fields = "".join(path.read_text() for path in (repository / "megatron_ibpo/config").glob("*.py"))
     keep_all = ["--keep-checkpoints", "1000"] if "keep_checkpoints" in fields else []  # older code does
     command = [
         *_entry_point(repository, layout.trainers),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tyro
 import yaml
+from documented_modules import write_modules
 
 from megatron_ibpo.commands import page as report
 from megatron_ibpo.commands.choose_recipe import Devices, choose
@@ -122,9 +123,12 @@ def check_training(variables: dict[str, str], script: str, flags: list[str]) -> 
 
 
 @pytest.fixture(autouse=True)
-def in_the_root(monkeypatch):
+def in_the_root(monkeypatch, tmp_path):
+    """Stand in the root, beside the modules that the documents have users write."""
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    write_modules(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)

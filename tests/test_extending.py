@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
+from documented_modules import write_modules
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import DataConfig
@@ -16,18 +15,11 @@ from megatron_ibpo.data import DataError, make_tiny_tokenizer, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = [DOCS / "extending.md", DOCS / "rewards.md"]
-
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Every example in a file of the name that its first line gives, where the user stands."""
-    text = "".join(page.read_text() for page in PAGES)
-    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == 10
-    for name, code in blocks:
-        (tmp_path / name).write_text(code)
+    """Every example in a file where the user stands."""
+    write_modules(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -32,10 +32,9 @@ from test_run_page import run_dir as recorded_run
 from tiny_models import make_qwen3
 
 from megatron_ibpo.basics.distributed import World
-from megatron_ibpo.config import DataConfig, config_yaml, named_values
+from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
 from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.fields import Config, ParallelConfig
 from megatron_ibpo.config.recipes import read_recipe
 from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.models import ModelConfigError, read_hf_config

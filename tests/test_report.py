@@ -57,7 +57,7 @@ SAMPLING = EvalSampling(1, 48, 1.0, 1.0, -1)
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    config = Config()
+    config = parse_config([])
     config.run.run_dir = tmp_path / "runs" / "first"
     config.run.num_rollout = 4
     return config

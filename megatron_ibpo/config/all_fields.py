@@ -1,12 +1,15 @@
 """The fields of all sections by their own names, which are unique: what flags, recipes and checks go by."""
 
 import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config.config import Config
+from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.eval_specs import relocated
-from megatron_ibpo.config.fields import Config
 from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user, source_located
 from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
 
@@ -37,6 +40,11 @@ class Entry:
             config.algorithm.parameters[self.name] = value
         else:
             setattr(getattr(config, self.section), self.name, value)
+
+    def out_of_range(self, value: Any) -> str | None:
+        """Return what to say of a value that the field must not have."""
+        broken = None if value is None else next((r for r in self.ranges if not r.holds(value)), None)
+        return None if broken is None else f"{flag(self.name)}: must be {broken.rule}, is {shown(value)}"
 
     @property
     def has_names(self) -> bool:
@@ -100,3 +108,28 @@ def _entries() -> dict[str, Entry]:
 
 
 ENTRIES = _entries()
+
+
+def check_config(
+    config: Config, rooms: Iterable[Callable[[Config], object]] = (), *, trains: bool = True
+) -> None:
+    """Refuse what cannot work.
+
+    Args:
+        rooms: checks of those who know more, such as which loss variants there are; each raises ValueError
+            with a line for every problem.
+        trains: otherwise the policy is evaluated and no more.
+
+    Raises:
+        ConfigError: with all problems at once, each naming its flag.
+    """
+    problems = [problem for e in ENTRIES.values() if (problem := e.out_of_range(e.get(config)))]
+    problems += config.problems(trains=trains)
+    for check in rooms:
+        try:
+            check(config)
+        except ValueError as error:
+            problems += str(error).splitlines()
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{count} in the configuration:", *problems]))

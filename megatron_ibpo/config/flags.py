@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.fields import AlgorithmConfig, Config
 from megatron_ibpo.config.parameters import (
     Registry,
     built,

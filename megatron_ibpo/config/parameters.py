@@ -1,6 +1,6 @@
 """Parameters of what a setting names: a credit method, a token credit, an estimator.
 
-Each is a dataclass whose fields are its parameters, typed and documented as those of `fields.py`. A flag or
+Each is a dataclass whose fields are its parameters, typed and documented as those of `Config`. A flag or
 recipe key of one counts where that one is chosen, and is refused elsewhere.
 """
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry, entry_of, flag
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.fields import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,12 @@ def built(found: Any, parameters: Mapping[str, Any]) -> Any:
     """
     if not isinstance(found, type):
         return found
-    own = {name: parameters[name] for name in parameter_entries(found) if name in parameters}
-    problems = [
-        problem for name in own if (problem := out_of_range(parameter_entries(found)[name], own[name]))
-    ]
+    entries = parameter_entries(found)
+    own = {name: parameters[name] for name in entries if name in parameters}
+    problems = [problem for name in own if (problem := entries[name].out_of_range(own[name]))]
     if problems:
         raise ConfigError("\n".join(problems))
     return found(**own)
-
-
-def out_of_range(entry: Entry, value: Any) -> str | None:
-    """Return what to say of a value that the field must not have."""
-    broken = None if value is None else next((r for r in entry.ranges if not r.holds(value)), None)
-    return None if broken is None else f"{flag(entry.name)}: must be {broken.rule}, is {shown(value)}"
 
 
 def entries_of(algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> dict[str, Entry]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
-from megatron_ibpo.config.fields import AlgorithmConfig, Config
 from megatron_ibpo.config.parameters import Registry, entries_of, not_a_parameter
 from megatron_ibpo.config.recipes import typed_value
 

@@ -14,8 +14,8 @@ import yaml
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECIPE_BYTES, UserFileError, read_user_file
 from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.fields import Config
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
