@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config, RolloutConfig, check_config
-from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
+from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, credit_of, find_operator
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.planning import plan_update
+from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.sampling.continuations import with_beginning
 
@@ -79,8 +80,8 @@ def prompt(index=0):
 
 
 def of_preset(name):
-    """What a preset sets of the algorithm."""
-    return {k: v for k, v in PRESETS[name].items() if hasattr(AlgorithmConfig, k)}
+    """The preset as a setting of `algorithm`."""
+    return {"advantage_estimator": name}
 
 
 def check_algorithm(settings, reward_threshold=1.0):
@@ -89,11 +90,11 @@ def check_algorithm(settings, reward_threshold=1.0):
     config.model.hf_checkpoint = Path()
     config.run.dry_run = True
     config.data.reward_threshold = reward_threshold
-    check_config(config)
+    check_settings(config)
 
 
-def algorithm(**settings):
-    return AlgorithmConfig(**of_preset("ibpo") | settings)
+def algorithm(advantage_estimator="ibpo", **settings):
+    return credit_of(advantage_estimator, **settings)
 
 
 GSPO = of_preset("gspo")

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from credit_cases import algorithm as algorithm_of
 from credit_cases import credit_at_once, of_preset
 from golden_runs import GOLDEN, ROOT, recordings
 from transformers import AutoTokenizer
 
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary
+from megatron_ibpo.config import PRESETS, RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, find_operator
 from megatron_ibpo.report import load_groups
 
 __all__ = ["CASES", "credited", "recorded_steps"]
@@ -37,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ibpo-mask-insertions": ("ibpo-mask", {"ibpo_mask_insertions": True}),
     "ibpo-on-ppo": ("ibpo", {"advantages": "critic"}),
     "agreement": (
-        "ibpo-shaping-only", {"ibpo_operator": "agreement", "ibpo_variant": "mask", "ibpo_corrections": 0}
+        "ibpo-shaping-only", {"ibpo_operator": "agreement", "ibpo_variant": "mask"}
     ),
 }  # fmt: skip
 """Name → preset and what is set on top of it."""
@@ -64,12 +65,12 @@ def credited(case: str) -> list[list[Any]]:
 
 def _credited(case: str, step: int) -> Iterator[list[Any]]:
     preset, settings = CASES[case]
-    algorithm = AlgorithmConfig(**of_preset(preset) | settings)
+    algorithm = algorithm_of(**of_preset(preset) | settings)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "step.json"
         path.write_bytes(_files()[step])
         _, groups = load_groups(path)
-    answers = iter(_answers(groups, algorithm.ibpo_corrections))
+    answers = iter(_answers(groups, find_operator(algorithm).ibpo_corrections))
     for group in groups:
         group.corrections, group.skipped_pairs = [], 0
     tokens = _Tokens()

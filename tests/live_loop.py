@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
-from megatron_ibpo.config import Config, on_device, parse_config
+from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Stages
 from megatron_ibpo.rewards import Pool, open_pool
@@ -29,6 +29,7 @@ from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.open import join
 from megatron_ibpo.run.processes import Processes
 from megatron_ibpo.run.resume_point import read_resume_point
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny_qwen3"

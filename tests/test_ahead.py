@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
     Vocabulary,
     any_group,
     assign_credit,
+    credit_of,
     find_operator,
     is_informative,
     leaves_gradient,
@@ -44,7 +45,7 @@ def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np
     return np.concatenate([prompt.head_ids, wrong[:3], *[r[:3] for r in references], prompt.tail_ids])
 
 
-CONTEXT = CreditContext(AlgorithmConfig(), ROLLOUT, Vocabulary(correction_prompt), 900, seed=3, step=0)
+CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(correction_prompt), 900, seed=3, step=0)
 OPERATOR = find_operator(CONTEXT.algorithm)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ibpo.config import on_device, parse_config
+from megatron_ibpo.config import on_device
 from megatron_ibpo.report.alarms import rounding_bound, run_alarms, step_alarms
 from megatron_ibpo.report.columns import Columns
+from megatron_ibpo.run.settings import parse_config
 
 HEALTHY = Path(__file__).parent / "healthy_run.jsonl"
 """Of examples/run_qwen3_next_ibpo.sh as it stands, 60 steps: the metrics that alarms look at."""

@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device, parse_config
+from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.evaluate import EvalSet, set_settings
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
 from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.run.settings import parse_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group, TrainSequence
-from megatron_ibpo.config import parse_config
+from megatron_ibpo.credit import find_operator
 from megatron_ibpo.credit.break_even import (
     composition_counts,
     learns_from_corrections,
@@ -23,6 +23,7 @@ from megatron_ibpo.credit.break_even import (
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.report.correction_value import break_even, break_even_line
 from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
 from megatron_ibpo.study.run_results import RunResult
 
@@ -219,4 +220,4 @@ def test_the_points_of_a_study_lie_on_the_right_side_of_the_curve():
     ],
 )
 def test_the_law_is_asked_only_where_texts_of_corrections_are_trained_on(flags, learns):
-    assert learns_from_corrections(parse_config(flags).algorithm) is learns
+    assert learns_from_corrections(find_operator(parse_config(flags).algorithm)) is learns

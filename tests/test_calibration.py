@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.commands.calibrate import main as calibrate
-from megatron_ibpo.config import Config, parse_config
+from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.calibration import MeasuredStep, Rates, calibrated, measure_rates, measured_step
 from megatron_ibpo.plan.forecast import compared, forecast
@@ -22,6 +22,7 @@ from megatron_ibpo.plan.machine import Machine, Seen, find_machine, write_machin
 from megatron_ibpo.plan.prediction import setting_of
 from megatron_ibpo.report import Report
 from megatron_ibpo.report.prediction_error import measured_seconds, prediction_error
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"

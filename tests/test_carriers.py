@@ -11,6 +11,7 @@ import pytest
 from credit_cases import (
     RIGHT,
     Loop,
+    algorithm,
     by_kind,
     candidates,
     check_algorithm,
@@ -29,7 +30,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group, token_ids
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig, parse_config
+from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import fill_batch, find_operator, is_informative, leaves_gradient
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
@@ -38,11 +39,12 @@ from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.policy.loss_objective import loss_params
 from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling.requests import group_requests
 
 
 def preset(name, **settings):
-    return AlgorithmConfig(**of_preset(name) | settings)
+    return algorithm(**of_preset(name) | settings)
 
 
 # ------------------------------------------------------------------------------------- dynamic sampling
@@ -124,7 +126,8 @@ def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succe
     name, contents, right_corrections, leaves
 ):
     loop = Loop(lambda x: [10, 13] if candidates(x)[0][0] in right_corrections else [10, 14])
-    made, own = group(*contents), context(preset(name, ibpo_rewrite_threshold=1.0))
+    threshold = {"ibpo_rewrite_threshold": 1.0} if name.startswith("ibpo") else {}
+    made, own = group(*contents), context(preset(name, **threshold))
     operator = find_operator(own.algorithm)
     correct_groups([made], own, operator, loop.sample, loop.score)
     assert leaves_gradient(made, own, operator) is leaves
@@ -134,7 +137,7 @@ def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succe
 def test_dapo_decides_on_responses_and_ibpo_on_credit():
     decides = {name: preset(name).dynamic_sampling_by for name in PRESETS}
     assert {name for name, by in decides.items() if by == "credit"} == {
-        name for name in PRESETS if preset(name).ibpo_corrections
+        name for name in PRESETS if preset(name).parameters.get("ibpo_corrections")
     }
     recipe = parse_config(["--config", "examples/algorithms/ibpo_on_dapo.yaml"]).algorithm
     assert (recipe.dynamic_sampling, recipe.dynamic_sampling_by) == (True, "credit")
@@ -253,7 +256,9 @@ def test_dapo_is_its_four_parts():
     assert loss.loss_aggregation == "variant", "which is the token mean"
     settings = preset("dapo")
     assert (settings.dynamic_sampling, settings.overlong_buffer_share) == (True, 0.2)
-    assert replace(settings, dynamic_sampling=False, overlong_buffer_share=0.0) == preset("gspo")
+    assert preset("dapo", dynamic_sampling=False, overlong_buffer_share=0.0) == replace(
+        preset("gspo"), advantage_estimator="dapo"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- PPO
@@ -324,7 +329,7 @@ def test_ppo_shapes_and_trains_on_corrections_as_well():
     assert (flat.mean(), flat.std()) == pytest.approx((0, 1), abs=1e-7)
     masked = Loop(fix_last).credit(
         [group(RIGHT, [10, 11, 12, 14])],
-        replace(config, ibpo_variant="mask"),
+        preset("ibpo", advantages="critic", gae_lambda=1.0, ibpo_variant="mask"),
         values=critic(lambda s, t: 0.1 * t),
     )
     assert ids_of(masked.sequences[1].token_weights) == (0, 0, 0, 1, 0)

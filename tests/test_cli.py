@@ -9,6 +9,7 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import (
+    NOT_NEGATIVE,
     PRESETS,
     Config,
     ConfigError,
@@ -25,12 +27,13 @@ from megatron_ibpo.config import (
     load_hook,
     named_values,
     nearest,
-    parse_config,
     write_config,
 )
 from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.credit import Operator, find_operator
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
 from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -51,52 +54,119 @@ def test_flags_are_flat_and_typed():
     assert config.parallel.sequence_parallel is False
     assert config.optimizer.lr == 3e-4
     assert config.model.hf_checkpoint == Path.cwd() / "some/dir"
-    assert config.algorithm.ibpo_rewrite_threshold == "adaptive"
+    assert config.algorithm.parameters["ibpo_rewrite_threshold"] == "adaptive"
     assert config.loss.eps_clip_high is None
     assert config.rollout.rollout_top_k == -1
 
 
 def test_flags_win_over_recipes_and_recipes_over_the_preset(tmp_path):
-    preset = PRESETS["gspo"]
-    assert preset["ibpo_corrections"] == 0
     first = recipe(tmp_path, "advantage-estimator: gspo\nlr: 3e-4\nrollout_batch_size: 16\n", "first.yaml")
     second = recipe(tmp_path, "rollout-batch-size: 8\nclip-grad: 2\n", "second.yaml")
 
     config = parse_config(["--config", first, "--config", second, "--clip-grad", "3"])
 
-    assert config.algorithm.ibpo_corrections == 0, "from the preset"
+    assert config.algorithm.ibpo_operator == "none", "from the preset"
     assert config.optimizer.lr == 3e-4, "from the first recipe"
     assert config.rollout.rollout_batch_size == 8, "the later recipe wins"
     assert config.optimizer.clip_grad == 3.0, "the flag wins"
-    assert parse_config(["--config", first, "--ibpo-corrections", "2"]).algorithm.ibpo_corrections == 2
+    by_flag = parse_config(["--config", first, "--advantage-estimator", "ibpo", "--ibpo-corrections", "2"])
+    assert by_flag.algorithm.parameters["ibpo_corrections"] == 2
 
 
 def test_a_preset_counts_where_it_is_named(tmp_path):
     """Over what was read before it, so that a recipe of one method can be run with another."""
     base = recipe(tmp_path, "advantage-estimator: ibpo\nibpo-lambda: 0.3\neps-clip: 3e-3\n", "base.yaml")
-    assert parse_config(["--config", base]).algorithm.ibpo_lambda == 0.3, "its own file wins over a preset"
+    alone = parse_config(["--config", base]).algorithm.parameters
+    assert alone["ibpo_lambda"] == 0.3, "its own file wins over a preset"
 
     by_flag = parse_config(["--config", base, "--advantage-estimator=ibpo-joint-only"])
-    assert by_flag.algorithm.ibpo_lambda == 0.0
+    assert by_flag.algorithm.parameters["ibpo_lambda"] == 0.0
     assert by_flag.loss.eps_clip == 3e-3, "what the preset says nothing of stays"
     grpo = parse_config(["--config", base, "--advantage-estimator", "grpo"]).loss
     assert (grpo.loss_variant, grpo.eps_clip) == ("grpo", None), "the clip was the other variant's"
 
     method = recipe(tmp_path, "advantage-estimator: ibpo-mask\nibpo-beta: 0.4\n", "method.yaml")
-    by_file = parse_config(["--config", base, "--config", method])
-    assert (by_file.algorithm.ibpo_lambda, by_file.algorithm.ibpo_beta) == (0.6, 0.4)
+    by_file = parse_config(["--config", base, "--config", method]).algorithm.parameters
+    assert (by_file["ibpo_lambda"], by_file["ibpo_beta"]) == (0.6, 0.4)
     later = recipe(tmp_path, "ibpo-k: 3\n", "later.yaml")
-    assert parse_config(["--config", method, "--config", later]).algorithm.ibpo_k == 3
+    assert parse_config(["--config", method, "--config", later]).algorithm.parameters["ibpo_k"] == 3
     back = parse_config(["--config", method, "--advantage-estimator", "gspo"])
-    assert back.algorithm.ibpo_variant == "base", "nothing of an earlier preset is left"
+    assert back.algorithm.parameters == {}, "nothing of an earlier preset is left"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--advantage-estimator gspo --ibpo-lambda 0.3",
+            "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
+            "compare-and-correct or agreement has it",
+        ),
+        ("--advantage-estimator gspo --no-ibpo-joint", "--ibpo-joint: gspo with --ibpo-operator none"),
+        (
+            "--token_credit_weight=1",
+            "--token-credit-weight: ibpo with --token-credit uniform",
+        ),
+        ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
+        ("--ibpo-operator agreement --ibpo-k 3", "--ibpo-k: ibpo with --ibpo-operator agreement"),
+        ("--ibpo-operator agrement", "--ibpo-operator agrement: unknown operator.*did you mean 'agreement'"),
+    ],
+)
+def test_a_parameter_that_the_choice_does_not_have_is_refused(flags, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_config(flags.split())
+
+
+def test_a_key_that_the_choice_does_not_have_is_refused_where_it_stands(tmp_path):
+    wrong = recipe(tmp_path, "advantage-estimator: gspo\nibpo-corrections: 0\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: --ibpo-corrections: gspo with"):
+        parse_config(["--config", wrong, "--advantage-estimator", "ibpo"])
+
+
+def test_naming_another_choice_forgets_the_parameters_of_the_previous_one(tmp_path):
+    text = "token-credit: divergence-window\ntoken-credit-tokens: 5\nadvantages: critic\ngae-lambda: 0.5\n"
+    base = recipe(tmp_path, text)
+    kept = parse_config(["--config", base, "--gae-gamma", "0.9"]).algorithm.parameters
+    assert (kept["token_credit_tokens"], kept["gae_lambda"], kept["gae_gamma"]) == (5, 0.5, 0.9)
+    other = parse_config(["--config", base, "--token-credit", "random-window", "--advantages", "group"])
+    assert other.algorithm.parameters["token_credit_tokens"] == 2
+    assert "gae_lambda" not in other.algorithm.parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Operator):
+    """A method of the user's."""
+
+    mine_weight: Annotated[float, NOT_NEGATIVE] = 1.5
+    """How much."""
+
+    def judge(self, groups, context):
+        raise AssertionError("never asked")
+
+
+def test_a_method_of_ones_own_has_parameters_with_the_same_rights(tmp_path, capsys):
+    path = f"{__name__}:Mine"
+    by_key = recipe(tmp_path, f"ibpo-operator: {path}\nmine-weight: 2\n")
+    assert parse_config(["--config", by_key]).algorithm.parameters == {"mine_weight": 2.0}
+    config = parse_config(["--ibpo-operator", path, "--mine-weight", "3"])
+    assert find_operator(config.algorithm) == Mine(3.0)
+    assert parse_config(["--config", recipe(tmp_path, config_yaml(config), "back.yaml")]) == config
+    with pytest.raises(ConfigError, match="unknown key 'mine-weigh'; did you mean 'mine-weight'"):
+        parse_config(["--config", recipe(tmp_path, f"ibpo-operator: {path}\nmine-weigh: 2\n", "wrong.yaml")])
+    with pytest.raises(SystemExit):
+        parse_config(["--ibpo-operator", path, "--help"])
+    shown = capsys.readouterr().out
+    assert "--mine-weight" in shown
+    assert "--ibpo-lambda" not in shown
 
 
 def test_the_default_preset_is_in_force_without_naming_it():
     by_name = parse_config(["--advantage-estimator", Config().algorithm.advantage_estimator])
     assert parse_config([]) == by_name
     for name, value in PRESETS[by_name.algorithm.advantage_estimator].items():
-        sections = [getattr(by_name, field.name) for field in dataclasses.fields(by_name)]
-        assert [getattr(part, name) for part in sections if hasattr(part, name)] == [value]
+        sections = [vars(getattr(by_name, field.name)) for field in dataclasses.fields(by_name)]
+        parts = [*sections, by_name.algorithm.parameters]
+        assert [part[name] for part in parts if name in part] == [value]
 
 
 def test_print_config_prints_a_recipe_that_means_the_same(tmp_path, capsys):
@@ -117,12 +187,12 @@ def test_print_config_prints_a_recipe_that_means_the_same(tmp_path, capsys):
     high=st.none() | st.floats(1e-6, 0.5),
 )
 def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, threshold, high):
-    config = Config()
+    config = parse_config([])
     config.optimizer.lr = lr
     file = path.replace("?", "_")  # it would begin the settings of a source
     config.data.prompt_data = (str(Path("/data") / file), "reasoning_gym://chain_sum?weight=2")
     config.run.run_dir = Path("/runs") / path
-    config.algorithm.ibpo_rewrite_threshold = threshold
+    config.algorithm.parameters["ibpo_rewrite_threshold"] = threshold
     config.loss.eps_clip_high = high
     written = tmp_path_factory.mktemp("config") / "config.yaml"
     write_config(config, written)
@@ -352,7 +422,10 @@ def breaking(section: str, **fields):
 def test_what_cannot_work_is_refused(tmp_path, section, fields):
     config = runnable(tmp_path)
     for name, value in fields.items():
-        setattr(getattr(config, section), name, value)
+        if name in ENTRIES:
+            setattr(getattr(config, section), name, value)
+        else:
+            config.algorithm.parameters[name] = value
     with pytest.raises(ConfigError, match="1 problem in the configuration"):
         check_run(config)
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from waiting import eventually
 
-from megatron_ibpo.config import parse_config
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = {

@@ -20,7 +20,6 @@ from credit_cases import (
     fix_last,
     group,
     ids_of,
-    of_preset,
     plain,
     prompt,
     response,
@@ -31,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import Judgement, Operator
 from megatron_ibpo.credit.compared_parts import compared_pairs
 from megatron_ibpo.credit.edits import find_edits, mark_rewrites
@@ -373,7 +372,7 @@ def test_with_several_corrections_the_bonus_is_their_mean():
     for reward, rewritten in outcomes:
         made.corrections.append(correction(0, response([13], reward), rewritten=rewritten))
     # right, rewritten, wrong; the fourth was not scored and does not count
-    assert correction_bonus(made, algorithm(ibpo_beta=0.6)) == [pytest.approx(0.2)]
+    assert correction_bonus(made, 0.6) == [pytest.approx(0.2)]
 
 
 def test_m_corrections_are_asked_for_each_wrong_response():
@@ -393,8 +392,8 @@ def test_a_bonus_never_makes_a_wrong_response_worth_a_right_one():
 class Says(Operator):
     """An operator that generates nothing and says what it is told to say, or does."""
 
-    def __init__(self, phi):
-        self.phi = phi
+    def __init__(self, phi, ibpo_lambda=0.6):
+        self.phi, self.ibpo_lambda = phi, ibpo_lambda
 
     def judge(self, groups, context):
         return Judgement(self.phi(groups) if callable(self.phi) else self.phi)
@@ -419,7 +418,7 @@ def test_another_operator_needs_nothing_but_the_groups():
 
     loop = Loop(fix_last)
     credit = loop.credit(
-        [group(RIGHT, [10, 11, 12, 14], [14, 14])], algorithm(ibpo_lambda=0.4), operator=Says(common)
+        [group(RIGHT, [10, 11, 12, 14], [14, 14])], algorithm(), operator=Says(common, ibpo_lambda=0.4)
     )
     assert loop.requests == []
     assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.4 * 0.75, 0.0])
@@ -501,4 +500,4 @@ def test_all_problems_are_named_at_once():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_passes_the_check(preset):
-    check_algorithm(AlgorithmConfig(advantage_estimator=preset, **of_preset(preset)))
+    check_algorithm(algorithm(preset))

@@ -28,11 +28,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Correction, Group
-from megatron_ibpo.config import PRESETS, AlgorithmConfig
+from megatron_ibpo.config import PRESETS
 from megatron_ibpo.credit import (
     CRITIC,
     ESTIMATORS,
     OPERATORS,
+    Compared,
     Judgement,
     Operator,
     assign_credit,
@@ -117,7 +118,7 @@ PRESETS_WITHOUT_MODELS = [name for name in PRESETS if name not in ("ppo", "ciw",
 def test_who_arrives_first_changes_no_credit(name, seed, order):
     """Groups are followed up in any order, and their corrections come back in any; the batch is ordered by
     prompt before it is judged."""
-    config = context(AlgorithmConfig(**of_preset(name)))
+    config = context(algorithm(**of_preset(name)))
     operator = find_operator(config.algorithm)
     at_once = Loop(fix_last).credit(some_groups(seed), config.algorithm)
 
@@ -166,29 +167,23 @@ NUMBER = 3
 
 def test_an_operator_of_ones_own_is_found_by_import_path():
     for name in ("HALVES", "Halves"):
-        config = algorithm(ibpo_operator=f"{__name__}:{name}", ibpo_joint=False, ibpo_lambda=0.6)
+        config = algorithm(ibpo_operator=f"{__name__}:{name}")
         credit = Loop(fix_last).credit([group(RIGHT, [14, 14], [14])], config)
         assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.3, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("OnlyJudges", "it lacks follow_ups, attach; an operator has follow_ups, attach, judge"),
-        ("Undecided", "it lacks judge"),
-        ("NUMBER", "it lacks follow_ups, attach, judge"),
-    ],
-)
-def test_an_operator_that_lacks_a_method_is_refused(name, says):
+@pytest.mark.parametrize("name", ["OnlyJudges", "Undecided", "NUMBER"])
+def test_what_is_no_operator_is_refused(name):
     path = f"{__name__}:{name}"
-    with pytest.raises(ValueError, match=f"--ibpo-operator {path}: {says}"):
+    says = f"--ibpo-operator {path}: is no subclass of megatron_ibpo.credit.Operator that defines judge"
+    with pytest.raises(ValueError, match=says):
         find_operator(algorithm(ibpo_operator=path))
 
 
 def test_an_unknown_operator_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"--ibpo-operator agreemnt.*span-masking.*did you mean 'agreement'"):
         find_operator(algorithm(ibpo_operator="agreemnt"))
-    assert all(find_operator(algorithm(ibpo_operator=name)) is OPERATORS[name] for name in OPERATORS)
+    assert all(type(find_operator(algorithm(ibpo_operator=name))) is OPERATORS[name] for name in OPERATORS)
 
 
 def test_an_operator_may_ask_for_samples_of_its_own():
@@ -196,7 +191,7 @@ def test_an_operator_may_ask_for_samples_of_its_own():
 
     class Again(Operator):
         def follow_ups(self, group, context):
-            corrects = OPERATORS["compare-and-correct"]
+            corrects = OPERATORS["compare-and-correct"]()
             asked = corrects.follow_ups(group, context)
             return [replace(one, references=()) for one in asked]
 
@@ -223,7 +218,8 @@ def test_an_operator_may_ask_for_samples_of_its_own():
     ],
 )
 def test_estimators_by_hand(name, expected):
-    assert find_estimator(name)([1.0, 0.0, 0.0, 0.0]) == pytest.approx(expected, abs=1e-7)
+    estimator = find_estimator(algorithm(advantages=name))
+    assert estimator([1.0, 0.0, 0.0, 0.0]) == pytest.approx(expected, abs=1e-7)
 
 
 rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=1, max_size=12)
@@ -232,7 +228,7 @@ rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=1, max_size=1
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(rewards)
 def test_equal_rewards_have_no_advantage(name, values):
-    found = find_estimator(name)(values)
+    found = find_estimator(algorithm(advantages=name))(values)
     assert len(found) == len(values)
     if len(set(values)) == 1:
         assert found == [0.0] * len(values)
@@ -278,7 +274,7 @@ def test_maxrl_is_the_gradient_of_the_log_of_the_mean():
     assert maxrl([1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
     assert maxrl([0.0, 0.0]) == [0.0, 0.0]
     assert maxrl([1.0, 1.0]) == [0.0, 0.0]
-    credit = Loop(fix_last).credit([group(RIGHT, [14])], AlgorithmConfig(**GSPO | {"advantages": "maxrl"}))
+    credit = Loop(fix_last).credit([group(RIGHT, [14])], algorithm(**GSPO | {"advantages": "maxrl"}))
     assert [s.advantage for s in credit.sequences] == [1.0, -1.0]
 
 
@@ -294,14 +290,45 @@ def test_dr_grpo_is_the_published_one():
     """Rewards less their mean, no std; the loss is divided by a constant, not by lengths."""
     settings = PRESETS["dr-grpo"]
     assert (settings["advantages"], settings["loss_variant"]) == ("group-mean", "dr-grpo")
-    assert settings["ibpo_lambda"] == settings["ibpo_corrections"] == settings["overlong_buffer_share"] == 0
-    credit = Loop(fix_last).credit([group(RIGHT, [14], [15])], AlgorithmConfig(**of_preset("dr-grpo")))
+    assert (settings["ibpo_operator"], settings["overlong_buffer_share"]) == ("none", 0)
+    credit = Loop(fix_last).credit([group(RIGHT, [14], [15])], algorithm(**of_preset("dr-grpo")))
     assert [s.advantage for s in credit.sequences] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
 
 
 def best_is_all(rewards):
     """An estimator of one's own."""
     return [reward - max(rewards) for reward in rewards]
+
+
+class ByLength:
+    """An estimator that sees all groups and their samples: rewards less the mean of all, over lengths."""
+
+    def of_batch(self, batch):
+        everything = [reward for compared in batch for reward in compared.rewards]
+        mean = sum(everything) / len(everything)
+        return [
+            [(r - mean) / len(s.token_ids) for r, s in zip(compared.rewards, compared.samples, strict=True)]
+            for compared in batch
+        ]
+
+
+class FirstGroupOnly:
+    def of_batch(self, batch):
+        return [[0.0] * len(batch[0].rewards)]
+
+
+def test_an_estimator_may_see_the_whole_batch_and_lengths():
+    """Known rewards are 1, 0, 1 and 1, their mean 3/4; lengths count the end. Unscored ones are left out."""
+    config = algorithm(**GSPO | {"advantages": f"{__name__}:ByLength"})
+    unsure = Group(some_groups()[0].prompt, [*scored([13], [12, 13]), response([15], None)])
+    credit = Loop(fix_last).credit([group(RIGHT, [14]), unsure], config)
+    assert [s.advantage for s in credit.sequences] == [0.25 / 5, -0.75 / 2, 0.25 / 2, 0.25 / 3]
+
+
+def test_an_estimator_of_a_batch_must_answer_every_comparison():
+    config = algorithm(**GSPO | {"advantages": f"{__name__}:FirstGroupOnly"})
+    with pytest.raises(ValueError, match="advantages of 1 comparisons for 2"):
+        Loop(fix_last).credit([group(RIGHT, [14]), group(RIGHT, [15])], config)
 
 
 def too_few(rewards):
@@ -321,15 +348,16 @@ def test_an_estimator_of_ones_own_is_found_by_import_path():
 
 @pytest.mark.parametrize("name", ["too_few", "not_finite"])
 def test_an_estimator_must_give_one_number_for_each_reward(name):
+    estimator = find_estimator(algorithm(advantages=f"{__name__}:{name}"))
     with pytest.raises(ValueError, match="one finite number for each"):
-        advantages([1.0, 0.0], find_estimator(f"{__name__}:{name}"))
+        advantages([Compared([1.0, 0.0], scored([13], [14]))], estimator)
 
 
 def test_an_unknown_estimator_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"--advantages leave-out.*'leave-one-out'"):
-        find_estimator("leave-out")
+        find_estimator(algorithm(advantages="leave-out"))
     with pytest.raises(ValueError, match=r"--advantages .*a int, which cannot be called"):
-        find_estimator(f"{__name__}:NUMBER")
+        find_estimator(algorithm(advantages=f"{__name__}:NUMBER"))
 
 
 # ------------------------------------------------------------------------------------------ group filters
@@ -431,7 +459,7 @@ def test_steps_that_only_a_tool_wrote_are_no_steps():
     )
     credit = Loop(fix_last).credit(
         [made],
-        AlgorithmConfig(**of_preset("ciw")),
+        algorithm(**of_preset("ciw")),
         logprobs=logprobs,
         vocabulary={"token_texts": lambda ids: [texts.get(int(i), "w") for i in ids], "placeholder_id": 0},
     )

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import tyro
 import yaml
+from documented_modules import write_modules
 
 from megatron_ibpo.commands import page as report
 from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
 from megatron_ibpo.commands.main import COMMANDS
 from megatron_ibpo.commands.plan import Search
-from megatron_ibpo.config import parse_config
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -122,8 +123,11 @@ def check_training(variables: dict[str, str], script: str, flags: list[str]) -> 
 
 
 @pytest.fixture(autouse=True)
-def in_the_root(monkeypatch):
+def in_the_root(monkeypatch, tmp_path):
+    """Stand in the root, beside the modules that the documents have users write."""
     monkeypatch.chdir(ROOT)
+    write_modules(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)

@@ -15,7 +15,6 @@ from test_trainer import close_trainer, config_for, layout, open_trainer, sequen
 from tiny_models import make_qwen3
 
 from megatron_ibpo.basics.records import token_ids
-from megatron_ibpo.config import AlgorithmConfig
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +94,11 @@ def test_token_advantages_alone_move_the_weights(model):
 
 def test_no_shaping_and_no_joint_training_trains_as_gspo(model):
     """The ratio's credit too: without λ and corrections nothing of either is left."""
-    gspo = Loop(fix_last).credit(some_groups(), AlgorithmConfig(**of_preset("gspo"))).sequences
+    gspo = Loop(fix_last).credit(some_groups(), algorithm(**of_preset("gspo"))).sequences
     off = algorithm(ibpo_lambda=0.0, ibpo_joint=False)
     for variant in ("base", "ratio"):
-        credit = Loop(fix_last).credit(some_groups(), replace(off, ibpo_variant=variant))
+        of_variant = algorithm(ibpo_lambda=0.0, ibpo_joint=False, ibpo_variant=variant)
+        credit = Loop(fix_last).credit(some_groups(), of_variant)
         assert plain(credit.sequences) == plain(gspo)
     by_credit = moved(model, ({}, gspo), ({}, Loop(fix_last).credit(some_groups(), off).sequences))
     assert len(set(by_credit)) == 1

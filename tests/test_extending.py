@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
+from documented_modules import write_modules
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group
@@ -18,18 +17,11 @@ from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.engines.registry import check_engine, samples_in_trainer, start_engine
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = [DOCS / "extending.md", DOCS / "rewards.md"]
-
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Every example in a file of the name that its first line gives, where the user stands."""
-    text = "".join(page.read_text() for page in PAGES)
-    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == 10
-    for name, code in blocks:
-        (tmp_path / name).write_text(code)
+    """Every example in a file where the user stands."""
+    write_modules(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -109,6 +101,14 @@ def test_the_estimator():
     assert [s.advantage for s in Loop(None).credit([made], config).sequences] == [1.0, 0.0, 0.0]
 
 
+def test_the_estimator_that_sees_the_batch():
+    """Centred rewards are ±1/2 in the first group and 0 in the second; their std is √(1/8)."""
+    config = algorithm(**GSPO | {"advantages": "batch_std:BatchStd"})
+    groups = [Group(prompt(), scored([13], [14])), Group(prompt(1), scored([14], [15]))]
+    found = [s.advantage for s in Loop(None).credit(groups, config).sequences]
+    assert found == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+
+
 def test_the_credit_of_tokens():
     config = algorithm(**GSPO | {"token_credit": "second_half:weigh"})
     credit = Loop(None).credit([group(RIGHT, [14, 15, 16])], config)
@@ -117,9 +117,7 @@ def test_the_credit_of_tokens():
 
 def test_the_operator_that_generates_nothing():
     """Lengths with the end: 5 of the right response, 4 and 2 of the wrong ones. λ = .3."""
-    config = algorithm(
-        ibpo_operator="same_length:SameLength", ibpo_joint=False, ibpo_lambda=0.3, advantages="group-mean"
-    )
+    config = algorithm(ibpo_operator="same_length:SameLength", ibpo_lambda=0.3, advantages="group-mean")
     credit = Loop(None).credit([group(RIGHT, [10, 11, 14], [14])], config)
     assert [s.reward for s in credit.sequences] == pytest.approx([1.0, 0.3 * 0.8, 0.3 * 0.4])
     assert credit.metrics["groups_judged"] == 1
@@ -129,7 +127,7 @@ def test_the_operator_that_has_something_sampled():
     """Of two wrong responses the first is answered correctly at its second try."""
     second = [[10, 13], [10, 15]]
     loop = Loop(lambda asked: second.pop(0))
-    config = algorithm(ibpo_operator="second_try:SecondTry", ibpo_lambda=0.6)
+    config = algorithm(ibpo_operator="second_try:SecondTry")
     credit = loop.credit([group(RIGHT, [14], [15])], config)
     assert loop.asked == [(1, 5, 27)] * 2
     assert [s.reward for s in by_kind(credit, "response")] == [1.0, 0.3, 0.0]

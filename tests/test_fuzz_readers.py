@@ -32,16 +32,16 @@ from test_run_page import run_dir as recorded_run
 from tiny_models import make_qwen3
 
 from megatron_ibpo.basics.distributed import World
-from megatron_ibpo.config import DataConfig, config_yaml, named_values, parse_config
+from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
 from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.fields import Config, ParallelConfig
 from megatron_ibpo.config.recipes import read_recipe
 from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.report.page.static import build_page
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import Spent
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf, model_entries
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
@@ -142,7 +142,7 @@ def recipes(rng: random.Random, place: Place) -> None:
         (TASK,),
         TASK,
     )
-    for name, value in read_recipe(path).items():
+    for name, value in read_recipe(path)[0].items():
         ENTRIES[name].put(config, value)
     _take(config)
 
@@ -155,7 +155,7 @@ def _take(config: Config) -> None:
             for one in value if isinstance(value, tuple) else (value,):
                 assert not isinstance(one, float) or math.isfinite(one), (name, value)
                 assert not isinstance(one, int) or -(2**63) <= one < 2**63, (name, value)
-            if ENTRIES[name].has_names:
+            if name in ENTRIES and ENTRIES[name].has_names:
                 for text in named_values(value).values():
                     assert text.lower().lstrip("+-") not in ("nan", "inf", "infinity"), (name, value)
     config_yaml(config).encode()

@@ -17,9 +17,10 @@ from credit_cases import (
     some_groups,
 )
 
-from megatron_ibpo.config import Config, check_config
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit.gate import success_rate
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
 
 WRONG = [10, 11, 12, 14]
@@ -110,8 +111,8 @@ def test_the_meters_price_of_a_sample_is_what_it_adds_up_for_one():
 
 def test_a_gate_needs_corrections_to_hold_back():
     check_algorithm(algorithm(ibpo_gate=True))
-    with pytest.raises(ValueError, match="--ibpo-gate needs corrections"):
-        check_algorithm(algorithm(ibpo_gate=True, ibpo_corrections=0, ibpo_joint=False, ibpo_lambda=0.0))
+    with pytest.raises(ValueError, match="--ibpo-gate: ibpo with --ibpo-operator none has no such parameter"):
+        algorithm(ibpo_operator="none", ibpo_gate=True)
 
 
 def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
@@ -119,7 +120,7 @@ def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
     config.model.hf_checkpoint, config.run.dry_run = Path(), True
     config.rollout.max_staleness = 1
     with pytest.raises(ValueError, match="--ibpo-gate: goes by the corrections of the steps before"):
-        check_config(config)
+        check_settings(config)
 
 
 def test_asking_depends_on_the_group_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import AlgorithmConfig
+from megatron_ibpo.config import PRESETS
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.estimators import group_z_score
@@ -39,7 +40,7 @@ MARKS = ThinkingMarks((THINK,), (END_THINK,))
 
 
 def preset(name, **settings):
-    return AlgorithmConfig(**of_preset(name) | settings)
+    return algorithm(**of_preset(name) | settings)
 
 
 def in_turn(*answers):
@@ -269,7 +270,7 @@ def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
 
 
 def test_grpo_differs_from_gspo_in_the_loss_alone():
-    assert preset("grpo") == preset("gspo")
+    assert replace(preset("grpo"), advantage_estimator="gspo") == preset("gspo")
 
 
 # --------------------------------------------------------------------- groups of corrections, the penalty
@@ -438,17 +439,19 @@ def test_an_operator_that_is_not_lent_what_it_needs_says_so():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (of_preset("gspo") | {"ibpo_lambda": 0.6}, "--ibpo-lambda 0.6: without corrections"),
-        (of_preset("gspo") | {"ibpo_joint": True}, "--ibpo-joint needs corrections"),
-        (of_preset("gspo") | {"ibpo_variant": "mask"}, "--ibpo-variant mask needs corrections"),
-        (of_preset("gspo") | {"ibpo_strip_thinking": True}, "--ibpo-strip-thinking needs corrections"),
-        ({"ibpo_operator": "agreement"}, "--ibpo-joint needs corrections"),
         (
-            {"ibpo_operator": "agreement", "ibpo_joint": False, "ibpo_variant": "ratio"},
-            "--ibpo-variant ratio",
+            of_preset("gspo") | {"ibpo_lambda": 0.6},
+            "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
+            "compare-and-correct or agreement has it",
         ),
+        (of_preset("gspo") | {"ibpo_joint": True}, "--ibpo-joint: gspo with --ibpo-operator none"),
+        (
+            {"ibpo_operator": "agreement", "ibpo_joint": True},
+            "--ibpo-joint: ibpo with --ibpo-operator agreement has no such parameter",
+        ),
+        ({"ibpo_operator": "agreement", "ibpo_variant": "ratio"}, "ibpo_variant: 'ratio' is not one of"),
+        ({"ibpo_corrections": 0}, r"--ibpo-corrections: must be .*for none, --ibpo-operator none\), is 0"),
         ({"ibpo_mask_insertions": True}, "--ibpo-mask-insertions"),
-        (of_preset("gspo") | {"ibpo_variant": "signed-mask"}, "--ibpo-variant signed-mask needs corrections"),
         (
             {"ibpo_variant": "signed-mask", "advantages": "critic"},
             "--ibpo-variant signed-mask goes by the sign",
@@ -469,7 +472,8 @@ def test_lambda_times_beta_may_exceed_what_a_share_may_not():
 
 
 def test_the_papers_base_settings():
-    assert of_preset("ibpo") == {
+    assert PRESETS["ibpo"] == {
+        "loss_variant": "gspo",
         "ibpo_operator": "compare-and-correct",
         "ibpo_variant": "base",
         "ibpo_lambda": 0.6,
@@ -482,7 +486,6 @@ def test_the_papers_base_settings():
         "ibpo_joint": True,
         "ibpo_plain_prompt": "none",
         "ibpo_correction_group": "prompt",
-        "ciw_inverted": False,
         "token_credit": "uniform",
         "advantages": "group",
         "dynamic_sampling": False,

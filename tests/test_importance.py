@@ -6,12 +6,21 @@ import math
 
 import numpy as np
 import pytest
-from credit_cases import EOS, Loop, by_kind, check_algorithm, fix_last, group, ids_of, of_preset, response
+from credit_cases import (
+    EOS,
+    Loop,
+    algorithm,
+    by_kind,
+    fix_last,
+    group,
+    ids_of,
+    of_preset,
+    response,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import token_ids
-from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
 
@@ -117,7 +126,7 @@ def texts_of(ids):
 
 
 def ciw(name="ciw", **settings):
-    return AlgorithmConfig(**of_preset(name) | {"overlong_buffer_share": 0.0} | settings)
+    return algorithm(**of_preset(name) | {"overlong_buffer_share": 0.0} | settings)
 
 
 def policy(probability):
@@ -204,6 +213,6 @@ def test_what_the_operator_needs():
     with pytest.raises(ValueError, match="the policy's log-probs"):
         Loop(fix_last).credit([group([13], [14])], ciw())
     with pytest.raises(ValueError, match="--ciw-inverted"):
-        check_algorithm(AlgorithmConfig(**of_preset("gspo") | {"ciw_inverted": True}))
-    with pytest.raises(ValueError, match="--ibpo-joint needs corrections"):
-        check_algorithm(ciw(ibpo_joint=True))
+        algorithm(**of_preset("gspo") | {"ciw_inverted": True})
+    with pytest.raises(ValueError, match="--ibpo-joint: ciw with --ibpo-operator span-masking"):
+        ciw(ibpo_joint=True)

@@ -17,11 +17,12 @@ import yaml
 from tiny_models import EOS_ID, make_qwen3
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
-from megatron_ibpo.config import ConfigError, parse_config
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, checkpoint_weights
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_study.yaml"

@@ -12,11 +12,12 @@ from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, sequences
 from tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3, make_qwen3_5, make_qwen3_next
 
-from megatron_ibpo.config import ConfigError, parse_config
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.lora import check_lora, chosen_lora, pairs
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.weight_errors import CheckpointError

@@ -12,7 +12,8 @@ from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
 from tiny_models import make_qwen3
 
-from megatron_ibpo.config import ConfigError, ParallelConfig, parse_config
+from megatron_ibpo.config import ConfigError, ParallelConfig
+from megatron_ibpo.run.settings import parse_config
 
 OVERLAP = {
     "whole": ParallelConfig(),

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
-from megatron_ibpo.credit import Vocabulary
+from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.credit import Vocabulary, credit_of
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.run.operator_skill import (
@@ -67,7 +67,7 @@ def copies_what_is_right(request):
 
 def measured(policy, *, max_context=100, k=2, size=4, prompts=PROMPTS, score=score, **settings):
     rollout = RolloutConfig(n_samples_per_prompt=size, rollout_max_response_len=8)
-    algorithm = AlgorithmConfig(ibpo_k=k)
+    algorithm = credit_of("ibpo", ibpo_k=k)
     asking = Asking(algorithm, rollout, Vocabulary(template), max_context, seed=3, targets=2, **settings)
     engine = SimulatedEngine(StepTime(0.01, 0.001), policy)
     sampler = Sampler([engine], score, stall_timeout=60)
@@ -152,7 +152,7 @@ def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update(sett
     of_algorithm = {name: value for name, value in settings.items() if name.startswith("dynamic")}
     of_rollout = {name: value for name, value in settings.items() if name not in of_algorithm}
     config = Config(
-        algorithm=AlgorithmConfig(**of_algorithm), rollout=RolloutConfig(rollout_batch_size=6, **of_rollout)
+        algorithm=credit_of("ibpo", **of_algorithm), rollout=RolloutConfig(rollout_batch_size=6, **of_rollout)
     )
     task = SimpleNamespace(prompts=PromptSource(PROMPTS.__getitem__))
     asked = LiveRollouts(config, task, fleet=None, sampler=None).prompts_of_later_steps(4)
@@ -263,9 +263,9 @@ def test_policies_taught_to_compare_know_more_than_another_try_and_the_others_do
 
 
 def test_only_runs_that_have_responses_corrected_are_measured():
-    assert corrects(AlgorithmConfig())
-    assert not corrects(AlgorithmConfig(ibpo_corrections=0))
-    assert not corrects(AlgorithmConfig(ibpo_operator="agreement"))
+    assert corrects(credit_of("ibpo"))
+    assert not corrects(credit_of("gspo"))
+    assert not corrects(credit_of("ibpo", ibpo_operator="agreement"))
 
 
 # ---------------------------------------------------------------------------------------- where it is shown

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig, parse_config
+from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig
 from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.plan.uncounted_overrides import UNCOUNTED
 from megatron_ibpo.policy.overrides import (
@@ -20,6 +20,7 @@ from megatron_ibpo.policy.overrides import (
 )
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.settings import parse_config
 
 
 def overriding(*model, optimizer=(), bf16=None):

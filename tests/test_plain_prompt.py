@@ -33,11 +33,12 @@ from test_importance_correction import packed
 from test_trainer import COMPARED, gradients, layout, sequence, sequences
 from tiny_models import make_qwen3
 
-from megatron_ibpo.config import Config, LossConfig, check_config
+from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.loss import VARIANTS
 from megatron_ibpo.policy.importance_correction import correct
 from megatron_ibpo.policy.packing import lay_out, pack
 from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.run.checks import check_settings
 
 NEAR, FAILS, FAR = [10, 11, 12, 14], [10, 11, 15, 15], [20, 21, 22, 23]
 
@@ -245,7 +246,7 @@ def test_every_layout_gives_the_same_gradient_and_metrics(tmp_path):
     ("settings", "says"),
     [
         ({"ibpo_joint": True}, "a correction is trained on once"),
-        ({"ibpo_corrections": 0}, "--ibpo-plain-prompt successful needs corrections"),
+        ({"ibpo_operator": "agreement"}, "--ibpo-operator compare-and-correct has it"),
         ({"advantages": "critic"}, "--advantages critic compares none"),
     ],
 )
@@ -259,4 +260,4 @@ def test_the_engines_log_probs_are_of_the_long_prompt():
     config = Config(algorithm=joining(), loss=LossConfig(old_logprobs="engine"))
     config.model.hf_checkpoint, config.run.dry_run = Path(), True
     with pytest.raises(ValueError, match="use --old-logprobs recompute"):
-        check_config(config)
+        check_settings(config)

@@ -19,7 +19,7 @@ from rich.console import Console
 from tiny_models import make_qwen3_next
 
 from megatron_ibpo.basics.environment_variables import environment_number
-from megatron_ibpo.config import Config, ParallelConfig, parse_config
+from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
 from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
@@ -35,6 +35,7 @@ from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 from megatron_ibpo.plan.uncounted_overrides import not_counted
 from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.layout.export import metadata_of
 
 REPOSITORY = Path(__file__).parents[1]

@@ -9,7 +9,6 @@ import matplotlib.image
 import pytest
 
 from megatron_ibpo.commands.plan import main as plan_command
-from megatron_ibpo.config import parse_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.plan.parameter_count import estimate_census
@@ -17,6 +16,7 @@ from megatron_ibpo.plan.prediction import changes, lines, setting_of
 from megatron_ibpo.plan.search import search
 from megatron_ibpo.plan.timeline import LANES, timeline
 from megatron_ibpo.report.step_picture import plot_step
+from megatron_ibpo.run.settings import parse_config
 
 MODELS = Path(__file__).parents[1] / "examples/models"
 DENSE = read_hf_config(MODELS / "qwen3_4b")

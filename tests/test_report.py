@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ibpo import report as reporting
 from megatron_ibpo.basics.records import LARGEST_REWARD, Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import Config, ConfigError, EvalSampling, parse_config
+from megatron_ibpo.config import Config, ConfigError, EvalSampling
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSample, EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
@@ -49,6 +49,7 @@ from megatron_ibpo.report import (
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
+from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLING = EvalSampling(1, 48, 1.0, 1.0, -1)
@@ -56,7 +57,7 @@ SAMPLING = EvalSampling(1, 48, 1.0, 1.0, -1)
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    config = Config()
+    config = parse_config([])
     config.run.run_dir = tmp_path / "runs" / "first"
     config.run.num_rollout = 4
     return config

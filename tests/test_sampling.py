@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
     Vocabulary,
     any_group,
+    credit_of,
     fill_batch,
     find_operator,
     is_informative,
@@ -50,7 +51,7 @@ def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np
     return np.concatenate([prompt.head_ids, wrong, *references, prompt.tail_ids])
 
 
-CONTEXT = CreditContext(AlgorithmConfig(), ROLLOUT, Vocabulary(correction_prompt), 400, seed=3, step=2)
+CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(correction_prompt), 400, seed=3, step=2)
 OPERATOR = find_operator(CONTEXT.algorithm)
 
 
@@ -469,7 +470,7 @@ def test_a_replay_of_fewer_corrections_is_refused() -> None:
 
 
 def test_a_replay_without_an_operator_leaves_the_corrections_out() -> None:
-    algorithm = AlgorithmConfig(ibpo_corrections=0)
+    algorithm = credit_of("gspo")
     context = replace(CONTEXT, algorithm=algorithm)
     groups = replay(corrected(at_once(0)), find_operator(algorithm), context)
     assert [group.corrections for group in groups] == [[]] * 6

@@ -23,7 +23,8 @@ from credit_cases import (
 )
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import Config, check_config
+from megatron_ibpo.config import Config
+from megatron_ibpo.run.checks import check_settings
 
 WRONG = [10, 11, 12, 14]
 
@@ -110,11 +111,11 @@ def test_the_meter_counts_one_forward_pass_for_each_wrong_response():
 def test_a_distribution_that_was_cut_off_is_no_student(settings):
     config = Config(algorithm=algorithm(**GSPO | {"token_credit": "self-teacher"}))
     config.model.hf_checkpoint, config.run.dry_run = Path(), True
-    check_config(config)
+    check_settings(config)
     for name, value in settings.items():
         setattr(config.rollout, name, value)
     with pytest.raises(ValueError, match="--token-credit self-teacher: compares"):
-        check_config(config)
+        check_settings(config)
 
 
 def test_without_a_policy_to_ask_it_says_so():

@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_ibpo.config import ConfigError, config_yaml, parse_config
+from megatron_ibpo.config import ConfigError, config_yaml
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import runs
 from megatron_ibpo.study.claims import Claim, compare_all
 from megatron_ibpo.study.curves import band, figure_of_runs
@@ -572,7 +573,7 @@ def test_every_run_has_its_seed_its_budget_and_a_recipe_of_its_own(tmp_path):
     config = yaml.safe_load(planned[3].config)
     assert (config["seed"], config["data-seed"], config["budget"]) == (1, 1, 10)
     assert (config["advantage-estimator"], config["n-samples-per-prompt"]) == ("ibpo", 4)
-    assert yaml.safe_load(planned[0].config)["ibpo-corrections"] == 0
+    assert yaml.safe_load(planned[0].config)["ibpo-operator"] == "none"
     assert planned[3].directory == tmp_path / "out/runs/ibpo/seed_1"
     assert planned[3].directory.with_suffix(".yaml").exists()
 

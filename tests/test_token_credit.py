@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit import TokenFactors
 from megatron_ibpo.credit.divergence import normalised
 
@@ -35,7 +34,7 @@ FREE_ESTIMATORS = ("group", "group-bessel", "group-mean", "leave-one-out", "maxr
 
 
 def gspo(**settings):
-    return AlgorithmConfig(**of_preset("gspo") | settings)
+    return algorithm(**of_preset("gspo") | settings)
 
 
 def ibpo(**settings):
@@ -328,7 +327,11 @@ def test_weights_that_do_not_fit_are_refused():
             of_preset("ciw") | {"token_credit": "random-window"},
             "--token-credit random-window says where .*, and so does --ibpo-operator span-masking",
         ),
-        ({"token_credit": "random-window", "token_credit_unit": "step"}, "--token-credit-unit step is about"),
+        (
+            {"token_credit": "random-window", "token_credit_unit": "step"},
+            "--token-credit-unit: ibpo with --token-credit random-window has no such parameter; "
+            "--token-credit divergence-window or divergence-cut has it",
+        ),
         ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
         ({"token_credit": "wrong-weight-by-length", "token_credit_tokens": 0}, "--token-credit-tokens: must"),
     ],
@@ -345,7 +348,7 @@ def test_what_cannot_work_is_refused_before_the_run(settings, says):
         {"token_credit": "divergence-window", "ibpo_variant": "ratio"},
         of_preset("dapo") | {"token_credit": "divergence-window", "token_credit_unit": "step"},
         of_preset("ciw") | {"token_credit": "wrong-weight-by-length"},
-        {"token_credit": "mine:credit", "token_credit_unit": "step", "ibpo_variant": "mask"},
+        {"token_credit": f"{__name__}:too_short", "ibpo_variant": "mask"},
     ],
 )
 def test_what_goes_together_is_not_refused(settings):

@@ -13,7 +13,7 @@ from bad_inputs.mutations import spoil
 from megatron_ibpo.basics.user_files import UserFileError, read_user_file
 from megatron_ibpo.commands import train
 from megatron_ibpo.commands.plan import main as plan
-from megatron_ibpo.config import ConfigError, DataConfig, parse_config, read_yaml
+from megatron_ibpo.config import ConfigError, DataConfig, read_yaml
 from megatron_ibpo.data import DataError, generated, load_tokenizer, open_source
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
@@ -23,6 +23,7 @@ from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.report.metrics_log import read_rows
 from megatron_ibpo.report.rollout_data import load_step
 from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.weights.formats.convert import check_checkpoint
 from megatron_ibpo.weights.formats.gguf import gguf_to_hf

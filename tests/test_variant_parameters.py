@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ibpo.config import LossConfig, parse_config
+from megatron_ibpo.config import LossConfig
 from megatron_ibpo.loss import VARIANTS, Parameter, Variant
 from megatron_ibpo.loss.variants import clipped_surrogate
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
+from megatron_ibpo.run.settings import parse_config
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RECIPES = sorted(EXAMPLES.glob("recipes/*.yaml"))

@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, token_ids
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
+from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, credit_of, find_operator
 from megatron_ibpo.data import CorrectionTemplate, load_tokenizer
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "tiny_qwen3"
@@ -103,7 +103,6 @@ def fresh(groups: Sequence[Group]) -> list[Group]:
 
 def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
     """Credit of one step, `every`-th wrong response corrected."""
-    settings = {k: v for k, v in PRESETS[preset].items() if hasattr(AlgorithmConfig, k)}
     groups, corrections = make_step(arguments, edits)
     ready = [made(ids, None) for ids in corrections.values()][::every]
     for number, sample in enumerate(ready):
@@ -120,7 +119,7 @@ def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
         return prompt_ids if (calls - 1) % every == 0 else too_long
 
     context = CreditContext(
-        algorithm=AlgorithmConfig(**settings),
+        algorithm=credit_of(preset),
         rollout=RolloutConfig(rollout_max_response_len=arguments.tokens),
         vocabulary=Vocabulary(correction_prompt),
         max_context=4 * arguments.tokens,

@@ -41,8 +41,8 @@ from simulated_engines import in_virtual_time
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds, token_ids
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.config import AlgorithmConfig, DataConfig, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, find_operator
+from megatron_ibpo.config import DataConfig, RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, credit_of, find_operator
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.journal import Journal, read_journal
 from megatron_ibpo.models import read_hf_config
@@ -280,7 +280,7 @@ def measure(load: Load, directory: Path) -> Row:
         rollout_batch_size=load.wanted, n_samples_per_prompt=GROUP, rollout_max_response_len=load.tokens
     )
     context = CreditContext(
-        AlgorithmConfig(), rollout, Vocabulary(correction_prompt), 4 * load.tokens + PROMPT_TOKENS, 0, 0
+        credit_of("ibpo"), rollout, Vocabulary(correction_prompt), 4 * load.tokens + PROMPT_TOKENS, 0, 0
     )
     prompt_ids = token_ids(np.arange(PROMPT_TOKENS) % VOCABULARY)
     meter = CostMeter(read_hf_config(SHAPE), 1)

@@ -27,7 +27,7 @@ from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
     FollowUp,
@@ -35,6 +35,7 @@ from megatron_ibpo.credit import (
     Operator,
     Vocabulary,
     any_group,
+    credit_of,
 )
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
@@ -134,7 +135,7 @@ class Planned(Operator):
 
 
 CONTEXT = CreditContext(
-    AlgorithmConfig(), RolloutConfig(), Vocabulary(lambda *_: token_ids([])), 10**9, seed=0, step=0
+    credit_of("ibpo"), RolloutConfig(), Vocabulary(lambda *_: token_ids([])), 10**9, seed=0, step=0
 )
 
 

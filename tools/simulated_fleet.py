@@ -13,8 +13,8 @@ import numpy as np
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, find_operator
+from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, credit_of, find_operator
 from megatron_ibpo.plan.lengths import SIGMA
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
@@ -59,7 +59,7 @@ class Measured:
 
 
 CONTEXT = CreditContext(
-    AlgorithmConfig(ibpo_corrections=0),
+    credit_of("gspo"),
     RolloutConfig(),
     Vocabulary(lambda *_: token_ids([])),
     10**9,

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.run.checks import check_installed, check_settings
+from megatron_ibpo.run.settings import parse_config
 
 if TYPE_CHECKING:
     from megatron_ibpo.plan.calibration import MeasuredStep

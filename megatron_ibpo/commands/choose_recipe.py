@@ -116,8 +116,8 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
         )
     if devices.gpus == 0 or parameters <= LARGEST_TINY:
         return _tiny(shape, devices)
-    from megatron_ibpo.config import parse_config  # slow to import, and for GPUs only
     from megatron_ibpo.plan.feasibility import make_plan, tightest
+    from megatron_ibpo.run.settings import parse_config  # slow to import, and for GPUs only
 
     recipe = choose_recipe(shape, devices.gpus)
     problems: list[str] = []

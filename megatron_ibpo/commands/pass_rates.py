@@ -19,7 +19,7 @@ from megatron_ibpo.basics.entry_point import command, guarded
 from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import Config, ConfigError, parse_config
+from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.data import PromptSource, Tokenizer
 from megatron_ibpo.data.pass_rates import (
     Rate,
@@ -29,6 +29,7 @@ from megatron_ibpo.data.pass_rates import (
     read_pass_rates,
 )
 from megatron_ibpo.run.checks import check_installed, check_settings
+from megatron_ibpo.run.settings import parse_config
 
 AT_ONCE = 128
 """Prompts that are asked, and then written down, together."""

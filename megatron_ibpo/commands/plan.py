@@ -16,11 +16,12 @@ import tyro
 
 from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command
 from megatron_ibpo.commands.choose_recipe import choose_recipe
-from megatron_ibpo.config import parse_config, write_config
+from megatron_ibpo.config import write_config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.prediction import lines
 from megatron_ibpo.plan.search import Found, search
 from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.settings import parse_config
 
 
 @dataclass

@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
-from megatron_ibpo.config import Config, parse_config
+from megatron_ibpo.config import Config
 from megatron_ibpo.run.checks import check_installed, check_run, check_settings
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
 if TYPE_CHECKING:

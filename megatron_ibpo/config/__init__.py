@@ -1,30 +1,40 @@
 """What a run is told: fields with range and reason, flags, recipes, presets, and what cannot work."""
 
-from megatron_ibpo.config.checks import check_config
+from megatron_ibpo.config.algorithm import AlgorithmConfig
+from megatron_ibpo.config.all_fields import check_config
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
+from megatron_ibpo.config.data import DataConfig
 from megatron_ibpo.config.device import on_device
-from megatron_ibpo.config.eval_sampling import EVAL_PRESETS, EvalSampling, eval_sampling
+from megatron_ibpo.config.eval_sampling import EvalSampling, eval_sampling
 from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
-from megatron_ibpo.config.fields import (
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RolloutConfig,
-)
 from megatron_ibpo.config.flags import parse_config
 from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
+from megatron_ibpo.config.loss import LossConfig
+from megatron_ibpo.config.parameters import Registry, built
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, user_directory
-from megatron_ibpo.config.presets import PRESETS
-from megatron_ibpo.config.ranges import named_values
+from megatron_ibpo.config.presets import PRESETS, algorithm_of
+from megatron_ibpo.config.ranges import (
+    COUNT,
+    NOT_NEGATIVE,
+    UNIT,
+    Range,
+    at_least,
+    named_values,
+    or_word,
+    within,
+)
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
+from megatron_ibpo.config.rollout import RolloutConfig
+from megatron_ibpo.config.run import EVAL_PRESETS
+from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 
 __all__ = [
+    "COUNT",
     "EVAL_PRESETS",
+    "NOT_NEGATIVE",
     "PRESETS",
+    "UNIT",
     "AlgorithmConfig",
     "Config",
     "ConfigError",
@@ -35,8 +45,13 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Range",
+    "Registry",
     "RolloutConfig",
+    "algorithm_of",
     "as_specs",
+    "at_least",
+    "built",
     "check_config",
     "config_yaml",
     "eval_sampling",
@@ -46,11 +61,13 @@ __all__ = [
     "named_values",
     "nearest",
     "on_device",
+    "or_word",
     "parse_config",
     "path_in_recipe",
     "path_of_user",
     "read_yaml",
     "searched",
     "user_directory",
+    "within",
     "write_config",
 ]

@@ -1,14 +1,20 @@
 """The fields of all sections by their own names, which are unique: what flags, recipes and checks go by."""
 
 import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config.config import Config
+from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.eval_specs import relocated
-from megatron_ibpo.config.fields import Config
 from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user, source_located
 from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
+
+PARAMETERS = "parameters"
+"""Field of AlgorithmConfig with the parameters of what is chosen, and the section of their entries."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +27,24 @@ class Entry:
     ranges: tuple[Range, ...]
     kind: Kind | None
     """None also of fields whose type says whether they hold a path."""
+    default: Any = None
+    """Default of a parameter; defaults of fields are those of `Config()`."""
 
     def get(self, config: Config) -> Any:
+        if self.section == PARAMETERS:
+            return config.algorithm.parameters.get(self.name, self.default)
         return getattr(getattr(config, self.section), self.name)
 
     def put(self, config: Config, value: Any) -> None:
-        setattr(getattr(config, self.section), self.name, value)
+        if self.section == PARAMETERS:
+            config.algorithm.parameters[self.name] = value
+        else:
+            setattr(getattr(config, self.section), self.name, value)
+
+    def out_of_range(self, value: Any) -> str | None:
+        """Return what to say of a value that the field must not have."""
+        broken = None if value is None else next((r for r in self.ranges if not r.holds(value)), None)
+        return None if broken is None else f"{flag(self.name)}: must be {broken.rule}, is {shown(value)}"
 
     @property
     def has_names(self) -> bool:
@@ -69,21 +87,49 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _entry(name: str, section: str, hint: Any) -> Entry:
+def entry_of(name: str, section: str, hint: Any, *, default: Any = None) -> Entry:
+    """Return the entry of a field with this type."""
     plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     ranges = (*OF_ALL, *(extra for extra in extras if isinstance(extra, Range)))
     kinds = [extra for extra in extras if isinstance(extra, Kind)]
-    return Entry(name, section, plain, ranges, kinds[0] if kinds else None)
+    return Entry(name, section, plain, ranges, kinds[0] if kinds else None, default)
 
 
 def _entries() -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for section, kind in typing.get_type_hints(Config).items():
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            if name == PARAMETERS:
+                continue
             if name in entries:
                 raise AssertionError(f"two configuration fields are called {name}")
-            entries[name] = _entry(name, section, hint)
+            entries[name] = entry_of(name, section, hint)
     return entries
 
 
 ENTRIES = _entries()
+
+
+def check_config(
+    config: Config, rooms: Iterable[Callable[[Config], object]] = (), *, trains: bool = True
+) -> None:
+    """Refuse what cannot work.
+
+    Args:
+        rooms: checks of those who know more, such as which loss variants there are; each raises ValueError
+            with a line for every problem.
+        trains: otherwise the policy is evaluated and no more.
+
+    Raises:
+        ConfigError: with all problems at once, each naming its flag.
+    """
+    problems = [problem for e in ENTRIES.values() if (problem := e.out_of_range(e.get(config)))]
+    problems += config.problems(trains=trains)
+    for check in rooms:
+        try:
+            check(config)
+        except ValueError as error:
+            problems += str(error).splitlines()
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{count} in the configuration:", *problems]))

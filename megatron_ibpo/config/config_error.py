@@ -1,7 +1,7 @@
 """What is said of a configuration that cannot work."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _RESEMBLANCE = 0.5
 """Share of equal letters below which a suggestion would only puzzle."""
@@ -9,6 +9,15 @@ _RESEMBLANCE = 0.5
 
 class ConfigError(ValueError):
     """A configuration that cannot work; the text names every problem and what to do."""
+
+
+def broken(rules: Mapping[str, bool]) -> list[str]:
+    """Return the problems of those rules that do not hold.
+
+    Args:
+        rules: problem → whether it is there.
+    """
+    return [problem for problem, is_there in rules.items() if is_there]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Literal
 
-from megatron_ibpo.config.fields import Config
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.ranges import named_values
 
 

@@ -4,30 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ibpo.config.fields import Config
-
-_PROMPT_ROOM = 2048
-"""Tokens of the paper's contexts left to the prompt; the paper gives the contexts alone."""
-
-EVAL_PRESETS: dict[str, dict[str, Any]] = {
-    # arXiv 2605.16302, section 5 and "Tasks and Datasets": MinP is 0, which is off, and every test set is
-    # evaluated 64 times
-    "qwen3-32b": {
-        "n_samples_per_eval_prompt": 64,
-        "eval_temperature": 0.6,
-        "eval_top_p": 0.95,
-        "eval_top_k": 20,
-        "eval_max_response_len": 32 * 1024 - _PROMPT_ROOM,
-    },
-    "qwen3-next-80b-a3b": {
-        "n_samples_per_eval_prompt": 64,
-        "eval_temperature": 0.7,
-        "eval_top_p": 0.8,
-        "eval_top_k": 20,
-        "eval_max_response_len": 256 * 1024 - _PROMPT_ROOM,
-    },
-}
-"""What --eval-preset NAME sets where no flag does: field of `RunConfig` → value."""
+from megatron_ibpo.config.config import Config
+from megatron_ibpo.config.run import EVAL_PRESETS
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,23 @@ given, flags. `megatron_ibpo.config.presets` says where a preset counts.
 """
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.fields import Config
+from megatron_ibpo.config.parameters import (
+    Registry,
+    built,
+    entries_of,
+    not_a_parameter,
+    parameter_entries,
+)
 from megatron_ibpo.config.paths import path_of_user
-from megatron_ibpo.config.presets import resolve
+from megatron_ibpo.config.presets import Layer, resolve
 from megatron_ibpo.config.recipes import config_yaml, read_recipe
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
@@ -24,26 +33,33 @@ later file wins, flags win over files); --print-config prints the resolved recip
 
 
 def parse_config(
-    argv: Sequence[str], *, program: str = "megatron_ibpo.commands.train", description: str = _TRAINING
+    argv: Sequence[str],
+    registries: Sequence[Registry],
+    *,
+    program: str = "megatron_ibpo.commands.train",
+    description: str = _TRAINING,
 ) -> Config:
-    """The configuration that a command line means, with absolute paths (see `megatron_ibpo.config.paths`).
+    """Return the configuration that a command line means, with absolute paths (see
+    `megatron_ibpo.config.paths`).
 
     Args:
+        registries: the choices that have parameters of their own.
         program: for --help, with what it does.
 
     `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2).
 
     Raises:
         ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
-            type; an unknown preset; words that are no text, or no value where there must be one.
+            type; an unknown preset or choice; a parameter that the choice does not have; words that are no
+            text, or no value where there must be one.
     """
     _check_words(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=path_of_user, action="append", default=[])
     early.add_argument("--print-config", "--print_config", action="store_true")
-    # these two decide what earlier layers still mean
-    early.add_argument("--advantage-estimator", "--advantage_estimator", default=argparse.SUPPRESS)
-    early.add_argument("--loss-variant", "--loss_variant", default=argparse.SUPPRESS)
+    # these decide what earlier layers still mean, and which parameters there are
+    for name in _DECIDE:
+        early.add_argument(name, "--" + name[2:].replace("-", "_"), default=argparse.SUPPRESS)
     # may be repeated, and takes the place of a recipe's
     early.add_argument(
         "--eval-prompt-data", "--eval_prompt_data", nargs="+", action="extend", default=argparse.SUPPRESS
@@ -51,18 +67,15 @@ def parse_config(
     known, flags = early.parse_known_args(list(argv))
     flags = _with_values(flags)
 
-    layers = [read_recipe(path) for path in known.config]
+    layers = [Layer(*read_recipe(path), source=f"{path}: ") for path in known.config]
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
-    layers.append(typed)
-    defaults = Config()
-    for name, value in resolve(layers, defaults.algorithm.advantage_estimator).items():
-        ENTRIES[name].put(defaults, value)
-
-    # tyro builds a parser for every field, which takes ten times as long as all the rest
-    config = _with_flags(defaults, flags, program, description) if flags else defaults
-    for entry in ENTRIES.values():
+    config = resolve([*layers, Layer(typed)], registries)
+    if flags:  # tyro builds a parser for every field, which takes ten times as long as all the rest
+        _refuse_parameters_of_others(flags, config.algorithm, registries)
+        config = _with_flags(config, registries, flags, program, description)
+    for entry in (ENTRIES | entries_of(config.algorithm, registries)).values():
         entry.put(config, entry.located(entry.get(config), in_recipe=False))
     if known.print_config:
         print(config_yaml(config), end="")
@@ -70,17 +83,50 @@ def parse_config(
     return config
 
 
-def _with_flags(defaults: Config, flags: Sequence[str], program: str, description: str) -> Config:
+def _with_flags(
+    config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str, description: str
+) -> Config:
     import tyro  # here, so that a trainer does without it
 
-    return tyro.cli(
-        Config,
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    algorithm = config.algorithm
+    chosen = {r.setting: r.find(getattr(algorithm, r.setting)) for r in registries}
+    owners = {
+        setting: built(found, algorithm.parameters)
+        for setting, found in chosen.items()
+        if parameter_entries(found)
+    }
+    parts = sections | owners
+    every_flag = dataclasses.make_dataclass("Flags", [(name, type(part)) for name, part in parts.items()])
+    parsed = tyro.cli(
+        every_flag,
         args=flags,
-        default=defaults,
+        default=every_flag(**parts),
         prog=program,
         description=description + _RECIPES,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+    result = Config(**{name: getattr(parsed, name) for name in sections})
+    result.algorithm.parameters = {
+        name: getattr(getattr(parsed, setting), name)
+        for setting in owners
+        for name in parameter_entries(chosen[setting])
+    }
+    return result
+
+
+def _refuse_parameters_of_others(
+    flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]
+) -> None:
+    """Refuse the flag of a parameter that nothing chosen has."""
+    known = ENTRIES | entries_of(algorithm, registries)
+    for word in flags:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        name = name if name in known else name.removeprefix("no_")
+        if word.startswith("--") and name not in known:
+            refused = not_a_parameter(name, vars(algorithm), registries)
+            if refused is not None:
+                raise ConfigError(refused)
 
 
 def _with_values(words: Sequence[str]) -> list[str]:
@@ -96,7 +142,9 @@ def _with_values(words: Sequence[str]) -> list[str]:
     return found
 
 
-_NEVER_DASHES = ("--config", "--advantage-estimator", "--loss-variant")
+_DECIDE = ("--advantage-estimator", "--loss-variant", "--ibpo-operator", "--token-credit", "--advantages")
+"""Flags that are read before the others."""
+_NEVER_DASHES = ("--config", *_DECIDE)
 """Flags whose value argparse takes away when it is `--`, as the end of all flags."""
 
 

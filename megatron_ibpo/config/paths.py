@@ -53,3 +53,10 @@ def searched(path: Path) -> str:
     if not path.is_relative_to(user_directory()):
         return ""
     return f" (relative paths count from {user_directory()}, and those of recipes from {REPOSITORY} too)"
+
+
+def missing_directory(flag: str, path: Path | None) -> list[str]:
+    """Return what to say where `path` is given and is no directory."""
+    if path is None or os.path.isdir(path):  # pathlib's raises where a name is too long
+        return []
+    return [f"{flag}: {path} is not a directory{searched(path)}"]

@@ -1,14 +1,30 @@
 """Algorithms by name, each as what it sets, and what wins where several recipes set something."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
+from megatron_ibpo.config.parameters import Registry, entries_of, not_a_parameter
+from megatron_ibpo.config.recipes import typed_value
 
+# of group-normalised terminal rewards alone
+_PLAIN: dict[str, Any] = {
+    "ibpo_operator": "none",
+    "token_credit": "uniform",
+    "advantages": "group",
+    "dynamic_sampling": False,
+    "dynamic_sampling_by": "rewards",
+    "overlong_buffer_share": 0.0,
+    "loss_variant": "gspo",
+}
 # the paper's base variant: compare-and-correct credit, corrections trained jointly
 _IBPO: dict[str, Any] = {
+    **_PLAIN,
     "ibpo_operator": "compare-and-correct",
     "ibpo_variant": "base",
     "ibpo_lambda": 0.6,
@@ -21,21 +37,7 @@ _IBPO: dict[str, Any] = {
     "ibpo_joint": True,
     "ibpo_plain_prompt": "none",
     "ibpo_correction_group": "prompt",
-    "ciw_inverted": False,
-    "token_credit": "uniform",
-    "advantages": "group",
-    "dynamic_sampling": False,
     "dynamic_sampling_by": "credit",
-    "overlong_buffer_share": 0.0,
-    "loss_variant": "gspo",
-}
-# group-normalised terminal rewards alone
-_PLAIN: dict[str, Any] = {
-    **_IBPO,
-    "ibpo_lambda": 0.0,
-    "ibpo_corrections": 0,
-    "ibpo_joint": False,
-    "dynamic_sampling_by": "rewards",
 }
 _DAPO: dict[str, Any] = {
     **_PLAIN,
@@ -74,37 +76,64 @@ PRESETS: dict[str, dict[str, Any]] = {
     # a learned critic and generalised advantage estimation
     "ppo": {**_PLAIN, "advantages": "critic", "loss_variant": "ppo-clip"},
 }
-"""What --advantage-estimator NAME sets: configuration field → value. It wins over recipes read before the
-place where it is named; what is given there or later wins over it."""
+"""What --advantage-estimator NAME sets: configuration field or parameter of the method → value. It wins over
+recipes read before the place where it is named; what is given there or later wins over it."""
 
 _OF_THE_VARIANT = ("eps_clip", "eps_clip_high", "loss_param")
 """Fields that mean something for one loss variant only."""
 
 
-def resolve(layers: Sequence[Mapping[str, Any]], default_preset: str) -> dict[str, Any]:
-    """Fields and values of several layers (recipes, flags) on top of the preset in force.
+@dataclass(frozen=True)
+class Layer:
+    """What a recipe or a command line gives."""
+
+    fields: Mapping[str, Any]
+    """Fields of `Config` and their values."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys, which are parameters of what is chosen, or wrong."""
+    source: str = ""
+    """Begins messages about the keys."""
+
+
+def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
+    """Return the configuration that several layers (recipes, flags) make on top of the preset in force.
 
     A later layer wins over an earlier one. Naming a preset takes its settings in place of earlier ones, and
-    leaves what it says nothing of. Naming another loss variant, alone or by a preset, forgets the parameters
-    given for the previous one.
+    leaves what it says nothing of. Naming another loss variant, method, token credit or estimator, alone or
+    by a preset, forgets the parameters given for the previous one.
 
     Raises:
-        ConfigError: an unknown preset.
+        ConfigError: an unknown preset or choice, an unknown key, a parameter that the choice does not have,
+            or a value of the wrong type.
     """
-    preset, given = _preset(default_preset), dict[str, Any]()
+    named = AlgorithmConfig.advantage_estimator
+    preset, given = _preset(named), dict[str, Any]()
     for layer in layers:
-        if "advantage_estimator" in layer:
-            chosen = _preset(layer["advantage_estimator"])
-            given = _without(_forget_parameters(preset | given, chosen, given), chosen)
+        if "advantage_estimator" in layer.fields:
+            named = layer.fields["advantage_estimator"]
+            chosen = _preset(named)
+            given = _without(given, [*_forgotten(preset | given, chosen, registries), *chosen])
             preset = chosen
-        in_force = preset | given
-        preset, given = (_forget_parameters(in_force, layer, settings) for settings in (preset, given))
-        given = _over(given, layer)
-    return preset | given
+        forgotten = _forgotten(preset | given, layer.fields, registries)
+        preset, given = _without(preset, forgotten), _without(given, forgotten)
+        given = _over(given, layer.fields)
+        given |= _parameters(layer, {**preset, **given, "advantage_estimator": named}, registries)
+    return _config(preset | given, registries)
+
+
+def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -> AlgorithmConfig:
+    """Return the credit of a preset with some settings on top.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    fields = {name: value for name, value in settings.items() if name in ENTRIES}
+    others = {name: value for name, value in settings.items() if name not in ENTRIES}
+    return resolve([Layer(fields | {"advantage_estimator": preset}, others)], registries).algorithm
 
 
 def unknown_preset(name: str) -> str:
-    """What to say of a name that is none of `PRESETS`."""
+    """Return what to say of a name that is none of `PRESETS`."""
     known = ", ".join(PRESETS)
     return f"--advantage-estimator: no preset {shown(name)}; there are {known}{nearest(name, PRESETS)}"
 
@@ -115,20 +144,67 @@ def _preset(name: str) -> dict[str, Any]:
     return PRESETS[name]
 
 
-def _forget_parameters(
-    in_force: Mapping[str, Any], layer: Mapping[str, Any], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """`settings`, without the loss variant's parameters if `layer` names another one than is in force."""
-    stays = layer.get("loss_variant", in_force["loss_variant"]) == in_force["loss_variant"]
-    return settings if stays else _without(settings, _OF_THE_VARIANT)
+def _config(values: Mapping[str, Any], registries: Sequence[Registry]) -> Config:
+    config = Config()
+    for name, value in values.items():
+        if name in ENTRIES:
+            ENTRIES[name].put(config, value)
+    config.algorithm.parameters = {
+        name: values.get(name, entry.default)
+        for name, entry in entries_of(config.algorithm, registries).items()
+    }
+    return config
+
+
+def _forgotten(
+    in_force: Mapping[str, Any], layer: Mapping[str, Any], registries: Sequence[Registry]
+) -> list[str]:
+    """Return the parameters of every choice in force that `layer` replaces by another one."""
+    names: list[str] = []
+    if layer.get("loss_variant", in_force["loss_variant"]) != in_force["loss_variant"]:
+        names += _OF_THE_VARIANT
+    for registry in registries:
+        before = in_force[registry.setting]
+        if layer.get(registry.setting, before) != before:
+            names += registry.entries(before)
+    return names
+
+
+def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Any]:
+    """Return the other keys of a layer as the parameters that they are."""
+    if not layer.others:
+        return {}
+    entries = {
+        name: entry
+        for registry in registries
+        for name, entry in registry.entries(in_force[registry.setting]).items()
+    }
+    found: dict[str, Any] = {}
+    for key, value in layer.others.items():
+        entry = entries.get(key.replace("-", "_"))
+        if entry is None:
+            raise ConfigError(layer.source + _unknown_key(key, in_force, [*ENTRIES, *entries], registries))
+        found[entry.name] = typed_value(value, entry, layer.source + key)
+    return found
+
+
+def _unknown_key(
+    key: str, in_force: Mapping[str, Any], known: Iterable[str], registries: Sequence[Registry]
+) -> str:
+    spelled = [name.replace("_", "-") for name in known]
+    return not_a_parameter(key.replace("-", "_"), in_force, registries) or (
+        f"unknown key {shown(key)}{nearest(key, spelled)}"
+    )
 
 
 def _without(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in names}
+    gone = set(names)
+    return {name: value for name, value in settings.items() if name not in gone}
 
 
 def _over(given: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """`layer` over `given`; "name=value" settings are added, where `named_values` lets the later one win."""
+    """Return `layer` over `given`; "name=value" settings are added, where `named_values` lets the later one
+    win."""
     merged = {**given, **layer}
     for name in layer:
         if ENTRIES[name].has_names:

@@ -13,33 +13,48 @@ import yaml
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECIPE_BYTES, UserFileError, read_user_file
-from megatron_ibpo.config.all_fields import ENTRIES, Entry
-from megatron_ibpo.config.config_error import ConfigError, nearest
-from megatron_ibpo.config.fields import Config
+from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry
+from megatron_ibpo.config.config import Config
+from megatron_ibpo.config.config_error import ConfigError
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe as {field name: value}, its paths absolute.
+def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ({field name: value}, {other key as written: value}) of a recipe, its paths absolute. Other keys
+    are parameters of what is chosen, or wrong.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown or repeated key, a value of the wrong type.
+        ConfigError: a file that cannot be read, a repeated key, a value of the wrong type.
     """
     content = read_yaml(path, f"--config {path}")
     if content is None:
-        return {}
+        return {}, {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
-    recipe: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for key, value in content.items():
-        entry = ENTRIES.get(str(key).replace("-", "_"))
+        name = str(key).replace("-", "_")
+        entry = ENTRIES.get(name)
         if entry is None:
-            keys = [name.replace("_", "-") for name in ENTRIES]
-            raise ConfigError(f"{path}: unknown key {shown(key)}{nearest(key, keys)}")
-        try:
-            recipe[entry.name] = entry.located(_value(value, entry), in_recipe=True)
-        except TypeError as error:
-            raise ConfigError(f"{path}: {key}: {shown(value)} is not {error}") from error
-    return recipe
+            others[str(key)] = value
+        else:
+            fields[name] = typed_value(value, entry, f"{path}: {key}")
+    return fields, others
+
+
+def typed_value(value: Any, entry: Entry, key: str) -> Any:
+    """Return a recipe's value as its field holds it.
+
+    Args:
+        key: begins the message.
+
+    Raises:
+        ConfigError: it has another type.
+    """
+    try:
+        return entry.located(_value(value, entry), in_recipe=True)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {shown(value)} is not {error}") from error
 
 
 def read_yaml(path: Path, name: str) -> Any:
@@ -72,11 +87,9 @@ def config_yaml(config: Config) -> str:
     """The configuration as a flat recipe; read back by `--config` it gives an equal `Config`."""
     text = io.StringIO()
     for section in dataclasses.fields(config):
-        part = getattr(config, section.name)
-        flat = {
-            field.name.replace("_", "-"): _plain(getattr(part, field.name))
-            for field in dataclasses.fields(part)
-        }
+        part = dict(vars(getattr(config, section.name)))
+        part |= part.pop(PARAMETERS, {})
+        flat = {name.replace("_", "-"): _plain(value) for name, value in part.items()}
         text.write(f"# {section.name}\n")
         yaml.safe_dump(flat, text, sort_keys=False, allow_unicode=True, width=1000)
     return text.getvalue()

@@ -2,7 +2,7 @@
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, shown
-from megatron_ibpo.credit.estimators import CRITIC, ESTIMATORS, Estimator, find_estimator
+from megatron_ibpo.credit.estimators import CRITIC, Compared, Estimator
 from megatron_ibpo.credit.group_filters import (
     AfterCredit,
     GroupFilter,
@@ -21,17 +21,28 @@ from megatron_ibpo.credit.operator import (
     Operator,
     Vocabulary,
 )
-from megatron_ibpo.credit.operator_registry import OPERATORS, find_operator
+from megatron_ibpo.credit.registries import (
+    ESTIMATORS,
+    OPERATORS,
+    REGISTRIES,
+    TOKEN_CREDITS,
+    check_credit,
+    credit_of,
+    find_estimator,
+    find_operator,
+    find_token_credit,
+)
 from megatron_ibpo.credit.token_credit import TokenCredit, TokenFactors
-from megatron_ibpo.credit.token_credit_registry import TOKEN_CREDITS, find_token_credit
 
 __all__ = [
     "CRITIC",
     "ESTIMATORS",
     "OPERATORS",
+    "REGISTRIES",
     "TOKEN_CREDITS",
     "AfterCredit",
     "AnswerStart",
+    "Compared",
     "Credit",
     "CreditContext",
     "Estimator",
@@ -46,6 +57,8 @@ __all__ = [
     "Vocabulary",
     "any_group",
     "assign_credit",
+    "check_credit",
+    "credit_of",
     "fill_batch",
     "find_estimator",
     "find_group_filter",

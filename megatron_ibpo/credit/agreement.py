@@ -2,10 +2,13 @@
 its steps, its answer being the last, correct responses of its group have too."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample
+from megatron_ibpo.config import NOT_NEGATIVE, Config
 from megatron_ibpo.credit.operator import (
     CreditContext,
     Judgement,
@@ -13,17 +16,34 @@ from megatron_ibpo.credit.operator import (
     TokenTexts,
     TokenWeights,
     lent,
+    mask_problems,
     signed_masks,
 )
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
 
 
+@dataclass(frozen=True)
 class Agreement(Operator):
     """φ of a wrong response is the share of its steps that some correct response has, token by token,
     wherever in it; 0 if none is correct. Under --ibpo-variant mask the gradient goes through the other steps
     only; under signed-mask through those steps if the advantage is above 0, else through the others.
     """
+
+    ibpo_joint = False
+
+    ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
+    """λ: shaped reward is r + λφ."""
+    ibpo_variant: Literal["base", "mask", "signed-mask"] = "base"
+    """Which tokens of a wrong response have a gradient: all ("base"); those of the steps that no correct
+    response has ("mask"); or, where its advantage is above 0, those of the others ("signed-mask")."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        return self.ibpo_variant != "base"
+
+    def problems(self, config: Config) -> list[str]:
+        return [*super().problems(config), *mask_problems(self.ibpo_variant, config)]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         """
@@ -40,10 +60,10 @@ class Agreement(Operator):
             if is_wrong(response)
         ]
         metrics = {"agreement": sum(of_wrong) / len(of_wrong)} if of_wrong else {}
-        if not context.algorithm.masks_tokens:
+        if not self.masks_tokens:
             return Judgement(phi, metrics=metrics)
         masks = [[weights for _, weights in of_group] for of_group in judged]
-        signed = context.algorithm.ibpo_variant == "signed-mask"
+        signed = self.ibpo_variant == "signed-mask"
         return Judgement(phi, masks, metrics, signed_masks(masks) if signed else None)
 
 

@@ -6,16 +6,15 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.credit.correction_advantages import correction_advantages, correction_rewards
-from megatron_ibpo.credit.estimators import CRITIC, advantages, find_estimator, is_degenerate
-from megatron_ibpo.credit.gae import critic_credit
+from megatron_ibpo.credit.estimators import Compared, Estimator, advantages, is_degenerate
+from megatron_ibpo.credit.gae import Critic, critic_credit
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
-from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator
-from megatron_ibpo.credit.operator_registry import find_operator
+from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 from megatron_ibpo.credit.plain_prompt import joining_rewards, plain_prompt_sequences
+from megatron_ibpo.credit.registries import find_estimator, find_operator, find_token_credit
 from megatron_ibpo.credit.shaping import shaped_rewards
 from megatron_ibpo.credit.token_credit import weigh_tokens
-from megatron_ibpo.credit.token_credit_registry import find_token_credit
 from megatron_ibpo.credit.train_sequences import train_sequences
 
 T = TypeVar("T")
@@ -52,65 +51,76 @@ def assign_credit(
             needs what the context lacks.
     """
     algorithm = context.algorithm
-    judgement = (operator or find_operator(algorithm)).judge(groups, context)
-    estimator = find_estimator(algorithm.advantages)
+    operator = operator or find_operator(algorithm)
+    judgement, estimator = operator.judge(groups, context), find_estimator(algorithm)
     num_responses = sum(len(group.responses) for group in groups)
     weight = 1 / num_responses if num_responses else 0.0
+    correction_weight = weight * operator.ibpo_correction_weight
 
-    compared, counts = _compared_rewards(groups, judgement, context)
-    relative = [advantages(rewards, estimator) for rewards in compared]
-    shaped, joining = _parted(groups, compared)
+    compared, counts = _compared_rewards(groups, judgement, operator, context)
+    relative = advantages(compared, estimator)
+    shaped, joining = _parted(groups, [list(own.rewards) for own in compared])
     of_responses, of_joining = _parted(groups, relative)
     factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
+    rewards_of, advantages_of = _corrections(groups, judgement, operator, estimator, context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
         columns = zip(group.responses, rewards, of_responses[number], factors.weights[number], strict=True)
         sequences += train_sequences(group, number, "response", columns, weight)
-        if algorithm.ibpo_joint:
-            rewards = correction_rewards(group, context)
-            of_follow_ups = judgement.follow_up_estimator or estimator
-            of_corrections = correction_advantages(group, rewards, of_follow_ups, context)
+        if operator.ibpo_joint:
             corrections = [correction.response for correction in group.corrections]
-            columns = zip(corrections, rewards, of_corrections, [None] * len(rewards), strict=True)
-            sequences += train_sequences(
-                group, number, "correction", columns, weight * algorithm.ibpo_correction_weight
-            )
+            nothing: list[TokenWeights] = [None] * len(corrections)
+            columns = zip(corrections, rewards_of[number], advantages_of[number], nothing, strict=True)
+            sequences += train_sequences(group, number, "correction", columns, correction_weight)
         if joining[number]:
             sequences += plain_prompt_sequences(
-                group, number, joining[number], of_joining[number], weight * algorithm.ibpo_correction_weight
+                group, number, joining[number], of_joining[number], correction_weight
             )
     metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | counts
-    if algorithm.ibpo_plain_prompt != "none":
+    if operator.ibpo_plain_prompt != "none":
         metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
-        metrics["degenerate_groups"] = float(sum(is_degenerate(rewards) for rewards in compared))
-    if algorithm.advantages == CRITIC:
-        sequences, of_critic = critic_credit(sequences, context)
+        metrics["degenerate_groups"] = float(sum(is_degenerate(own.rewards) for own in compared))
+    if isinstance(estimator, Critic):
+        sequences, of_critic = critic_credit(sequences, estimator, context)
         metrics |= of_critic
     return Credit(sequences, metrics | judgement.metrics | factors.metrics, judgement.memory)
 
 
 def _compared_rewards(
-    groups: Sequence[Group], judgement: Judgement, context: CreditContext
-) -> tuple[list[list[float | None]], dict[str, float]]:
-    """(rewards, as they are trained on, of what is compared in every group: its responses, and then the
-    corrections that join them, None where one does not; bonuses withheld and overlong penalties limited in
-    all)."""
-    all_rewards: list[list[float | None]] = []
+    groups: Sequence[Group], judgement: Judgement, operator: Operator, context: CreditContext
+) -> tuple[list[Compared], dict[str, float]]:
+    """Return (what is compared in every group: its responses, and then the corrections that join them, with
+    their rewards as they are trained on, None for a correction that does not join; bonuses withheld and
+    overlong penalties limited in all)."""
+    compared: list[Compared] = []
     all_withheld = all_limited = 0
     for group, phi in zip(groups, judgement.phi, strict=True):
-        rewards, withheld = shaped_rewards(
-            group, phi, context.algorithm.ibpo_lambda, context.reward_threshold
-        )
-        joining = joining_rewards(group, context)
+        rewards, withheld = shaped_rewards(group, phi, operator.ibpo_lambda, context.reward_threshold)
+        joining = joining_rewards(group, operator.ibpo_plain_prompt)
         samples = group.samples if joining else group.responses
         lowered, limited = with_overlong_penalty([*rewards, *joining], samples, context)
-        all_rewards.append(lowered)
+        compared.append(Compared(lowered, samples))
         all_withheld += withheld
         all_limited += limited
     counts = {"bonuses_withheld": float(all_withheld)}
     if context.algorithm.overlong_buffer_share > 0:
         counts["overlong_penalties_limited"] = float(all_limited)
-    return all_rewards, counts
+    return compared, counts
+
+
+def _corrections(
+    groups: Sequence[Group],
+    judgement: Judgement,
+    operator: Operator,
+    estimator: Estimator,
+    context: CreditContext,
+) -> tuple[list[list[float | None]], list[list[float | None]]]:
+    """Return (rewards, advantages) of the corrections of every group as samples of their own."""
+    if not operator.ibpo_joint:
+        return [], []
+    rewards = [correction_rewards(group, operator, context) for group in groups]
+    follow_up_estimator = judgement.follow_up_estimator or estimator
+    return rewards, correction_advantages(groups, rewards, follow_up_estimator, operator)
 
 
 def _parted(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:

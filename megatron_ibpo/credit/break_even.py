@@ -31,15 +31,15 @@ mean of p is more than its mean over prompts (Jensen's inequality: (1 - p)^κ is
 from collections.abc import Sequence
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import AlgorithmConfig
+from megatron_ibpo.credit.operator import Operator
 
 ALONE, ACCOMPANIED = "alone", "accompanied"
 """Compositions: no correct response among the others, or some."""
 
 
-def learns_from_corrections(algorithm: AlgorithmConfig) -> bool:
+def learns_from_corrections(operator: Operator) -> bool:
     """Whether their texts are trained on; the law says nothing of corrections that only earn a bonus."""
-    return algorithm.ibpo_joint or algorithm.ibpo_plain_prompt != "none"
+    return operator.ibpo_joint or operator.ibpo_plain_prompt != "none"
 
 
 def skill_needed(resample: float, price: float, *, first: bool) -> float:

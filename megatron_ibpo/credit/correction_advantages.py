@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.credit.estimators import Estimator, advantages, is_degenerate
-from megatron_ibpo.credit.operator import CreditContext
+from megatron_ibpo.credit.estimators import Compared, Estimator, advantages, is_degenerate
+from megatron_ibpo.credit.operator import CreditContext, Operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 
 
-def correction_rewards(group: Group, context: CreditContext) -> list[float | None]:
+def correction_rewards(group: Group, operator: Operator, context: CreditContext) -> list[float | None]:
     """The plain reward of every correction, less ρ where its distance from the wrong response exceeds α, and
     less the overlong penalty, which puts no correct one below a wrong one; None where the verifier failed."""
-    penalty = context.algorithm.ibpo_rewrite_penalty
+    penalty = operator.ibpo_rewrite_penalty
     rewards = [
         None if c.response.reward is None else c.response.reward - penalty * c.beyond_threshold
         for c in group.corrections
@@ -21,27 +21,39 @@ def correction_rewards(group: Group, context: CreditContext) -> list[float | Non
 
 
 def correction_advantages(
-    group: Group, rewards: Sequence[float | None], estimator: Estimator, context: CreditContext
-) -> list[float | None]:
-    """The advantage of every correction among those that it is compared with (--ibpo-correction-group)."""
-    found: list[float | None] = [None] * len(rewards)
-    for members in _compared(group, context):
-        for index, advantage in zip(
-            members, advantages([rewards[i] for i in members], estimator), strict=True
-        ):
-            found[index] = advantage
+    groups: Sequence[Group],
+    rewards: Sequence[Sequence[float | None]],
+    estimator: Estimator,
+    operator: Operator,
+) -> list[list[float | None]]:
+    """Return the advantage of every correction of every group among those that it is compared with
+    (--ibpo-correction-group)."""
+    found: list[list[float | None]] = [[None] * len(of_group) for of_group in rewards]
+    places = [
+        (number, members) for number, group in enumerate(groups) for members in _compared(group, operator)
+    ]
+    batch = [
+        Compared(
+            [rewards[number][i] for i in members],
+            [groups[number].corrections[i].response for i in members],
+        )
+        for number, members in places
+    ]
+    for (number, members), own in zip(places, advantages(batch, estimator), strict=True):
+        for index, advantage in zip(members, own, strict=True):
+            found[number][index] = advantage
     return found
 
 
-def degenerate_correction_groups(group: Group, context: CreditContext) -> int:
-    """Groups of corrections in which there is nothing to compare."""
-    rewards = correction_rewards(group, context)
-    return sum(is_degenerate([rewards[i] for i in members]) for members in _compared(group, context))
+def degenerate_correction_groups(group: Group, operator: Operator, context: CreditContext) -> int:
+    """Return the number of groups of corrections in which there is nothing to compare."""
+    rewards = correction_rewards(group, operator, context)
+    return sum(is_degenerate([rewards[i] for i in members]) for members in _compared(group, operator))
 
 
-def _compared(group: Group, context: CreditContext) -> list[list[int]]:
+def _compared(group: Group, operator: Operator) -> list[list[int]]:
     """Indices of the corrections that are compared with each other: all of the prompt, or those of a pair."""
-    by_pair = context.algorithm.ibpo_correction_group == "pair"
+    by_pair = operator.ibpo_correction_group == "pair"
     members: dict[int, list[int]] = {}
     for index, correction in enumerate(group.corrections):
         members.setdefault(correction.target if by_pair else 0, []).append(index)

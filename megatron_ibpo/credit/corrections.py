@@ -2,10 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Annotated, Literal
 
 from megatron_ibpo.basics.records import Flags, Group, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.config import NOT_NEGATIVE, UNIT, Config, at_least, or_word, within
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
@@ -18,13 +21,16 @@ from megatron_ibpo.credit.operator import (
     Judgement,
     Operator,
     TokenWeights,
+    bonus_problems,
     lent,
+    mask_problems,
     signed_masks,
 )
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.shaping import correction_bonus, counts
 
 
+@dataclass(frozen=True)
 class CompareAndCorrect(Operator):
     """Has every wrong response corrected by the policy itself. φ is what its corrections are worth
     (`correction_bonus`); under --ibpo-variant mask and signed-mask, those that count say which tokens to
@@ -35,6 +41,94 @@ class CompareAndCorrect(Operator):
     and under --ibpo-gate if it has no prices.
     """
 
+    ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"
+    """How a successful correction is turned into credit: Δ = β ("base"); Δ = the share of tokens that it
+    keeps ("ratio"); or Δ = β and a gradient through the tokens that it changes only ("mask", as in the
+    paper). Where most of a group is wrong the bonus can lift a response above its group's mean, and then
+    "mask" makes just its wrong tokens likelier; "signed-mask" lets such a response learn from the tokens that
+    the correction keeps."""
+    ibpo_mask_insertions: bool = False
+    """In a mask, a token counts as changed too if the correction inserts something after it. Off: a
+    correction that only inserts then leaves a response without gradient, which is counted."""
+    ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
+    """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
+    ibpo_beta: Annotated[float, UNIT] = 0.5
+    """β: Δ of a successful correction that is no rewrite."""
+    ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
+    """K: solutions compared in one correction prompt, the wrong one included."""
+    ibpo_corrections: Annotated[int, within(1, 1024, "for none, --ibpo-operator none")] = 1
+    """M: corrections sampled for each wrong response."""
+    ibpo_gate: bool = False
+    """Correct a wrong response only if no other response of its group is correct, or if corrections in groups
+    with as many correct ones have lately succeeded more often than as many further responses as one costs
+    would. Off, as in the paper."""
+    ibpo_rewrite_threshold: Annotated[float | Literal["adaptive"], or_word("adaptive", at_least(0))] = 0.6
+    """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
+    2 population standard deviations over the step's corrections."""
+    ibpo_joint: bool = True
+    """Train on the corrections as samples of their own."""
+    ibpo_plain_prompt: Literal["none", "successful", "one"] = "none"
+    """In place of --ibpo-joint, corrections that are trained on as off-policy samples of the prompt itself,
+    their rewards compared with those of its responses: "successful", those that are right and no rewrite;
+    "one", one of each group, a right one if there is one (Critique-GRPO). None in the paper."""
+    ibpo_correction_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Weight of a correction relative to a response in the joint loss."""
+    ibpo_correction_group: Literal["prompt", "pair"] = "prompt"
+    """What a correction's advantage is relative to: all corrections made for its prompt, or those of its own
+    pair (which needs several, --ibpo-corrections)."""
+    ibpo_rewrite_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
+    """ρ: what a correction loses of its own reward in the joint loss if its distance from the response
+    exceeds α. Off in the paper's base variant."""
+    ibpo_strip_thinking: bool = False
+    """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        return self.ibpo_variant in ("mask", "signed-mask")
+
+    def problems(self, config: Config) -> list[str]:
+        found = [*self._bonus_problems(config), *self._plain_prompt_problems(config)]
+        found += mask_problems(self.ibpo_variant, config)
+        if self.ibpo_mask_insertions and not self.masks_tokens:
+            found.append(
+                "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask"
+            )
+        if self.ibpo_correction_group == "pair" and self.ibpo_corrections < 2:
+            found.append(
+                "--ibpo-correction-group pair compares the corrections of a pair: it needs "
+                "--ibpo-corrections of at least 2"
+            )
+        if self.ibpo_rewrite_penalty > 0 and not self.ibpo_joint:
+            found.append(
+                "--ibpo-rewrite-penalty acts on the rewards of corrections in the joint loss: it needs "
+                "--ibpo-joint"
+            )
+        if self.ibpo_gate and config.rollout.runs_ahead:
+            found.append(
+                "--ibpo-gate: goes by the corrections of the steps before, and with --max-staleness or "
+                "--over-sampling-batch-size corrections are asked for before those steps are over; drop one "
+                "of them"
+            )
+        return found
+
+    def _bonus_problems(self, config: Config) -> list[str]:
+        if self.ibpo_variant == "ratio":
+            return super().problems(config)
+        factor = f"--ibpo-beta {self.ibpo_beta}"
+        return bonus_problems(self.ibpo_lambda, self.ibpo_beta, factor, config.data.reward_threshold)
+
+    def _plain_prompt_problems(self, config: Config) -> list[str]:
+        flag = f"--ibpo-plain-prompt {self.ibpo_plain_prompt}"
+        rules = {
+            f"{flag}: a correction is trained on once, under its own prompt or the plain one; add "
+            "--no-ibpo-joint": self.ibpo_joint,
+            f"{flag}: corrections join the responses that they are compared with, and --advantages critic "
+            "compares none; take another estimator": config.algorithm.advantages == "critic",
+            f"{flag}: the engine's log-probs of a correction are those of its own long prompt; use "
+            "--old-logprobs recompute": config.loss.old_logprobs == "engine",
+        }
+        return [problem for problem, broken in rules.items() if broken and self.ibpo_plain_prompt != "none"]
+
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """--ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction; the
         others are counted in `group.skipped_pairs`. Under --ibpo-gate, only where it may be worth its price.
@@ -44,60 +138,66 @@ class CompareAndCorrect(Operator):
         for target, response in enumerate(group.responses):
             if not is_wrong(response):
                 continue
-            references = _references(group, target, context)
-            prompt_ids = _correction_prompt(group, (target, *references), context)
+            references = self._references(group, target, context)
+            prompt_ids = self._correction_prompt(group, (target, *references), context)
             if len(prompt_ids) + context.rollout.rollout_max_response_len > context.max_context:
                 group.skipped_pairs += 1
                 continue
-            if context.algorithm.ibpo_gate and not is_worth_asking(group, len(prompt_ids), context):
+            if self.ibpo_gate and not is_worth_asking(group, len(prompt_ids), self, context):
                 continue
             asked += [
                 FollowUp(target, references, _request(group, target, number, prompt_ids, context))
-                for number in range(context.algorithm.ibpo_corrections)
+                for number in range(self.ibpo_corrections)
             ]
         return asked
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         """Fills in what the comparison with their targets says of the corrections."""
-        algorithm, marks = context.algorithm, _thinking(context)
+        marks = self._thinking(context)
         pairs = compared_pairs(groups, marks)
-        edits, numbers = find_edits(pairs, mark_insertions=algorithm.ibpo_mask_insertions)
-        threshold = mark_rewrites(pairs, numbers, algorithm.ibpo_rewrite_threshold, marks)
+        edits, numbers = find_edits(pairs, mark_insertions=self.ibpo_mask_insertions)
+        threshold = mark_rewrites(pairs, numbers, self.ibpo_rewrite_threshold, marks)
         answer_start = context.vocabulary.answer_start
         if answer_start is not None:
             mark_leakage(groups, answer_start, marks)
         metrics = correction_metrics(groups, knows_answers=answer_start is not None)
         metrics["degenerate_correction_groups"] = float(
-            sum(degenerate_correction_groups(group, context) for group in groups)
+            sum(degenerate_correction_groups(group, self, context) for group in groups)
         )
         if threshold is not None:
             # no distance exceeds 1, so at α >= 1 nothing is ever called a rewrite
             metrics |= {"rewrite_threshold": threshold, "rewrite_filter_off": float(threshold >= 1)}
         memory = {}
-        if algorithm.ibpo_gate:
+        if self.ibpo_gate:
             memory = remember(groups, context.memory)
             metrics |= gate_metrics(groups)
-        phi = [correction_bonus(group, algorithm) for group in groups]
-        if not algorithm.masks_tokens:
+        phi = [
+            correction_bonus(group, None if self.ibpo_variant == "ratio" else self.ibpo_beta)
+            for group in groups
+        ]
+        if not self.masks_tokens:
             return Judgement(phi, metrics=metrics, memory=memory)
         left = iter(edits)
         masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
         of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
         metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
-        raised = signed_masks(masks) if algorithm.ibpo_variant == "signed-mask" else None
+        raised = signed_masks(masks) if self.ibpo_variant == "signed-mask" else None
         return Judgement(phi, masks, metrics, raised, memory)
 
+    def _references(self, group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
+        # a generator for each draw, so that a draw does not depend on what was drawn before it
+        rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
+        return draw_references(target, group.responses, self.ibpo_k - 1, rng)
 
-def _references(group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
-    # a generator for each draw, so that a draw does not depend on what was drawn before it
-    rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
-    return draw_references(target, group.responses, context.algorithm.ibpo_k - 1, rng)
+    def _correction_prompt(self, group: Group, candidates: Sequence[int], context: CreditContext) -> TokenIds:
+        marks = self._thinking(context)
+        target, *references = [shown(group.responses[i], marks).ids for i in candidates]
+        return context.vocabulary.correction_prompt(group.prompt, target, references)
 
-
-def _correction_prompt(group: Group, candidates: Sequence[int], context: CreditContext) -> TokenIds:
-    marks = _thinking(context)
-    target, *references = [shown(group.responses[i], marks).ids for i in candidates]
-    return context.vocabulary.correction_prompt(group.prompt, target, references)
+    def _thinking(self, context: CreditContext) -> ThinkingMarks | None:
+        if not self.ibpo_strip_thinking:
+            return None
+        return lent(context.vocabulary.thinking, "the marks of thinking")
 
 
 def _request(
@@ -112,12 +212,6 @@ def _request(
         rollout.rollout_top_p,
         rollout.rollout_top_k,
     )
-
-
-def _thinking(context: CreditContext) -> ThinkingMarks | None:
-    if not context.algorithm.ibpo_strip_thinking:
-        return None
-    return lent(context.vocabulary.thinking, "the marks of thinking")
 
 
 def _masks(group: Group, edits: Sequence[Flags]) -> list[TokenWeights]:

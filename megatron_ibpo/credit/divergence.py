@@ -8,15 +8,19 @@ times the tokens of GSPO.
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample, TokenIds
+from megatron_ibpo.config import COUNT
 from megatron_ibpo.credit.operator import CreditContext, TokenTexts, TokenWeights, lent
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
 
+Unit = Literal["token", "step"]
 Step = tuple[int, int, str | None]
 """(first token, token after the last, text as it is compared); the end-of-sequence id is one without text."""
 
@@ -24,33 +28,57 @@ _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?")
 _AROUND_SIGNS = re.compile(r"(?:(?<!\s)\s++)?+([^\w\s])\s*+")
 
 
-def divergence_cut(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:
+@dataclass(frozen=True)
+class DivergenceCut:
     """m_t = 1 from the place on where the response leaves the longest prefix that it shares with a correct
     one of its group, and 0 before it.
 
     So for wrong responses with an advantage below 0 and a correct sibling; the others learn as a whole. One
     that is all prefix, such as one that was cut off, learns nothing.
 
-    Raises:
-        ValueError: --token-credit-unit step, and the context has no texts of tokens.
+    A call raises ValueError under --token-credit-unit step if the context has no texts of tokens.
     """
-    return _between(groups, advantages, context, lambda response, first, _: (first, len(response.token_ids)))
+
+    token_credit_unit: Unit = "token"
+    """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
+    sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose."""
+
+    chooses_tokens: ClassVar[bool] = True
+
+    def __call__(
+        self, groups: Sequence[Group], advantages: Advantages, context: CreditContext
+    ) -> TokenFactors:
+        place = _place(self.token_credit_unit, context)
+        return _between(
+            groups, advantages, place, lambda response, first, _: (first, len(response.token_ids))
+        )
 
 
-def divergence_window(
-    groups: Sequence[Group], advantages: Advantages, context: CreditContext
-) -> TokenFactors:
-    """As `divergence_cut`, and 1 at the first --token-credit-tokens tokens alone that the policy wrote from
+@dataclass(frozen=True)
+class DivergenceWindow:
+    """As `DivergenceCut`, and 1 at the first --token-credit-tokens tokens alone that the policy wrote from
     that place on; by steps, at the step that begins there."""
-    if context.algorithm.token_credit_unit == "step":
-        return _between(groups, advantages, context, lambda _, first, last: (first, last))
-    width = context.algorithm.token_credit_tokens
 
-    def window(response: Sample, first: int, _: int) -> tuple[int, int]:
-        written = np.flatnonzero(response.loss_mask[first:])[:width]
+    token_credit_tokens: Annotated[int, COUNT] = 2
+    """w, the width of the window. 2 was the best of those tried on the tiny tasks."""
+    token_credit_unit: Unit = "token"
+    """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
+    sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose; the
+    window is then that step."""
+
+    chooses_tokens: ClassVar[bool] = True
+
+    def __call__(
+        self, groups: Sequence[Group], advantages: Advantages, context: CreditContext
+    ) -> TokenFactors:
+        place = _place(self.token_credit_unit, context)
+        if self.token_credit_unit == "step":
+            return _between(groups, advantages, place, lambda _, first, last: (first, last))
+        return _between(groups, advantages, place, self._window)
+
+    def _window(self, response: Sample, first: int, _: int) -> tuple[int, int]:
+        written = np.flatnonzero(response.loss_mask[first:])[: self.token_credit_tokens]
         return first, first + (int(written[-1]) + 1 if len(written) else 0)
-
-    return _between(groups, advantages, context, window)
 
 
 def shared_tokens(response: Sample, others: Sequence[Sample]) -> int:
@@ -67,15 +95,14 @@ def normalised(text: str) -> str:
 def _between(
     groups: Sequence[Group],
     advantages: Advantages,
-    context: CreditContext,
+    place: Callable[[Sample, Sequence[Sample]], tuple[int, int]],
     bounds: Callable[[Sample, int, int], tuple[int, int]],
 ) -> TokenFactors:
     """
     Args:
-        bounds: (response, first token of the step in which it diverges, token after that step) → the tokens
-            [first, last) that learn.
+        place: (response, correct ones) → [first, last) of the step in which it diverges.
+        bounds: (response, first token of that step, token after it) → the tokens [first, last) that learn.
     """
-    place = _step_place(context) if context.algorithm.token_credit_unit == "step" else _token_place
 
     def weigh(group: Group, index: int, advantage: float) -> TokenWeights:
         if advantage >= 0:
@@ -88,6 +115,10 @@ def _between(
         return weights
 
     return TokenFactors(on_wrong_responses(groups, advantages, weigh))
+
+
+def _place(unit: Unit, context: CreditContext) -> Callable[[Sample, Sequence[Sample]], tuple[int, int]]:
+    return _step_place(context) if unit == "step" else _token_place
 
 
 def _token_place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]:

@@ -1,16 +1,42 @@
 """Estimators: what a reward is relative to (ibpo step 9).
 
-An estimator takes the rewards that are compared with each other, of one prompt's responses or of its
-corrections, and gives each its advantage. It is a plain function, so that another one is a few lines.
+An estimator makes advantages of the rewards that are compared with each other, of one prompt's responses or
+of its corrections. Most are plain functions of these rewards, so that another one is a few lines. One that
+needs the whole batch or the samples, such as their lengths, is an object with a method `of_batch`.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
 
-from megatron_ibpo.config import known_or_path, load_hook
+from megatron_ibpo.basics.records import Sample
 
-Estimator = Callable[[Sequence[float]], Sequence[float]]
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Samples that are compared with each other."""
+
+    rewards: Sequence[float | None]
+    """Reward of each, as it is trained on. An estimator never sees None, which stands for a failed
+    verifier."""
+    samples: Sequence[Sample]
+
+
+GroupEstimator = Callable[[Sequence[float]], Sequence[float]]
 """Rewards that are compared → the advantage of each, in the same order."""
+
+
+class BatchEstimator(Protocol):
+    """An estimator that sees everything of a step that is compared."""
+
+    def of_batch(self, batch: Sequence[Compared]) -> Sequence[Sequence[float]]:
+        """Return the advantage of each sample of each comparison. A group that is judged alone
+        (--dynamic-sampling-by credit) is a batch of one."""
+        ...
+
+
+Estimator = GroupEstimator | BatchEstimator
 
 CRITIC = "critic"
 """--advantages of PPO: token by token, a reward is relative to what a critic expected (`gae.py`)."""
@@ -82,39 +108,45 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [value * len(rewards) / others for value in group_mean(rewards)]
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "group": group_z_score,
-    "group-bessel": group_z_score_bessel,
-    "group-mean": group_mean,
-    "leave-one-out": leave_one_out,
-    "maxrl": maxrl,
-    CRITIC: lambda rewards: [0.0] * len(rewards),  # the critic is asked once all sequences are there
-}
-"""--advantages → the estimator."""
-
-
-def find_estimator(name: str) -> Estimator:
-    """The estimator called `name`, or the one at the import path package.module:name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    known = known_or_path("--advantages", name, ESTIMATORS, "estimator")
-    return known or load_hook("--advantages", name, called_with="rewards")
-
-
-def advantages(rewards: Sequence[float | None], estimator: Estimator) -> list[float | None]:
-    """The advantage of every reward among the known ones; None (the verifier failed) stays None.
+def advantages(batch: Sequence[Compared], estimator: Estimator) -> list[list[float | None]]:
+    """Return the advantage of every sample of every comparison; None where its reward is None.
 
     Raises:
         ValueError: the estimator gives other than one finite number for each reward.
     """
-    known = [reward for reward in rewards if reward is not None]
-    found = [float(value) for value in estimator(known)] if known else []
-    if len(found) != len(known) or not all(map(math.isfinite, found)):
+    known = [_known(compared) for compared in batch]
+    asked = [compared for compared in known if compared.rewards]
+    found = iter(_estimated(asked, estimator))
+    results: list[list[float | None]] = []
+    for compared, scored in zip(batch, known, strict=True):
+        left = iter(_checked(next(found), scored) if scored.rewards else ())
+        results.append([None if reward is None else next(left) for reward in compared.rewards])
+    return results
+
+
+def _known(compared: Compared) -> Compared:
+    pairs = zip(compared.rewards, compared.samples, strict=True)
+    scored = [(reward, sample) for reward, sample in pairs if reward is not None]
+    return Compared([reward for reward, _ in scored], [sample for _, sample in scored])
+
+
+def _estimated(batch: Sequence[Compared], estimator: Estimator) -> Sequence[Sequence[float]]:
+    if not hasattr(estimator, "of_batch"):
+        of_group = cast(GroupEstimator, estimator)
+        return [of_group(cast(Sequence[float], compared.rewards)) for compared in batch]
+    found = list(estimator.of_batch(batch))
+    if len(found) != len(batch):
         raise ValueError(
-            f"the estimator --advantages made {found} of the rewards {known}: it must give one finite number "
-            "for each"
+            f"the estimator --advantages gave advantages of {len(found)} comparisons for {len(batch)}"
         )
-    left = iter(found)
-    return [None if reward is None else next(left) for reward in rewards]
+    return found
+
+
+def _checked(given: Sequence[float], compared: Compared) -> list[float]:
+    found = [float(value) for value in given]
+    if len(found) != len(compared.rewards) or not all(map(math.isfinite, found)):
+        raise ValueError(
+            f"the estimator --advantages made {found} of the rewards {list(compared.rewards)}: it must give "
+            "one finite number for each"
+        )
+    return found

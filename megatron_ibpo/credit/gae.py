@@ -1,12 +1,28 @@
 """Token advantages from a critic's values: generalised advantage estimation (arXiv 1506.02438, eq. 16)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Flags, TrainSequence, Weights
+from megatron_ibpo.config import UNIT
 from megatron_ibpo.credit.operator import CreditContext, lent
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The estimator of PPO. It compares no rewards: the critic is asked once all sequences are there."""
+
+    gae_gamma: Annotated[float, UNIT] = 1.0
+    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for
+    a long response."""
+    gae_lambda: Annotated[float, UNIT] = 0.95
+    """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
+
+    def __call__(self, rewards: Sequence[float]) -> list[float]:
+        return [0.0] * len(rewards)
 
 
 def generalised_advantages(
@@ -32,7 +48,7 @@ def generalised_advantages(
 
 
 def critic_credit(
-    sequences: Sequence[TrainSequence], context: CreditContext
+    sequences: Sequence[TrainSequence], critic: Critic, context: CreditContext
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """(the sequences with token advantages, returns and values; what was measured).
 
@@ -51,8 +67,8 @@ def critic_credit(
     advantages = generalised_advantages(
         own_values,
         [_reward(s) for s in sequences],
-        gamma=context.algorithm.gae_gamma,
-        lam=context.algorithm.gae_lambda,
+        gamma=critic.gae_gamma,
+        lam=critic.gae_lambda,
     )
     returns = [a + v for a, v in zip(advantages, own_values, strict=True)]
     flat, flat_returns = np.concatenate(advantages), np.concatenate(returns)

@@ -7,7 +7,7 @@ help, or if q̂ > κ·p̂: if a correction is likelier to be right than as many 
 from collections.abc import Mapping, Sequence
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.credit.operator import CreditContext, lent
+from megatron_ibpo.credit.operator import CreditContext, Operator, lent
 from megatron_ibpo.credit.pairing import is_wrong
 
 Tally = Mapping[str, Sequence[float]]
@@ -18,7 +18,7 @@ FADING = 0.95
 follows a policy that learns to correct; and what is not tried for a while is tried again."""
 
 
-def is_worth_asking(group: Group, prompt_length: int, context: CreditContext) -> bool:
+def is_worth_asking(group: Group, prompt_length: int, operator: Operator, context: CreditContext) -> bool:
     """Whether a wrong response of the group is to be corrected.
 
     Args:
@@ -30,7 +30,7 @@ def is_worth_asking(group: Group, prompt_length: int, context: CreditContext) ->
     correct, scored = _composition(group)
     if correct == 0:
         return True
-    price = price_in_rollouts(group, prompt_length, context)
+    price = price_in_rollouts(group, prompt_length, operator, context)
     return success_rate(context.memory, correct, scored) > price * correct / scored
 
 
@@ -51,23 +51,23 @@ def success_rate(tally: Tally, correct: int, scored: int) -> float:
     return (successes + 1) / (tries + 2)
 
 
-def price_in_rollouts(group: Group, prompt_length: int, context: CreditContext) -> float:
+def price_in_rollouts(group: Group, prompt_length: int, operator: Operator, context: CreditContext) -> float:
     """κ: what a correction takes, in rollouts of the same length: operations to read its prompt, once for all
     corrections of a response, to write it, and to train on it where that is done.
 
     Raises:
         ValueError: the context has no prices.
     """
-    of_sample, algorithm = lent(context.price, "prices of samples"), context.algorithm
+    of_sample = lent(context.price, "prices of samples")
     length = round(sum(len(response.token_ids) for response in group.responses) / len(group.responses))
     plain = len(group.prompt.token_ids)
     rollout = of_sample(plain, length, sharing=len(group.responses), trained=plain + length)
     trained = 0
-    if algorithm.ibpo_joint:
+    if operator.ibpo_joint:
         trained = prompt_length + length
-    elif algorithm.ibpo_plain_prompt != "none":
+    elif operator.ibpo_plain_prompt != "none":
         trained = plain + length
-    return of_sample(prompt_length, length, sharing=algorithm.ibpo_corrections, trained=trained) / rollout
+    return of_sample(prompt_length, length, sharing=operator.ibpo_corrections, trained=trained) / rollout
 
 
 def remember(groups: Sequence[Group], before: Tally) -> dict[str, list[float]]:

@@ -8,10 +8,12 @@ rounding errors would make weights of any size where no step matters.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit.estimators import is_degenerate
 from megatron_ibpo.credit.operator import (
     CreditContext,
@@ -41,12 +43,35 @@ class _Probe:
     """The answer as it stands, then with each step masked."""
 
 
+@dataclass(frozen=True)
 class SpanMasking(Operator):
     """Token weights of every response of more than one span, φ = 0. The last span is the response's answer.
 
     Groups of equal rewards are left out, for they give no gradient. All questions go to the policy at once;
     how many there were is in the metrics.
     """
+
+    ibpo_lambda = 0.0
+    ibpo_joint = False
+
+    ciw_inverted: bool = False
+    """The control: the less a step matters for the answer, the more its tokens weigh."""
+    ciw_placeholder: Literal["pad", "unk"] = "pad"
+    """The token that stands for a masked one; "pad" exists in every tokenizer."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        return True
+
+    def problems(self, config: Config) -> list[str]:
+        algorithm = config.algorithm
+        if not (algorithm.dynamic_sampling and algorithm.dynamic_sampling_by == "credit"):
+            return []
+        return [
+            "--dynamic-sampling-by credit judges groups while others are sampled, and --ibpo-operator "
+            "span-masking asks the policy, which trains; it gives no bonus, so --dynamic-sampling-by rewards "
+            "says the same"
+        ]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         """
@@ -70,9 +95,7 @@ class SpanMasking(Operator):
             spans += len(masked)
             distractors += sum(left - whole > FLOOR for left in masked)
             response = groups[probe.group].responses[probe.index]
-            weights = importance_weights(
-                response, probe.steps, whole, masked, inverted=context.algorithm.ciw_inverted
-            )
+            weights = importance_weights(response, probe.steps, whole, masked, inverted=self.ciw_inverted)
             flat += weights is None
             token_weights[probe.group][probe.index] = weights
         metrics = {

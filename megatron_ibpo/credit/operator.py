@@ -8,10 +8,10 @@ soon as that group is scored, and the step is judged when all its groups are the
 can be one.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from megatron_ibpo.basics.records import (
     Correction,
@@ -24,7 +24,7 @@ from megatron_ibpo.basics.records import (
     TrainSequence,
     Weights,
 )
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
+from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
 from megatron_ibpo.credit.compared_parts import ThinkingMarks
 from megatron_ibpo.credit.estimators import Estimator
 
@@ -146,13 +146,46 @@ class Judgement:
         return None if weights is None else weights[group][index]
 
 
-class Operator(Protocol):
-    """What judges responses. A subclass that needs no samples of its own has to define `judge` alone.
+class Operator(ABC):
+    """A credit method: it judges responses, and owns its parameters.
+
+    A subclass that needs no samples of its own has to define `judge` alone. One that is a frozen dataclass
+    has its fields as parameters, which are flags and recipe keys while it is chosen; each needs a default.
+    The attributes below are read by others. A subclass that wants another value sets it, or declares a
+    parameter of that name.
 
     Methods keep nothing between calls: groups come in any order, and a step may be judged again. What one
     step is to know of those before it goes through `Judgement.memory` and `CreditContext.memory`, which the
     loop keeps with its checkpoints.
     """
+
+    ibpo_lambda: float = 0.6
+    """λ: the shaped reward is r + λφ."""
+    ibpo_corrections: int = 0
+    """Most samples that are asked for one response, as sizes are reckoned."""
+    ibpo_joint: bool = True
+    """Train on what was sampled for the responses."""
+    ibpo_correction_weight: float = 1.0
+    """Weight of such a sample relative to a response."""
+    ibpo_correction_group: Literal["prompt", "pair"] = "prompt"
+    """What its advantage is relative to: all of its prompt, or those of its own response."""
+    ibpo_rewrite_penalty: float = 0.0
+    """What it loses of its reward where it is `Correction.beyond_threshold`."""
+    ibpo_plain_prompt: Literal["none", "successful", "one"] = "none"
+    """Which of them join the responses as off-policy samples."""
+    ibpo_k: int = 2
+    """Solutions in a prompt of `Vocabulary.correction_prompt`, and of --eval-compare-and-correct."""
+    ibpo_strip_thinking: bool = False
+    """Leave <think>…</think> out of these solutions."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether it says which tokens of a wrong response are wrong."""
+        return False
+
+    def problems(self, config: Config) -> list[str]:
+        """Return what its parameters cannot be had with, one line each."""
+        return bonus_problems(self.ibpo_lambda, 1.0, "a share of up to 1", config.data.reward_threshold)
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """What is to be sampled for a group, all of whose responses are scored.
@@ -181,8 +214,41 @@ class Operator(Protocol):
 class NoOperator(Operator):
     """φ = 0 everywhere: group-relative credit alone."""
 
+    ibpo_lambda = 0.0
+    ibpo_joint = False
+
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         return Judgement(no_phi(groups))
+
+
+def bonus_problems(weight: float, most: float, factor: str, reward_threshold: float) -> list[str]:
+    """Return why a wrong response, with reward 0 and the whole bonus, is not worth less than the smallest
+    correct reward (ibpo steps 2 and 8); nothing where it is.
+
+    Args:
+        weight: λ.
+        most: the largest φ, and `factor` what it is called.
+    """
+    bonus = weight * most
+    product = f"--ibpo-lambda {weight} times {factor} is {bonus:g}"
+    if bonus >= 1:
+        return [f"{product}: λΔ must stay below 1, or a corrected wrong response is worth a correct one"]
+    if bonus >= reward_threshold:
+        return [
+            f"{product}: a wrong response with that bonus reaches the smallest correct reward, "
+            f"--reward-threshold {reward_threshold:g}; lower λ or β"
+        ]
+    return []
+
+
+def mask_problems(variant: str, config: Config) -> list[str]:
+    """Return why a variant of masks cannot be had with the estimator."""
+    if variant != "signed-mask" or config.algorithm.advantages != "critic":
+        return []
+    return [
+        "--ibpo-variant signed-mask goes by the sign of a response's advantage, and --advantages critic "
+        "gives every token one of its own; take --ibpo-variant mask, or another estimator"
+    ]
 
 
 def no_phi(groups: Sequence[Group]) -> list[list[float]]:

@@ -9,21 +9,20 @@ trained on.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from megatron_ibpo.basics.records import Correction, Group, TrainSequence
-from megatron_ibpo.credit.operator import CreditContext
 from megatron_ibpo.credit.shaping import counts
 from megatron_ibpo.credit.train_sequences import train_sequences
 
 
-def joining_rewards(group: Group, context: CreditContext) -> list[float | None]:
+def joining_rewards(group: Group, which: Literal["none", "successful", "one"]) -> list[float | None]:
     """The reward of every correction that joins the responses; None for the others. Empty where none may
     join.
 
     "successful": those that are right and no rewrite. "one": one of each group, the first that is right, or
     else the first of all, which is punished if others are right (Critique-GRPO).
     """
-    which = context.algorithm.ibpo_plain_prompt
     if which == "none":
         return []
     chosen = [c for c in group.corrections if counts(c)] if which == "successful" else _one(group)

@@ -8,11 +8,14 @@ did from that place on, and nothing before, is compared. Monte-Carlo values of p
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.config import NOT_NEGATIVE, within
 from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.divergence import shared_tokens
 from megatron_ibpo.credit.estimators import group_mean
@@ -20,8 +23,17 @@ from megatron_ibpo.credit.operator import CreditContext, FollowUp, Judgement, Op
 from megatron_ibpo.credit.pairing import is_wrong
 
 
+@dataclass(frozen=True)
 class ResetGroups(Operator):
     """K = --ibpo-corrections suffixes of every wrong response that has a correct sibling. φ = 0."""
+
+    ibpo_lambda = 0.0
+    ibpo_correction_group = "pair"
+
+    ibpo_corrections: Annotated[int, within(2, 1024, "they are compared with each other")] = 2
+    """K: suffixes sampled for each wrong response."""
+    ibpo_correction_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Weight of a suffix relative to a response."""
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """A response that leaves no room behind what it shares is counted in `group.skipped_pairs`."""
@@ -38,7 +50,7 @@ class ResetGroups(Operator):
                 continue
             asked += [
                 FollowUp(target, (), _request(group, target, begun, number, context))
-                for number in range(context.algorithm.ibpo_corrections)
+                for number in range(self.ibpo_corrections)
             ]
         return asked
 
@@ -52,7 +64,7 @@ class ResetGroups(Operator):
             "tokens_reset_suffixes": float(sum(suffix.num_trained_tokens for suffix in suffixes)),
             "skipped_pairs": float(sum(group.skipped_pairs for group in groups)),
             "degenerate_correction_groups": float(
-                sum(degenerate_correction_groups(group, context) for group in groups)
+                sum(degenerate_correction_groups(group, self, context) for group in groups)
             ),
         }
         if scored:

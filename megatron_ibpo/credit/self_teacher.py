@@ -4,11 +4,13 @@ have written. After SDPO (arXiv 2601.20802), whose distillation is here a factor
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Floats, Group, Sample, Weights
 from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.config import UNIT, Config
 from megatron_ibpo.credit.operator import CreditContext, LogProbQuery, TokenWeights, lent
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors
@@ -23,7 +25,8 @@ class _Question:
     query: LogProbQuery
 
 
-def self_teacher(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:
+@dataclass(frozen=True)
+class SelfTeacher:
     """m_t = 1 + η clip(-a_t, -1, 1) for wrong responses with an advantage and a correct sibling y⁺:
     a_t = log π(y_t | x, y⁺, y_<t) - log π(y_t | x, y_<t). So A_t = A_i m_t.
 
@@ -31,35 +34,53 @@ def self_teacher(groups: Sequence[Group], advantages: Advantages, context: Credi
     term takes a forward pass of about |x| + 2|y| tokens, all wrong responses at once; the second is what the
     engine sampled by. A response whose pass would not fit the context learns as a whole, and is counted.
 
-    Raises:
-        ValueError: the context has no log-probs.
+    A call raises ValueError if the context has no log-probs.
     """
-    weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
-    wanted = [
-        (number, index)
-        for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
-        if any(response.correct for response in group.responses)
-        for index, response in enumerate(group.responses)
-        if of_group[index] and is_wrong(response)
-    ]
-    questions = [_Question(number, i, _query(groups[number], i, context)) for number, i in wanted]
-    fitting = [q for q in questions if _tokens(q.query) <= context.max_context]
-    answers = lent(context.logprobs, "the policy's log-probs")([q.query for q in fitting]) if fitting else []
-    gaps = []
-    for question, answer in zip(fitting, answers, strict=True):
-        response = groups[question.group].responses[question.index]
-        gap = _gap(response, answer)
-        weights[question.group][question.index] = 1.0 + context.algorithm.token_credit_eta * np.clip(
-            -gap, -1.0, 1.0
-        )
-        gaps += gap[response.loss_mask].tolist()
-    metrics = {
-        "teacher_tokens": float(sum(_tokens(q.query) for q in fitting)),
-        "teacher_skipped": float(len(questions) - len(fitting)),
-    }
-    if gaps:
-        metrics["teacher_gap"] = sum(gaps) / len(gaps)
-    return TokenFactors(weights, metrics)
+
+    token_credit_eta: Annotated[float, UNIT] = 1.0
+    """η: how far the factors may leave 1. 1 is the most at which no token's advantage changes its sign; the
+    source has no such number."""
+
+    def problems(self, config: Config) -> list[str]:
+        """Return what it cannot be had with."""
+        rollout = config.rollout
+        top_p = [*rollout.rollout_top_p_cycle, rollout.rollout_top_p]
+        top_k = [*rollout.rollout_top_k_cycle, rollout.rollout_top_k]
+        if min(top_p) >= 1 and max(top_k) <= 0:
+            return []
+        return [
+            "--token-credit self-teacher: compares the teacher's log-probs with those that were sampled by, "
+            "which --rollout-top-p and --rollout-top-k cut off; sample without them"
+        ]
+
+    def __call__(
+        self, groups: Sequence[Group], advantages: Advantages, context: CreditContext
+    ) -> TokenFactors:
+        weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
+        wanted = [
+            (number, index)
+            for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
+            if any(response.correct for response in group.responses)
+            for index, response in enumerate(group.responses)
+            if of_group[index] and is_wrong(response)
+        ]
+        questions = [_Question(number, i, _query(groups[number], i, context)) for number, i in wanted]
+        fitting = [q for q in questions if _tokens(q.query) <= context.max_context]
+        asked = [question.query for question in fitting]
+        answers = lent(context.logprobs, "the policy's log-probs")(asked) if asked else []
+        gaps = []
+        for question, answer in zip(fitting, answers, strict=True):
+            response = groups[question.group].responses[question.index]
+            gap = _gap(response, answer)
+            weights[question.group][question.index] = 1.0 + self.token_credit_eta * np.clip(-gap, -1.0, 1.0)
+            gaps += gap[response.loss_mask].tolist()
+        metrics = {
+            "teacher_tokens": float(sum(_tokens(q.query) for q in fitting)),
+            "teacher_skipped": float(len(questions) - len(fitting)),
+        }
+        if gaps:
+            metrics["teacher_gap"] = sum(gaps) / len(gaps)
+        return TokenFactors(weights, metrics)
 
 
 def _query(group: Group, index: int, context: CreditContext) -> LogProbQuery:

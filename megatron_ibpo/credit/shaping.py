@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from megatron_ibpo.basics.records import Correction, Group
-from megatron_ibpo.config import AlgorithmConfig
 from megatron_ibpo.credit.pairing import is_wrong
 
 
@@ -12,9 +11,9 @@ def counts(correction: Correction) -> bool:
     return correction.response.correct and not correction.rewritten
 
 
-def correction_bonus(group: Group, algorithm: AlgorithmConfig) -> list[float]:
-    """Δ of every response: the mean over its corrections of β, or under "ratio" of the share of tokens that
-    the correction keeps, and of 0 for those that do not count.
+def correction_bonus(group: Group, beta: float | None) -> list[float]:
+    """Δ of every response: the mean over its corrections of β, or of the share of tokens that the correction
+    keeps where β is None, and of 0 for those that do not count.
 
     Corrections that the verifier failed on say nothing and are left out of the mean. A response without
     corrections has Δ = 0; a failed correction costs nothing.
@@ -22,8 +21,7 @@ def correction_bonus(group: Group, algorithm: AlgorithmConfig) -> list[float]:
     earned: list[list[float]] = [[] for _ in group.responses]
     for correction in group.corrections:
         if correction.response.reward is not None:
-            ratio = algorithm.ibpo_variant == "ratio"
-            worth = correction.unmodified_share if ratio else algorithm.ibpo_beta
+            worth = correction.unmodified_share if beta is None else beta
             earned[correction.target].append(worth if counts(correction) else 0.0)
     return [sum(values) / len(values) if values else 0.0 for values in earned]
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.config import Config, DataConfig, EvalSampling, EvalSpec, as_specs, eval_sampling, nearest
+from megatron_ibpo.credit import find_operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.generated import told_if_slow
 from megatron_ibpo.data.layouts import COLUMNS
@@ -62,7 +63,7 @@ def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
     Args:
         policy: digest of its weights.
     """
-    corrects = config.run.eval_compare_and_correct
+    corrects, operator = config.run.eval_compare_and_correct, find_operator(config.algorithm)
     return {
         "policy": policy,
         "prompts": prompts_digest(own.prompts),
@@ -77,8 +78,8 @@ def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
         "--rm-type": config.data.rm_type,
         "--reward-threshold": config.data.reward_threshold,
         "--eval-compare-and-correct": corrects,
-        "--ibpo-k": config.algorithm.ibpo_k if corrects else None,
-        "--ibpo-strip-thinking": config.algorithm.ibpo_strip_thinking if corrects else None,
+        "--ibpo-k": operator.ibpo_k if corrects else None,
+        "--ibpo-strip-thinking": operator.ibpo_strip_thinking if corrects else None,
     }
 
 
@@ -192,7 +193,7 @@ def _check(spec: EvalSpec, config: Config, prompts: list[Prompt], sampling: Eval
                 f"--eval-prompt-data {spec}: rows {other} and {prompt.index}, counted from 0, both have the "
                 f"id {problem_id(prompt)!r}"
             )
-    k = config.algorithm.ibpo_k
+    k = find_operator(config.algorithm).ibpo_k
     if config.run.eval_compare_and_correct and sampling.samples < k:
         raise ValueError(
             f"--eval-compare-and-correct: shows --ibpo-k {k} samples of a prompt, and {spec} takes "

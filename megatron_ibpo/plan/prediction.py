@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.credit import find_operator
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.lengths import log_normal, recorded
 from megatron_ibpo.plan.machine import Machine, Seen, find_machine
@@ -124,14 +125,15 @@ def task_of(config: Config, seen: Seen | None = None) -> Task:
     mean = asked or max(1, longest // 2)
     if mean > longest:
         raise ValueError(f"--dry-run-response-len={mean} exceeds --rollout-max-response-len={longest}")
-    corrections = config.algorithm.ibpo_corrections * WRONG
+    operator = find_operator(config.algorithm)
+    corrections = operator.ibpo_corrections * WRONG
     task = Task(
         responses=log_normal(mean, longest, _POINTS),
         count=rollout.rollout_batch_size * rollout.n_samples_per_prompt,
         prompt=_PROMPT,
         group=rollout.n_samples_per_prompt,
         corrections=corrections,
-        correction_prompt=mean * config.algorithm.ibpo_k if corrections else 0,
+        correction_prompt=mean * operator.ibpo_k if corrections else 0,
         updates=config.loss.num_steps_per_rollout,
         passes_without_gradient=1 + (config.loss.kl_coef > 0),
         staleness=rollout.max_staleness,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, LossConfig, named_values
+from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import VLLM, samples_in_trainer
 from megatron_ibpo.report.display import Size
 
@@ -22,11 +23,11 @@ def run_sizes(
     loss_backend: what computes the loss and why, once that is known.
     layers: part of a layer → (what computes it, how), of those that are known.
     """
-    rollout, algorithm, loss, parallel = config.rollout, config.algorithm, config.loss, config.parallel
+    rollout, loss, parallel = config.rollout, config.loss, config.parallel
     prompts, samples, corrections = (
         rollout.rollout_batch_size,
         rollout.n_samples_per_prompt,
-        algorithm.ibpo_corrections,
+        find_operator(config.algorithm).ibpo_corrections,
     )
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size

@@ -3,14 +3,8 @@
 from collections.abc import Callable
 
 from megatron_ibpo.basics.versions import missing
-from megatron_ibpo.config import Config, ConfigError, check_config
-from megatron_ibpo.credit import (
-    CRITIC,
-    find_estimator,
-    find_group_filter,
-    find_operator,
-    find_token_credit,
-)
+from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
+from megatron_ibpo.credit import CRITIC, check_credit, find_group_filter, find_operator
 from megatron_ibpo.engines.registry import check_engine
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.rewards import reward_functions
@@ -68,14 +62,31 @@ def check_loss_of_run(config: Config) -> None:
         raise ConfigError(str(error)) from None
 
 
+def _check_corrected_evaluation(config: Config) -> None:
+    run, data = config.run, config.data
+    if not run.eval_compare_and_correct or not (run.eval_preset is None or run.eval_preset in EVAL_PRESETS):
+        return
+    samples, k = eval_sampling(config).samples, find_operator(config.algorithm).ibpo_k
+    says_how_many = run.n_samples_per_eval_prompt is not None or run.eval_preset is not None
+    schemes = [
+        spec.spec.partition("://")[0] for spec in as_specs(data.eval_prompt_data) if "://" in spec.spec
+    ]
+    # a benchmark says itself how many samples it wants
+    has_benchmark = any(scheme not in ("reasoning_gym", "import") for scheme in schemes)
+    if samples < k and (says_how_many or not has_benchmark):
+        raise ValueError(
+            f"--eval-compare-and-correct: shows --ibpo-k {k} samples of a prompt, and "
+            f"--n-samples-per-eval-prompt is {samples}"
+        )
+
+
 _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
-    lambda config: find_operator(config.algorithm),
-    lambda config: find_estimator(config.algorithm.advantages),
-    lambda config: find_token_credit(config.algorithm),
+    check_credit,
     lambda config: find_group_filter(config.algorithm),
     lambda config: check_engine(config.rollout.rollout_backend),
     lambda config: reward_functions(config.data),
     check_overrides,
+    _check_corrected_evaluation,
 )
 
 

@@ -13,12 +13,14 @@ import numpy as np
 from megatron_ibpo.basics.records import Floats, Group, TrainSequence
 from megatron_ibpo.cluster.actor import ProcessDiedError
 from megatron_ibpo.cluster.engines import MOST_DEATHS
-from megatron_ibpo.config import PRESETS, AlgorithmConfig, Config
+from megatron_ibpo.config import AlgorithmConfig, Config
 from megatron_ibpo.credit import (
     Credit,
     CreditContext,
     LogProbQuery,
     assign_credit,
+    credit_of,
+    find_operator,
 )
 from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections
 from megatron_ibpo.engines.probe import IdleEngine, compare_probes, probe
@@ -53,9 +55,7 @@ from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
 
 T = TypeVar("T")
 
-GSPO = AlgorithmConfig(
-    **{name: value for name, value in PRESETS["gspo"].items() if name in AlgorithmConfig.__dataclass_fields__}
-)
+GSPO = credit_of("gspo")
 """Plain advantages of the responses alone: what the gradient meter compares with."""
 
 
@@ -317,7 +317,7 @@ class Run:
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Return the metrics that tell whether corrections pay (`credit.break_even`); none where the run
         learns from no corrections."""
-        if not learns_from_corrections(self.config.algorithm):
+        if not learns_from_corrections(find_operator(self.config.algorithm)):
             return {}
         price = self.cost.correction_price(groups, sequences)
         return {} if price is None else {"correction_price": price, **composition_counts(groups)}

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import Vocabulary, shown
+from megatron_ibpo.credit import Vocabulary, find_operator, shown
 from megatron_ibpo.credit.pairing import draw, is_wrong
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.sampling import Sampler
@@ -94,7 +94,7 @@ class Trials:
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
     """Return whether a run has wrong responses corrected."""
-    return algorithm.ibpo_operator == "compare-and-correct" and algorithm.ibpo_corrections > 0
+    return algorithm.ibpo_operator == "compare-and-correct"
 
 
 async def try_corrections(sampler: Sampler, prompts: Sequence[Prompt], asking: Asking) -> Trials:
@@ -147,7 +147,9 @@ def _replacements(
     for target in sorted(rng.sample(wrong, min(asking.targets, len(wrong)))):
         for way, pool in _ways(group, target, asking).items():
             keys = ("operator skill", asking.seed, way, group.prompt.index, target)
-            references = draw(pool, asking.algorithm.ibpo_k - 1, random.Random(derive_seed(*keys, "draw")))
+            references = draw(
+                pool, find_operator(asking.algorithm).ibpo_k - 1, random.Random(derive_seed(*keys, "draw"))
+            )
             request = replace(requests[target], seed=derive_seed(*keys))
             if way != RESAMPLE:
                 request = _correction(group, (target, *references), request, asking)
@@ -156,7 +158,7 @@ def _replacements(
 
 def _ways(group: Group, target: int, asking: Asking) -> dict[Way, list[int]]:
     """Every way to replace the response, with the responses that its references are drawn from."""
-    compares, as_in_training = asking.algorithm.ibpo_k > 1, asking.as_in_training
+    compares, as_in_training = find_operator(asking.algorithm).ibpo_k > 1, asking.as_in_training
     correct = [i for i, response in enumerate(group.responses) if response.correct]
     wrong = [i for i, response in enumerate(group.responses) if is_wrong(response) and i != target]
     ways: dict[Way, list[int]] = {}

@@ -442,4 +442,4 @@ class LiveRollouts:
             first, *others = [shown(candidate, vocabulary.thinking).ids for candidate in candidates]
             return vocabulary.correction_prompt(prompt, first, others)
 
-        return Corrector(prompt_ids, self.config.algorithm.ibpo_k, limit)
+        return Corrector(prompt_ids, find_operator(self.config.algorithm).ibpo_k, limit)

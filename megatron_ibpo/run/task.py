@@ -6,7 +6,8 @@ from itertools import accumulate
 
 from megatron_ibpo.basics.records import Prompt, TokenIds
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit import AnswerStart, ThinkingMarks, Vocabulary
+from megatron_ibpo.credit import AnswerStart, Operator, ThinkingMarks, Vocabulary, find_operator
+from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.data import (
     CorrectionTemplate,
     PromptSource,
@@ -70,15 +71,15 @@ def open_task(config: Config, *, trains: bool = True) -> Task:
     """
     assert config.model.hf_checkpoint is not None  # check_config saw to it
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    thinking = None
-    if config.algorithm.ibpo_strip_thinking:
+    thinking, operator = None, find_operator(config.algorithm)
+    if operator.ibpo_strip_thinking:
         thinking = ThinkingMarks(*thinking_marks(tokenizer))
     vocabulary = Vocabulary(
-        CorrectionTemplate(tokenizer, config.algorithm.ibpo_k),
+        CorrectionTemplate(tokenizer, operator.ibpo_k),
         token_texts(tokenizer),
         thinking,
-        _placeholder(config, tokenizer),
-        _answer_start(config, tokenizer),
+        _placeholder(operator, tokenizer),
+        _answer_start(config, operator, tokenizer),
     )
     suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
     replays = config.run.load_debug_rollout_data is not None
@@ -136,9 +137,9 @@ def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> P
     )
 
 
-def _answer_start(config: Config, tokenizer: Tokenizer) -> AnswerStart | None:
+def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> AnswerStart | None:
     """None where nothing is corrected, or the verifier of --rm-type does not say what an answer is."""
-    if config.algorithm.ibpo_corrections == 0 or answer_extractor(main_rm_type(config.data)) is None:
+    if operator.ibpo_corrections == 0 or answer_extractor(main_rm_type(config.data)) is None:
         return None
     texts = token_texts(tokenizer)
 
@@ -152,9 +153,9 @@ def _answer_start(config: Config, tokenizer: Tokenizer) -> AnswerStart | None:
     return start
 
 
-def _placeholder(config: Config, tokenizer: Tokenizer) -> int | None:
-    if config.algorithm.ciw_placeholder == "pad":
+def _placeholder(operator: Operator, tokenizer: Tokenizer) -> int | None:
+    if not isinstance(operator, SpanMasking) or operator.ciw_placeholder == "pad":
         return tokenizer.pad_id
-    if tokenizer.unk_id is None and config.algorithm.ibpo_operator == "span-masking":
+    if tokenizer.unk_id is None:
         raise ValueError("--ciw-placeholder unk: the tokenizer has no unknown token; use pad")
     return tokenizer.unk_id

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Correction, Flags, Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import Config, as_specs, parse_config
-from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group
+from megatron_ibpo.config import Config, as_specs
+from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group, find_operator
 from megatron_ibpo.credit.compared_parts import compared_pairs
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
@@ -30,6 +30,7 @@ from megatron_ibpo.data import (
 )
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.requests import group_requests
@@ -80,7 +81,7 @@ def audit_responses(
         texts = token_texts(tokenizer)
         boundaries = [_boundaries(texts(response.content_ids)) for _, response in pieces]
         outcomes = asker.outcomes(pieces, boundaries, rollouts, seed)
-    marks, insertions = asker.thinking, config.algorithm.ibpo_mask_insertions
+    marks, insertions = asker.thinking, asker.operator.ibpo_mask_insertions
     edits = correction_edits(groups, marks, mark_insertions=insertions)
     audited = [
         AuditedResponse(
@@ -184,7 +185,11 @@ class _Asker:
         config.rollout.rollout_max_context_len = self.max_context
         self.verifier = stack.enter_context(open_verifier(config.data))
         self.engine = ThreadedEngine(open_engine(config, hf_dir, stack))
-        strips = config.algorithm.ibpo_strip_thinking
+        method = find_operator(config.algorithm)
+        # a baseline's policy can be audited too, and all wrong responses are
+        method = method if isinstance(method, CompareAndCorrect) else CompareAndCorrect()
+        self.operator = replace(method, ibpo_gate=False)
+        strips = self.operator.ibpo_strip_thinking
         self.thinking = ThinkingMarks(*thinking_marks(tokenizer)) if strips else None
 
     def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
@@ -202,7 +207,7 @@ class _Asker:
         def draw(_: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
             return [(prompt, requests[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
 
-        operator, context = CompareAndCorrect(), self._context(seed)
+        operator, context = self.operator, self._context(seed)
         rules = Rules(len(prompts), max_rounds=1, usable=any_group, preferred=any_group)
         with self._sampler(lambda _, sample: self.tokenizer.decode(sample.token_ids)) as sampler:
             groups = sampler.run(sample_batch(GroupSampler(sampler, operator, rules), draw, context)).groups
@@ -234,12 +239,9 @@ class _Asker:
         ]
 
     def _context(self, seed: int) -> CreditContext:
-        algorithm = replace(self.config.algorithm, ibpo_gate=False)  # all of them are audited
-        if algorithm.ibpo_corrections == 0:  # a baseline's policy can be audited too
-            algorithm = replace(algorithm, ibpo_corrections=1)
-        template = CorrectionTemplate(self.tokenizer, algorithm.ibpo_k)
+        template = CorrectionTemplate(self.tokenizer, self.operator.ibpo_k)
         return CreditContext(
-            algorithm=algorithm,
+            algorithm=self.config.algorithm,
             rollout=self.config.rollout,
             vocabulary=Vocabulary(template, token_texts(self.tokenizer), self.thinking),
             max_context=self.max_context,

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import yaml
 
-from megatron_ibpo.config import Config, ConfigError, config_yaml, parse_config, path_of_user
+from megatron_ibpo.config import Config, ConfigError, config_yaml, path_of_user
 from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
 
 Settings = dict[str, Any]
 """Recipe keys and their values."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs
-from megatron_ibpo.credit import ThinkingMarks, Vocabulary
+from megatron_ibpo.credit import ThinkingMarks, Vocabulary, find_operator
 from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source, thinking_marks
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
@@ -47,10 +47,10 @@ def skill_of_checkpoint(
             stall_timeout=config.rollout.engine_stall_timeout,
             max_context=context,
         )
-        algorithm = config.algorithm
-        thinking = ThinkingMarks(*thinking_marks(tokenizer)) if algorithm.ibpo_strip_thinking else None
-        vocabulary = Vocabulary(CorrectionTemplate(tokenizer, algorithm.ibpo_k), thinking=thinking)
-        asking = Asking(algorithm, config.rollout, vocabulary, context, seed, targets)
+        operator = find_operator(config.algorithm)
+        thinking = ThinkingMarks(*thinking_marks(tokenizer)) if operator.ibpo_strip_thinking else None
+        vocabulary = Vocabulary(CorrectionTemplate(tokenizer, operator.ibpo_k), thinking=thinking)
+        asking = Asking(config.algorithm, config.rollout, vocabulary, context, seed, targets)
         with sampler:
             return operator_skill(sampler.run(try_corrections(sampler, asked, asking)))
 

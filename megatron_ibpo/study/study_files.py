@@ -148,7 +148,11 @@ def method_settings(given: Settings | str | None) -> Settings:
         return dict(found)
     if hasattr(found, "judge"):
         return {"ibpo-operator": given}
-    arguments = len(signature(found).parameters) if callable(found) else 0
+    if hasattr(found, "of_batch"):
+        return {"advantage-estimator": "gspo", "advantages": given}
+    is_class = isinstance(found, type)
+    call = vars(found).get("__call__") if is_class else found
+    arguments = len(signature(call).parameters) - is_class if callable(call) else 0
     if flag := {1: "advantages", 3: "token-credit"}.get(arguments):
         return {"advantage-estimator": "gspo", flag: given}
     raise ConfigError(

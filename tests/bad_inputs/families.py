@@ -34,8 +34,8 @@ from bad_inputs.place import (
     TASK,
     Place,
 )
+from megatron_ibpo.config import Config
 from megatron_ibpo.config.all_fields import ENTRIES, flag
-from megatron_ibpo.config.fields import Config
 
 Words = list[str]
 """A command of `children.DOORS` and its arguments."""

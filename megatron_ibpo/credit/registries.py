@@ -1,0 +1,178 @@
+"""The methods, token credits and estimators by name, and those of the user's own by import path."""
+
+from typing import Any
+
+from megatron_ibpo.config import (
+    AlgorithmConfig,
+    Config,
+    Registry,
+    algorithm_of,
+    built,
+    known_or_path,
+    load_hook,
+)
+from megatron_ibpo.credit.agreement import Agreement
+from megatron_ibpo.credit.corrections import CompareAndCorrect
+from megatron_ibpo.credit.divergence import DivergenceCut, DivergenceWindow
+from megatron_ibpo.credit.estimators import (
+    CRITIC,
+    Estimator,
+    group_mean,
+    group_z_score,
+    group_z_score_bessel,
+    leave_one_out,
+    maxrl,
+)
+from megatron_ibpo.credit.gae import Critic
+from megatron_ibpo.credit.importance import SpanMasking
+from megatron_ibpo.credit.operator import NoOperator, Operator
+from megatron_ibpo.credit.random_window import RandomWindow
+from megatron_ibpo.credit.resets import ResetGroups
+from megatron_ibpo.credit.self_teacher import SelfTeacher
+from megatron_ibpo.credit.token_credit import TokenCredit, uniform
+from megatron_ibpo.credit.wrong_weight import WrongWeight, WrongWeightByLength
+
+OPERATORS: dict[str, type[Operator]] = {
+    "compare-and-correct": CompareAndCorrect,
+    "none": NoOperator,
+    "agreement": Agreement,
+    "span-masking": SpanMasking,
+    "reset-groups": ResetGroups,
+}
+"""--ibpo-operator → what judges wrong responses."""
+
+TOKEN_CREDITS: dict[str, Any] = {
+    "uniform": uniform,
+    "wrong-weight": WrongWeight,
+    "wrong-weight-by-length": WrongWeightByLength,
+    "divergence-window": DivergenceWindow,
+    "divergence-cut": DivergenceCut,
+    "random-window": RandomWindow,
+    "self-teacher": SelfTeacher,
+}
+"""--token-credit → what weighs the tokens of responses."""
+
+ESTIMATORS: dict[str, Any] = {
+    "group": group_z_score,
+    "group-bessel": group_z_score_bessel,
+    "group-mean": group_mean,
+    "leave-one-out": leave_one_out,
+    "maxrl": maxrl,
+    CRITIC: Critic,
+}
+"""--advantages → the estimator."""
+
+
+def find_operator(algorithm: AlgorithmConfig) -> Operator:
+    """Return the method of --ibpo-operator with its parameters.
+
+    Raises:
+        ValueError: there is none, it lacks a method, or a parameter lies outside its range.
+    """
+    return built(_operator(algorithm.ibpo_operator), algorithm.parameters)
+
+
+def find_token_credit(algorithm: AlgorithmConfig) -> TokenCredit:
+    """Return the token credit of --token-credit with its parameters.
+
+    Raises:
+        ValueError: there is none, or a parameter lies outside its range.
+    """
+    return built(_token_credit(algorithm.token_credit), algorithm.parameters)
+
+
+def find_estimator(algorithm: AlgorithmConfig) -> Estimator:
+    """Return the estimator of --advantages with its parameters.
+
+    Raises:
+        ValueError: there is none, or a parameter lies outside its range.
+    """
+    return built(_estimator(algorithm.advantages), algorithm.parameters)
+
+
+def credit_of(preset: str, **settings: Any) -> AlgorithmConfig:
+    """Return the credit of a preset, with other settings and parameters on top.
+
+    Raises:
+        ValueError: an unknown name, or a parameter that the choice does not have.
+    """
+    return algorithm_of(preset, REGISTRIES, **settings)
+
+
+def check_credit(config: Config) -> None:
+    """Refuse credit that cannot work.
+
+    Raises:
+        ValueError: with a line for every problem.
+    """
+    problems: list[str] = []
+    parts: list[Any] = []
+    for find in (find_operator, find_estimator, find_token_credit):
+        try:
+            parts.append(find(config.algorithm))
+        except ValueError as error:
+            problems += str(error).splitlines()
+    for part in parts:
+        problems += part.problems(config) if hasattr(part, "problems") else []
+    if len(parts) == 3:
+        problems += _contradictions(config.algorithm, parts[0], parts[2])
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _contradictions(algorithm: AlgorithmConfig, operator: Operator, token_credit: TokenCredit) -> list[str]:
+    """Return what is wrong between choices that are fine alone."""
+    problems = []
+    if algorithm.token_credit != "uniform" and algorithm.advantages == CRITIC:
+        problems.append(
+            f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
+            "critic gives every token an advantage of its own; drop one of them"
+        )
+    if operator.masks_tokens and getattr(token_credit, "chooses_tokens", False):
+        variant = algorithm.parameters.get("ibpo_variant")
+        by = f"--ibpo-variant {variant}" if variant else f"--ibpo-operator {algorithm.ibpo_operator}"
+        problems.append(
+            f"--token-credit {algorithm.token_credit} says where a wrong response learns, and so does {by}: "
+            "few tokens are left that both choose; take --ibpo-variant base, or --token-credit wrong-weight"
+        )
+    if algorithm.advantages == "maxrl" and (
+        algorithm.overlong_buffer_share > 0 or operator.ibpo_rewrite_penalty > 0
+    ):
+        problems.append(
+            "--advantages maxrl takes the log of a mean reward, and --overlong-buffer-share and "
+            "--ibpo-rewrite-penalty make rewards negative; drop them"
+        )
+    return problems
+
+
+def _operator(name: str) -> Any:
+    if known := known_or_path("--ibpo-operator", name, OPERATORS, "operator"):
+        return known
+    found = load_hook("--ibpo-operator", name)
+    kind = found if isinstance(found, type) else type(found)
+    if not issubclass(kind, Operator) or kind.__abstractmethods__:
+        raise ValueError(
+            f"--ibpo-operator {name}: is no subclass of megatron_ibpo.credit.Operator that defines judge: "
+            "docs/extending.md"
+        )
+    return found
+
+
+def _token_credit(name: str) -> Any:
+    known = known_or_path("--token-credit", name, TOKEN_CREDITS, "token credit")
+    return known or load_hook("--token-credit", name, called_with="groups, advantages and the context")
+
+
+def _estimator(name: str) -> Any:
+    if known := known_or_path("--advantages", name, ESTIMATORS, "estimator"):
+        return known
+    found = load_hook("--advantages", name)
+    return found if hasattr(found, "of_batch") else load_hook("--advantages", name, called_with="rewards")
+
+
+REGISTRIES = (
+    Registry("ibpo_operator", OPERATORS, _operator),
+    Registry("token_credit", TOKEN_CREDITS, _token_credit),
+    Registry("advantages", ESTIMATORS, _estimator),
+)
+"""The settings whose choices have parameters, for `megatron_ibpo.config.parse_config`."""

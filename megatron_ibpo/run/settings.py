@@ -1,0 +1,19 @@
+"""The settings of a run from a command line, with the parameters of the methods that there are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ibpo import config
+from megatron_ibpo.credit import REGISTRIES
+
+
+def parse_config(argv: Sequence[str], **about: Any) -> config.Config:
+    """Return the configuration that a command line means (`megatron_ibpo.config.parse_config`).
+
+    Args:
+        about: `program` and `description`, for --help.
+
+    Raises:
+        ConfigError: as there.
+    """
+    return config.parse_config(argv, REGISTRIES, **about)
