@@ -16,13 +16,14 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "basics.records": ("Group", "Prompt", "Sample", "SampleRequest", "TrainSequence"),
-    "config": ("Config", "ConfigError", "parse_config"),
+    "config": ("Config", "ConfigError"),
     "credit": ("FollowUp", "Judgement", "Operator", "TokenFactors"),
     "edit_distance": ("batch_distance", "distance", "opcodes", "rewrite_test", "unmodified_mask"),
     "engines": ("Engine",),
     "loss": ("Parameter", "Variant"),
     "rewards": ("LabelError", "ResponseError", "Score"),
     "run.open": ("open_run",),
+    "run.settings": ("parse_config",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = sorted(_ROOM_OF)
