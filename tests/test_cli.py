@@ -673,3 +673,18 @@ def test_the_nearest_name_is_shown_as_it_is_typed():
     keys = ["rollout-batch-size", "lr"]
     assert nearest("rollout_batchsize", keys) == "; did you mean 'rollout-batch-size'?"
     assert nearest("xyz", ["chain_sum"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("preset", "corrections", "operator"), [("gspo", 0, "none"), ("ibpo", 1, "compare-and-correct")]
+)
+def test_the_configuration_of_a_run_of_version_0_1_means_the_same(tmp_path, preset, corrections, operator):
+    """It wrote the parameters of all methods, and no corrections for no operator."""
+    written = config_yaml(parse_config(["--advantage-estimator", preset]))
+    others = {"ibpo-corrections": corrections, "ciw-inverted": False, "gae-lambda": 0.9, "ibpo-lambda": 0.6}
+    others |= {"token-credit-weight": 0.075, "token-credit-eta": 1.0}
+    older = yaml.safe_load(written) | others | {"ibpo-operator": "compare-and-correct"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    found = parse_config(["--config", str(tmp_path / "config.yaml")])
+    assert found.algorithm.ibpo_operator == operator
+    assert config_yaml(found) == written

@@ -22,7 +22,7 @@ from megatron_ibpo.config.parameters import (
     parameter_entries,
 )
 from megatron_ibpo.config.paths import path_of_user
-from megatron_ibpo.config.presets import Layer, resolve
+from megatron_ibpo.config.presets import Layer, of_this_version, resolve
 from megatron_ibpo.config.recipes import config_yaml, read_recipe
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
@@ -67,7 +67,9 @@ def parse_config(
     known, flags = early.parse_known_args(list(argv))
     flags = _with_values(flags)
 
-    layers = [Layer(*read_recipe(path), source=f"{path}: ") for path in known.config]
+    layers = [
+        of_this_version(Layer(*read_recipe(path), source=f"{path}: "), registries) for path in known.config
+    ]
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)

@@ -95,6 +95,24 @@ class Layer:
     """Begins messages about the keys."""
 
 
+_WRITTEN_BY_0_1 = {"ciw_inverted", "gae_lambda", "token_credit_weight"}
+"""Keys that stand together in the config.yaml of a run of version 0.1 alone: it wrote the parameters of all
+methods, whatever was chosen."""
+
+
+def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
+    """Return the config.yaml of a run of version 0.1 as this version writes it: the parameters of the choices
+    that were made, and no corrections as no operator. Other layers are returned as they are."""
+    others = {key.replace("-", "_"): value for key, value in layer.others.items()}
+    if not others.keys() >= _WRITTEN_BY_0_1:
+        return layer
+    fields = dict(layer.fields)
+    if fields["ibpo_operator"] == "compare-and-correct" and others["ibpo_corrections"] == 0:
+        fields["ibpo_operator"] = "none"
+    own = {name for registry in registries for name in registry.entries(fields[registry.setting])}
+    return Layer(fields, {name: value for name, value in others.items() if name in own}, layer.source)
+
+
 def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
     """Return the configuration that several layers (recipes, flags) make on top of the preset in force.
 
