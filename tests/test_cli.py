@@ -118,8 +118,10 @@ def test_a_parameter_that_the_choice_does_not_have_is_refused(flags, says):
 
 
 def test_a_key_that_the_choice_does_not_have_is_refused_where_it_stands(tmp_path):
-    wrong = recipe(tmp_path, "advantage-estimator: gspo\nibpo-corrections: 0\n")
-    with pytest.raises(ConfigError, match=r"recipe\.yaml: --ibpo-corrections: gspo with"):
+    wrong = recipe(tmp_path, "advantage-estimator: gspo\nibpo-corrections: 0\nibpo-joint: false\n")
+    with pytest.raises(
+        ConfigError, match=r"recipe\.yaml: --ibpo-corrections: gspo with.*\n.*--ibpo-joint: gspo with"
+    ):
         parse_config(["--config", wrong, "--advantage-estimator", "ibpo"])
 
 

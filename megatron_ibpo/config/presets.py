@@ -198,11 +198,15 @@ def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[
         for name, entry in registry.entries(in_force[registry.setting]).items()
     }
     found: dict[str, Any] = {}
+    problems: list[str] = []
     for key, value in layer.others.items():
         entry = entries.get(key.replace("-", "_"))
         if entry is None:
-            raise ConfigError(layer.source + _unknown_key(key, in_force, [*ENTRIES, *entries], registries))
-        found[entry.name] = typed_value(value, entry, layer.source + key)
+            problems.append(layer.source + _unknown_key(key, in_force, [*ENTRIES, *entries], registries))
+        else:
+            found[entry.name] = typed_value(value, entry, layer.source + key)
+    if problems:
+        raise ConfigError("\n".join(problems))
     return found
 
 
