@@ -3,6 +3,7 @@ what a run that goes on does again."""
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -169,3 +170,15 @@ def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
             segment.write_bytes(data)
         with pytest.raises(LostStepError, match="the journal does not hold step 2"):
             steps.take(1)
+
+
+@pytest.mark.parametrize("operator", ["compare-and-correct", "reset-groups"])
+def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tmp_path, operator):
+    flags = ("--ibpo-operator", operator, "--ibpo-corrections", "2", "--num-rollout", "1", "--no-save")
+    with live_run(config_of(tmp_path, *flags)) as steps:
+        steps.take(1)
+        assert any(group.corrections for group in steps.groups[0])
+        steps.run.finish("finished")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert (summary["break_even"] is None) == (operator == "reset-groups")

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def break_even(steps: Sequence[Row]) -> dict[str, Any] | None:
-    """Where a run's corrections stand relative to the law of `credit.break_even`.
+    """Return where a run's corrections stand relative to the law of `credit.break_even`.
 
     Args:
         steps: rows of the metrics log.
@@ -24,7 +24,8 @@ def break_even(steps: Sequence[Row]) -> dict[str, Any] | None:
         q, each with low and high of Wilson's 95 % interval), `needed` (the skill from which on corrections
         pay) and `pays`: True or False where the intervals leave no doubt, else None. None without any.
     """
-    known = [row for row in steps if row.get("correction_price") is not None]
+    # runs of version 0.1 wrote a price beside the suffixes of reset-groups, which are no corrections
+    known = [row for row in steps if row.get("correction_price") is not None and "corrections" in row]
     if not known:
         return None
 

@@ -67,7 +67,7 @@ def summarise(
             the evaluation before the first step and the one after the last step. A start that was measured on
             another number of problems than the end is None.
         reward: mean training reward of the first and of the last five steps, where there are ten.
-    break_even: whether corrections paid, by the run's own figures (`report.break_even`).
+    break_even: whether corrections paid, by the run's own figures (`report.correction_value`).
     prediction_error: predicted over measured seconds of a step and its parts, less 1; None without either.
     seconds_* are of this process: a resumed run counts from there.
 

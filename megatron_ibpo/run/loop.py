@@ -316,8 +316,9 @@ class Run:
 
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Return the metrics that tell whether corrections pay (`credit.break_even`); none where the run
-        learns from no corrections."""
-        if not learns_from_corrections(find_operator(self.config.algorithm)):
+        learns from no corrections: suffixes of reset-groups are other responses."""
+        algorithm = self.config.algorithm
+        if not corrects(algorithm) or not learns_from_corrections(find_operator(algorithm)):
             return {}
         price = self.cost.correction_price(groups, sequences)
         return {} if price is None else {"correction_price": price, **composition_counts(groups)}
