@@ -303,7 +303,7 @@ def test_a_long_step_says_every_so_often_that_it_goes_on_and_how_far_it_is(check
     script.write_text(script.read_text().replace("say_every=60", "say_every=0.05"))
     slow = bootstrap(checkout, SLOW="1")  # a fifth of a second for each call of pip
     assert slow.returncode == 0, slow.stderr
-    assert re.search(r"packages for cpu \(takes minutes\): 0 s so far; installing --no-deps -r", slow.stderr)
+    assert re.search(r"packages for cpu .*: \d+ s so far; installing --no-deps -r", slow.stderr)
     started = time.monotonic()
     assert bootstrap(checkout, "dev").returncode == 0
     assert time.monotonic() - started < 20  # what says so ends with the step, and holds no lock

@@ -140,7 +140,7 @@ def test_trainers_that_are_killed_again_and_again_end_the_run_and_are_named(tmp_
     assert "all trainers start again from the last checkpoint" in output
     assert "the trainers are back" not in output
     said = [f"was killed by SIGKILL (process {pid} on 127.0.0.1)" for pid in killed]
-    assert said[0] in output
+    assert any(words in output for words in said)
     assert "out-of-memory killer" in output
     assert "its memory had reached" in output
     ended = json.loads((run_dir / "summary.json").read_text())["status"]
