@@ -20,7 +20,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 T = TypeVar("T")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HELD_OUT = ("test", "validation", "eval", "dev", "held_out")
-"""What a held-out part may be called, in the order in which it is looked for."""
+"""Names of a held-out part, in the order in which it is looked for."""
 
 
 def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
@@ -161,7 +161,7 @@ def _part(parts: Mapping[str, T], path: Path, role: str, split: str | None) -> T
 
 
 def _saved_files(path: Path) -> list[Path]:
-    """Of one data set that `datasets` saved."""
+    """Return the files of one data set that `datasets` saved."""
     state = path / "state.json"
     if not state.exists():
         raise DataError(f"{path}: holds no state.json, as `save_to_disk` writes it")

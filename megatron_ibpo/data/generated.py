@@ -53,14 +53,14 @@ AGAIN_S = 0.5
 
 @dataclass(frozen=True)
 class _Task:
-    """What a URL says."""
+    """The content of a URL."""
 
     name: str
     parameters: dict[str, Any]
-    """Of the task's own configuration."""
+    """Parameters of the task's own configuration."""
     compact: bool
     levels: range | None
-    """Of its curriculum; None: its parameters are all."""
+    """Levels of its curriculum; None: its parameters are all."""
     over: int
     """Positions in which the levels are gone through."""
 
@@ -98,12 +98,12 @@ def generated_prompts(
 
     @cache
     def dataset(level: int | None) -> tuple[Any, dict[str, Any]]:
-        """What makes the items of a level, and its parameters."""
+        """Return what makes the items of a level, and its parameters."""
         parameters = {**_of_level(task.name, level, spec), **task.parameters}
         return _dataset(task.name, parameters), parameters
 
     def prompt_of(index: int, attempt: int) -> Prompt | None:
-        """Of a draw for `index`; None where its question belongs to the other split."""
+        """Return the prompt of a draw for `index`; None where its question belongs to the other split."""
         made, parameters = dataset(task.level(index, split))
         try:
             item = made[derive_seed("item", split, seed, index, attempt) % min(_ITEM_SEEDS, made.size)]
@@ -204,7 +204,7 @@ def _time_limit(spec: str) -> Iterator[None]:
 
 
 def _parse_task(spec: str) -> _Task:
-    """What a `reasoning_gym://` URL says.
+    """Return the task that a `reasoning_gym://` URL names.
 
     Raises:
         DataError: unknown task or parameter (with the nearest), or a value of the wrong type.

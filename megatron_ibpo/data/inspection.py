@@ -35,13 +35,13 @@ _BAR = 40
 
 @dataclass
 class Inspection:
-    """What was found in one source."""
+    """Findings in one source."""
 
     source: str
     rows: int = 0
-    """That were looked at."""
+    """Number of rows that were looked at."""
     is_whole: bool = True
-    """Whether these are all."""
+    """True where these are all rows."""
     is_rl_layout: bool = False
     tally: Tally = field(default_factory=lambda: Tally(""))
     lengths: list[int] = field(default_factory=list)

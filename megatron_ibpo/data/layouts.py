@@ -15,7 +15,7 @@ from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
 
 COLUMNS = ("task", "metadata", "rm_type", "id", "reward_model", "data_source", "extra_info")
-"""What may be read of a row besides question and label."""
+"""Columns that may be read of a row besides question and label."""
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "text": (str,),
@@ -31,7 +31,7 @@ class PlainRow:
 
     messages: Sequence[Message]
     is_chat: bool
-    """Whether the row has chat messages, and not one text."""
+    """True where the row has chat messages, and not one text."""
     label: str
     task: str | None
     metadata: dict[str, Any]
@@ -70,13 +70,13 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
 
 
 def is_rl_layout(row: Row, label_key: str) -> bool:
-    """Whether the ground truth is in `reward_model`, as existing RL data sets have it."""
+    """Return whether the ground truth is in `reward_model`, as existing RL data sets have it."""
     truth = row.get("reward_model")
     return label_key not in row and isinstance(truth, dict) and "ground_truth" in truth
 
 
 def has_value(row: Row, field: str, value: str) -> bool:
-    """Whether the field, in which dots lead into objects, has the value, as text."""
+    """Return whether the field, in which dots lead into objects, has the value, as text."""
     found: Any = row
     for name in field.split("."):
         found = found.get(name) if isinstance(found, dict) else None

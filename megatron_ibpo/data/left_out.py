@@ -1,4 +1,4 @@
-"""What was left out of a source and why: counted, and the first few named."""
+"""Rows left out of a source, counted by reason, and the first few named."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -15,7 +15,7 @@ PASS_RATE, NOT_MEASURED = "outside the pass-rate window", "without a measured pa
 
 @dataclass
 class Tally:
-    """Of one source. A row is counted once however often it is come upon."""
+    """The count of one source. A row is counted once however often it is come upon."""
 
     source: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Tally:
             named.append(say())
 
     def lines(self) -> list[str]:
-        """What to show: a line for each reason, and the bad rows that are named."""
+        """Return the lines to show: one for each reason, and the bad rows that are named."""
         lines = [f"{self.source}: left out {count} {reason}" for reason, count in sorted(self.counts.items())]
         bad = self.named.get(BAD_ROW, [])
         lines += [f"  {text}" for text in bad]

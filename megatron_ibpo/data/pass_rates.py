@@ -23,7 +23,7 @@ from megatron_ibpo.data.tokenizer import DataError
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured of one prompt."""
+    """The pass rate of one prompt."""
 
     correct: int
     scored: int
@@ -91,14 +91,14 @@ def rate_record(policy: str, prompt: Prompt, rate: Rate) -> dict[str, Any]:
 
 
 def prompt_fingerprint(prompt: Prompt) -> str:
-    """Of what the policy sees and what it is graded by."""
+    """Return a fingerprint of what the policy sees and what it is graded by."""
     digest = hashlib.blake2b(prompt.token_ids.astype("<i4").tobytes(), digest_size=12)
     digest.update(prompt.label.encode())
     return digest.hexdigest()
 
 
 def policy_fingerprint(config: Config) -> str:
-    """Of the weights of --hf-checkpoint, and of what else its pass rates depend on."""
+    """Return a fingerprint of the weights of --hf-checkpoint, and of what else its pass rates depend on."""
     hf_dir, rollout, data = config.model.hf_checkpoint, config.rollout, config.data
     assert hf_dir is not None  # checked before
     settings = [

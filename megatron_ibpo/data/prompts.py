@@ -11,7 +11,7 @@ from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unkn
 
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
 _CHARACTERS_OF_A_TOKEN = 128
-"""Of the longest tokens, which are spaces."""
+"""Characters of the longest tokens, which are spaces."""
 
 
 class TooLongError(DataError):
@@ -29,14 +29,14 @@ class PromptSource:
     count: Callable[[], int] | None = None
     """Finds `size` out where it is not known; reads a large file through."""
     notes: tuple[str, ...] = ()
-    """What to say of it before it is used."""
+    """Lines to show before it is used."""
     tallies: tuple[Tally, ...] = ()
-    """What is left out of each of its parts."""
+    """Counts of what is left out of each of its parts."""
     ready: int | None = None
     """How many of the first prompts are made already, where making one may take long; None: any number is
     quick."""
     grows: bool = False
-    """Whether more is found out about what is left out as prompts are drawn."""
+    """True where more is found out about what is left out as prompts are drawn."""
 
     def __len__(self) -> int:
         return self.size

@@ -58,7 +58,7 @@ class Reader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of a table's columns those that prompts may be made of."""
+        """Columns of a table that prompts may be made of."""
         chosen = () if self.source.only is None else (self.source.only[0].partition(".")[0],)
         return (self.input_key, self.label_key, *COLUMNS, *chosen)
 
@@ -190,14 +190,14 @@ def prompts_of_rows(
 
 
 def layout_note(source: SourceSpec, is_rl: bool) -> tuple[str, ...]:
-    """What to say of a layout that was recognised."""
+    """Return the line to show about a layout that was recognised."""
     if not is_rl:
         return ()
     return (f"{source.location}: the layout of RL data sets; labels are reward_model.ground_truth",)
 
 
 def normalised(question: str) -> str:
-    """By which questions are the same."""
+    """Return the text by which questions are compared."""
     return " ".join(question.split())
 
 

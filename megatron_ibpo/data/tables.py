@@ -29,7 +29,7 @@ WINDOW_ROWS = 16_384
 _BLOCK_BYTES = 256 * 1024
 _MOST_BLOCKS = 2**16
 _WINDOW_BLOCKS = 64
-"""Of JSONL: 16 MiB from as many places of the file."""
+"""Blocks of a window of JSONL: 16 MiB from as many places of the file."""
 _READ_BYTES = 4096
 _NEWLINE = 10
 _BLANKS = np.frombuffer(b" \t\r\n\v\f", np.uint8)

@@ -12,7 +12,7 @@ _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def correction_instruction(num_candidates: int) -> str:
-    """What the policy is asked to do with K candidate solutions; K=2 is the paper's wording."""
+    """Return the instruction to correct K candidate solutions; K=2 is the paper's wording."""
     if num_candidates == 1:
         return (
             "You are given a candidate solution to the problem. Check it step by step, identify any errors, "
@@ -26,7 +26,7 @@ def correction_instruction(num_candidates: int) -> str:
 
 
 def candidate_heading(number: int) -> str:
-    """What stands before the candidate solution `number`, counted from 1."""
+    """Return the heading of the candidate solution `number`, counted from 1."""
     return f"Candidate solution {number}: "
 
 

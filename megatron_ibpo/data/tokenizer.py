@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
 
 
 def has_unknown(tokenizer: Tokenizer, ids: Sequence[int] | npt.NDArray[np.int32]) -> bool:
-    """Whether some of `ids` stand for what the tokenizer could not express."""
+    """Return whether some of `ids` stand for what the tokenizer could not express."""
     return tokenizer.unk_id is not None and tokenizer.unk_id in ids
 
 

@@ -47,8 +47,8 @@ class Evaluation:
     majority_accuracy: float | None = None
     """maj@samples_per_prompt; None for one sample, or where no answers can be extracted."""
     best_of_accuracy: float | None = None
-    """Of the sample that the policy itself finds likeliest (mean log-prob): best-of-n without a verifier.
-    With one that knows the answer it is pass@n."""
+    """Accuracy of the sample that the policy itself finds likeliest (mean log-prob): best-of-n without a
+    verifier. With one that knows the answer it is pass@n."""
     corrected_accuracy: float | None = None
     """Share of correct ones among the corrections of all samples; None where compare-and-correct is off."""
     corrections_skipped: int = 0
@@ -142,7 +142,7 @@ def by_key(samples: Sequence[EvalSample]) -> dict[Key, EvalSample]:
 def summarised(
     samples: Sequence[EvalSample], order: Sequence[int], *, has_answers: bool, corrects: bool
 ) -> Evaluation:
-    """What the samples of one set come to.
+    """Return the measures of one set from its samples.
 
     Args:
         order: indices of the prompts. Every one has equally many samples, numbered from 0.
@@ -240,7 +240,7 @@ def _correctness(rows: Sequence[Sequence[EvalSample]]) -> Outcomes:
 
 
 def _means(outcomes_PS: Outcomes) -> Outcomes:
-    """By prompt, of what is known; NaN where nothing is."""
+    """Return the mean of what is known for each prompt; NaN where nothing is."""
     known_P = (~np.isnan(outcomes_PS)).sum(axis=1)
     return np.where(known_P > 0, np.nansum(outcomes_PS, axis=1) / np.maximum(known_P, 1), np.nan)
 

@@ -32,7 +32,8 @@ class Benchmark:
     layout: str
     """The fields of a row, in words."""
     row: Callable[[Row], Made | None]
-    """What a row asks; None where it is outside of the benchmark. Raises ValueError for another layout."""
+    """Returns the question of a row; None where it is outside of the benchmark. Raises ValueError for another
+    layout."""
     rm_type: Literal["math", "code"]
     problems: int | None
     """As published; None where that is not known for sure."""
@@ -92,7 +93,7 @@ class BenchmarkRows:
             )
 
     def notes(self) -> list[str]:
-        """What a reader of the results should know of the rows."""
+        """Return notes on the rows for a reader of the results."""
         notes = []
         if self.outside:
             notes.append(

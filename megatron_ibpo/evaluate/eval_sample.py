@@ -19,12 +19,12 @@ _LONGEST_LABEL = 2000
 
 @dataclass(frozen=True)
 class EvalSample:
-    """What the policy wrote once, and what the verifier said of it."""
+    """One sample of the policy, with the verifier's judgement."""
 
     set: str
     """Name of the set of prompts."""
     id: str
-    """Of the problem: the data's own where it has one, else its place."""
+    """Identity of the problem: the data's own where it has one, else its place."""
     prompt_index: int
     kind: Kind
     """A correction has the number of the sample that it corrects."""
@@ -32,11 +32,11 @@ class EvalSample:
     prompt: str
     """The question."""
     label: str
-    """What the verifier compares with; cut where it is long."""
+    """Label that the verifier compares with; cut where it is long."""
     text: str
     """The response."""
     answer: str | None
-    """What the verifier's module extracts of the response; None: no answer, no vote."""
+    """Answer that the verifier's module extracts from the response; None: no answer, no vote."""
     reward: float | None
     """None where the verifier failed."""
     correct: bool
@@ -44,7 +44,7 @@ class EvalSample:
     """How the verifier failed."""
     finish_reason: Literal["stop", "length"]
     num_tokens: int
-    """That the policy wrote."""
+    """Number of tokens that the policy wrote."""
     details: dict[str, float]
     """Further numbers of the verifier's."""
     mean_logprob: float | None

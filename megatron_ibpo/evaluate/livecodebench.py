@@ -12,13 +12,14 @@ from typing import Any
 from megatron_ibpo.basics.strict_json import read_json
 
 FIRST_DAY, LAST_DAY = date(2025, 2, 1), date(2025, 5, 31)
-"""Of the window 25.02-25.05, by contest_date."""
+"""First and last contest_date of the window 25.02-25.05."""
 _MOST_BYTES = 2**30
-"""Of one problem's private tests, unpacked: far more than any has, and what a small file could claim."""
+"""Bytes of one problem's private tests, unpacked: far more than any has, and what a small file could
+claim."""
 
 
 def in_window(contest_date: str) -> bool:
-    """Whether a problem is of the window. Raises ValueError for what is no ISO date."""
+    """Return whether a problem is of the window. Raises ValueError for what is no ISO date."""
     return FIRST_DAY <= date.fromisoformat(contest_date[:10]) <= LAST_DAY
 
 
@@ -41,7 +42,8 @@ def code_label(row: dict[str, Any]) -> str:
 
 
 def function_name(row: dict[str, Any]) -> str | None:
-    """Of the method that the tests call; None for a program that reads stdin. Raises ValueError."""
+    """Return the name of the method that the tests call; None for a program that reads stdin. Raises
+    ValueError."""
     try:
         metadata = read_json(row.get("metadata", ""))
         name = metadata.get("func_name")

@@ -1,4 +1,4 @@
-"""What several samples of a prompt tell: pass@k, maj@k, best-of-k; intervals over prompts.
+"""Measures of several samples of a prompt: pass@k, maj@k, best-of-k; intervals over prompts.
 
 Each measure is first a value for every prompt. Their mean is the measure; the prompts are what an interval or
 a comparison resamples, since samples of one prompt are not independent.
@@ -52,14 +52,14 @@ def _voted(correct_S: Outcomes, answers: Sequence[str | None]) -> float:
 
 
 def best_of(correct_PS: Outcomes, scores_PS: npt.NDArray[np.float64]) -> Outcomes:
-    """Whether a prompt's sample with the highest score is correct; one that the verifier failed on is not
-    known to be."""
+    """Return whether a prompt's sample with the highest score is correct; one that the verifier failed on is
+    not known to be."""
     best_P = scores_PS.argmax(axis=1)
     return np.nan_to_num(np.take_along_axis(correct_PS, best_P[:, None], axis=1))[:, 0]
 
 
 def mean_over_prompts(values_P: Outcomes) -> float | None:
-    """Of the prompts whose value is known; None if none is."""
+    """Return the mean over the prompts whose value is known; None if none is."""
     known = values_P[~np.isnan(values_P)]
     return float(known.mean()) if known.size else None
 

@@ -34,13 +34,13 @@ class EvalSet:
 
     name: str
     is_named: bool
-    """Whether metrics have its name: not where it is the only set, and the user gave it none."""
+    """True where metrics have its name: not where it is the only set, and the user gave it none."""
     prompts: list[Prompt]
     sampling: EvalSampling
     answer: Callable[[Prompt, str], str | None] | None
     """The answer of a response to a prompt; None where no verifier of the set says how it is extracted."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the source."""
+    """Notes on the source for the user."""
 
     def metrics(self, of_evaluation: dict[str, float]) -> dict[str, float]:
         """The metrics of an evaluation of this set by the names that a log has them under."""

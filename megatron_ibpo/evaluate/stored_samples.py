@@ -1,4 +1,4 @@
-"""What an evaluation has on disk while it goes: every sample, and by which settings it was made.
+"""The files of an evaluation in progress: every sample, and the settings it was made by.
 
 DIR/results.json has the settings of every set from the start and the measures in the end;
 DIR/SET.samples.jsonl has a line for every sample as soon as it is scored. An evaluation that was interrupted

@@ -1,4 +1,4 @@
-"""What stands in the journal, and its bytes: msgpack, arrays as they lie in memory."""
+"""Entries of the journal and their bytes: msgpack, arrays as they lie in memory."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -60,7 +60,7 @@ class ClosedGroup(NamedTuple):
         return self.prompt_index, self.attempt
 
     def sample_keys(self) -> list[SampleKey]:
-        """Of all its samples."""
+        """Keys of all its samples."""
         of = self.prompt_index, self.attempt
         return [SampleKey(*of, "response", index) for index in range(self.responses)] + [
             SampleKey(*of, "correction", index) for index in range(self.corrections)
@@ -81,7 +81,7 @@ class DroppedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClosedBatch:
-    """What a step trains on, and what was given up since the batch before it was closed."""
+    """The batch that a step trains on, with what was given up since the batch before it was closed."""
 
     step: int
     """Steps that the run has completed once it has trained on this batch: the first batch has 1."""
@@ -100,11 +100,12 @@ class Begin:
     """The first entry of every segment."""
 
     settings: str
-    """Of the run that writes it."""
+    """Sampling settings of the run that writes it."""
     saved: int
     """The step of the checkpoint that was whole on disk at this time."""
     last_step: int
-    """Of the last batch that had been closed by then; its own segment may be deleted before this one."""
+    """Number of the last batch that had been closed by then; its own segment may be deleted before this one.
+    """
     needed_from: int
     """The first segment that a run needs which goes on from that checkpoint, or from one of a later step."""
     rewound: int | None = None
@@ -123,7 +124,7 @@ Entry = Begin | Sampled | ClosedBatch
 
 _TOKENS, _FLOATS, _FLAGS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
 _EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
-"""By their bytes, less one."""
+"""Types of expert ids by their bytes, less one."""
 
 
 def encode(entry: Entry) -> bytes:

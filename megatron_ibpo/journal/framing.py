@@ -17,7 +17,7 @@ _HEADER = struct.Struct("<4sIII")
 """Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here: a damaged length is
 told from a record whose end was never written."""
 _MOST_BYTES = 2**30
-"""Of a payload; Linux takes 2 GiB in one write."""
+"""Bytes of the largest payload; Linux takes 2 GiB in one write."""
 _CHUNK = 2**20
 """Bytes that are looked through at once for a header; mapping the file would hold all of it in memory."""
 

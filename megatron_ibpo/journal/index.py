@@ -13,7 +13,7 @@ class Index:
 
     saved: int
     last_step: int
-    """Of the last batch that the journal knows to be closed."""
+    """Number of the last batch that the journal knows to be closed."""
     _open: dict[GroupId, dict[SampleKey, int]] = field(default_factory=dict)
     """The segment of every sample that no batch has taken or dropped."""
     _batches: dict[int, int] = field(default_factory=dict)

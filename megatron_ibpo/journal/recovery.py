@@ -1,4 +1,4 @@
-"""What a journal says to a run that goes on from a checkpoint."""
+"""Recovery: what a journal holds for a run that resumes from a checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a run that goes on from a checkpoint need not sample again."""
+    """Samples and batches that a resumed run need not sample again."""
 
     settings: str | None
-    """Of the last run that wrote; None where nothing was written."""
+    """Sampling settings of the last run that wrote; None where nothing was written."""
     batches: tuple[ClosedBatch, ...]
     """Those of the steps after the checkpoint's, without a gap."""
     samples: dict[SampleKey, Sample]
@@ -43,7 +43,7 @@ class Recovered:
     """These batches are all that the journal knows of, and nothing is damaged. Where that is not so, or where
     the run is not to follow them, the writer must be told (`Journal.follow`)."""
     notes: tuple[str, ...]
-    """What could not be read, for the user."""
+    """Records that could not be read, for the user."""
 
     @property
     def open_samples(self) -> dict[SampleKey, Sample]:
@@ -53,7 +53,8 @@ class Recovered:
 
 
 def read_journal(directory: Path, after_step: int) -> Recovered:
-    """What the journal holds for a run that goes on from the checkpoint of step `after_step` (0: from none).
+    """Return what the journal holds for a run that resumes from the checkpoint of step `after_step` (0: from
+    none).
 
     Damaged records are left out, and counted in the notes. A batch that they leave incomplete is not
     replayed, nor are those after it, whose samples come from weights that were trained on it. What is asked
@@ -122,7 +123,7 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Of the segments that there are, oldest first."""
+    """Return the numbers of the segments that there are, oldest first."""
     stems = (path.stem for path in directory.glob(f"*{_SUFFIX}"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
@@ -192,12 +193,12 @@ class _Closed:
 
 @dataclass
 class _State:
-    """What the entries so far come to."""
+    """The state that the entries so far come to."""
 
     after_step: int
     settings: str | None = None
     last_step: int = 0
-    """Of the last batch that the journal knows to be closed."""
+    """Number of the last batch that the journal knows to be closed."""
     open: dict[GroupId, dict[SampleKey, Sample]] = field(default_factory=dict)
     closed: dict[int, _Closed] = field(default_factory=dict)
     is_damaged: bool = False

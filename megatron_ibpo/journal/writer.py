@@ -62,7 +62,7 @@ class Journal:
             self._sizes = {number: segment_path(directory, number).stat().st_size for number in numbers}
             """Bytes of every segment, by number."""
             self._number = max(numbers, default=0) + 1
-            """Of the present segment."""
+            """Number of the present segment."""
             needed_from = self._index.needed_from(self._number)
             self._pending = sum(size for number, size in self._sizes.items() if number >= needed_from)
             if self._index.last_step < step:  # it lacks what was closed since; what is open in it may be, too

@@ -14,7 +14,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class ChosenBackend:
-    """What is used and why, in a few words."""
+    """The back end in use, and why, in a few words."""
 
     name: Literal["triton", "torch"]
     reason: str

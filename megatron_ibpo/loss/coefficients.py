@@ -1,4 +1,4 @@
-"""What each row's gradient is scaled by, while the chunks of the fused LM head reveal it.
+"""Scale of each row's gradient, while the chunks of the fused LM head reveal it.
 
 The loss moves with the log-prob of row t of sequence i by
 

@@ -1,4 +1,4 @@
-"""What a loss minimises, as one object from the entry points down to the kernels."""
+"""The objective of a loss, as one object from the entry points down to the kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Objective:
     params: Mapping[str, float]
     """All that the variant takes, in its order."""
     aggregation: str | float
-    """What divides the sum over a sequence's tokens: "sequence-mean", its response tokens; "token-mean", the
+    """Divisor of the sum over a sequence's tokens: "sequence-mean", its response tokens; "token-mean", the
     weighted mean of response tokens over the sequences of the call, so that every token counts the same; a
     number, itself (for a token mean over several micro-batches, or for "constant"). A sequence term's loss
     counts once for each token, and so once for the sequence under "sequence-mean"."""

@@ -1,4 +1,4 @@
-"""What a token loses that another distribution wrote: policy shaping (LUFFY, arXiv 2504.14945)."""
+"""Loss of tokens that another distribution wrote: policy shaping (LUFFY, arXiv 2504.14945)."""
 
 import math
 

@@ -52,7 +52,8 @@ def _segment_loss(
     kl_N = _kl_estimate(logprobs_N, rows, objective)
 
     def weighed(values_N: Tensor) -> Tensor:
-        """Of live tokens; weights are those of a sequence's loss where there is one."""
+        """Return the values of live tokens times their weights; the weights are those of a sequence's loss
+        where there is one."""
         if value_weights_N is not None and variant.sequence_term is None:
             values_N = values_N * value_weights_N.to(dtype)
         return torch.where(live_N, values_N, 0.0)

@@ -14,7 +14,7 @@ from megatron_ibpo.loss.segments import segment_loss
 
 @dataclass(frozen=True)
 class LossStats:
-    """What the loss saw; nothing here carries a gradient."""
+    """Statistics of the loss; nothing here carries a gradient."""
 
     logprobs_N: Tensor
     """Log-prob of each response token under the current policy; 0 in other rows."""

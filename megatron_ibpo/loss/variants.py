@@ -63,7 +63,7 @@ class Variant:
     token_term: Term | None = None
     sequence_term: Term | None = None
     params: Mapping[str, Parameter] = field(default_factory=dict)
-    """By name, in the order in which the Triton terms take them."""
+    """Parameters by name, in the order in which the Triton terms take them."""
     aggregation: Literal["sequence-mean", "token-mean", "constant"] = "sequence-mean"
     """How token values become one loss, unless the caller says: see `Objective`."""
     sequence_ratio: bool = False
@@ -78,7 +78,7 @@ class Variant:
 
     @property
     def takes_token_advantages(self) -> bool:
-        """Whether advantages may differ inside a sequence."""
+        """True where advantages may differ inside a sequence."""
         return self.sequence_term is None
 
 

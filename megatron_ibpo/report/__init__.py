@@ -1,4 +1,4 @@
-"""What a run shows and keeps: metrics, progress, curves, summary, recorded rollouts."""
+"""The output of a run: metrics, progress, curves, summary, recorded rollouts."""
 
 from megatron_ibpo.report.alarms import RewardErrorRateError, check_reward_errors, rounding_bound, step_alarms
 from megatron_ibpo.report.display import Size

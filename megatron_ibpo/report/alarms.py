@@ -1,5 +1,5 @@
-"""What a person should hear of while a run goes on, and what stops it. Each rule stands here once: some are
-shown above the progress of a step, all of them on the page of a run."""
+"""Rules for what the user should hear of while a run goes on, and for what stops it. Each rule stands here
+once: some are shown above the progress of a step, all of them on the page of a run."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -60,12 +60,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class _Finding:
-    """What a rule says of each step that it can judge."""
+    """A rule's finding for each step that it can judge."""
 
     steps: Array
     held: npt.NDArray[np.bool_]
     reason: Callable[[int], str]
-    """Of the n-th of these steps."""
+    """Returns the reason for the n-th of these steps."""
 
 
 def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:

@@ -1,4 +1,5 @@
-"""Whether corrections paid, by a run's own figures: success by composition of groups, and metered price."""
+"""The value of a run's corrections by its own figures: success by composition of groups, and metered
+price."""
 
 from collections.abc import Mapping, Sequence
 from math import fsum

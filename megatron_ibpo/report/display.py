@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: the table of sizes, and the progress of the steps."""
+"""Display of a run on the terminal: the table of sizes, and the progress of the steps."""
 
 import time
 from collections.abc import Iterable, Mapping

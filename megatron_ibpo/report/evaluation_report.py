@@ -1,4 +1,4 @@
-"""What an evaluation on its own shows and keeps."""
+"""Output of an evaluation on its own: what it shows and keeps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

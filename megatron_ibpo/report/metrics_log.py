@@ -1,4 +1,4 @@
-"""What a run measures, kept: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""The log of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import json
 import logging
@@ -111,7 +111,7 @@ def read_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_row(row: Any) -> bool:
-    """Whether it is what `MetricsLog` writes."""
+    """Return whether this is a row that `MetricsLog` writes."""
     if not isinstance(row, dict) or row.get("kind") not in list(get_args(Kind)):
         return False
     if type(row.get("step")) is not int or not is_number(row["step"]):
@@ -124,5 +124,5 @@ def _is_row(row: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it can be drawn and printed: a whole number of JSON's may be larger than any float."""
+    """Return whether a value can be drawn and printed: JSON's whole numbers may exceed any float."""
     return isinstance(value, int | float) and abs(value) < 1e300

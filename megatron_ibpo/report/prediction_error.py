@@ -9,7 +9,8 @@ from megatron_ibpo.report.stages import FREE_STAGES
 
 SAMPLING, TRAINING, WEIGHTS, STEP = "sampling", "training", "weights", "step"
 _STAGES = {SAMPLING: ("sample",), TRAINING: ("log-probs", "train"), WEIGHTS: ("sync",)}
-"""What is compared → stages of the loop. A step is all of them that train (`report.stages.FREE_STAGES`)."""
+"""Part that is compared → stages of the loop. A step is all stages that train
+(`report.stages.FREE_STAGES`)."""
 
 Row = Mapping[str, Any]
 
@@ -19,14 +20,14 @@ class Forecast:
     """A prediction of a step, or why there is none."""
 
     seconds: Mapping[str, float] | None
-    """Of a step and its parts, by these names."""
+    """Seconds of a step and its parts, by these names."""
     said: str
     """The same for people to read."""
 
 
 def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
-    """Of a step and its parts: medians over the steps of a metrics log but the first, which warms up. None
-    where there are no others."""
+    """Return the seconds of a step and its parts: medians over the steps of a metrics log but the first,
+    which warms up. None where there are no others."""
     steps = [row["seconds"] for row in rows if row["kind"] == "step" and row.get("seconds")][1:]
     if not steps:
         return None

@@ -40,7 +40,7 @@ _READABLE_FORMATS = (1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What training made of one response or correction."""
+    """Advantage and weight with which a response or correction was trained on."""
 
     advantage: float
     weight: float
@@ -127,7 +127,7 @@ def load_step(path: Path) -> tuple[int, list[Group], dict[tuple[int, str, int], 
 
 @contextmanager
 def _content(path: Path) -> Iterator[Any]:
-    """What the file holds; what goes wrong with that is told with the file's name."""
+    """Yield the content of the file; problems with it are told with the file's name."""
     try:
         text = read_user_file(path, RECORD_BYTES)
     except OSError as error:

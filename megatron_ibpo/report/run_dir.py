@@ -22,7 +22,7 @@ CONFIG_FILE = "config.yaml"
 PREDICTION_FILE = "prediction.json"
 """Seconds of a step and its parts that were predicted before the first one."""
 SKILL_FILE = "operator_skill.json"
-"""Whether the policy's corrections succeed more often than another try, before the first step."""
+"""File with the success of the policy's corrections, and of another try, before the first step."""
 _TOKENIZER = "tokenizer"
 """Directory with the tokenizer of the run's model, and what else describes that model but for its weights."""
 _SPARE_BYTES = 64 * 1024**2
@@ -158,7 +158,8 @@ def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
 
 
 def how_to_go_on(run_dir: Path) -> str:
-    """What to do after a run that did not finish: the command that resumes it, where it left a checkpoint."""
+    """Return what to do after a run that did not finish: the command that resumes it, where it left a
+    checkpoint."""
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
     if not steps:
         return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
@@ -174,7 +175,7 @@ def how_to_go_on(run_dir: Path) -> str:
 
 
 def _saved_bytes(run_dir: Path) -> int:
-    """What checkpoints and exports of the run take on the disk already."""
+    """Return the bytes that checkpoints and exports of the run take on the disk already."""
     files = (path for part in ("checkpoints", "hf*") for path in run_dir.glob(f"{part}/**/*"))
     return sum(path.stat().st_size for path in files if path.is_file())
 

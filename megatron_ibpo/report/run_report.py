@@ -186,7 +186,7 @@ class Report:
         self._count(seconds)  # last: a row that found no room is recorded again
 
     def _since(self, deaths: Mapping[str, int]) -> dict[str, int]:
-        """Of these deaths, those that no row has."""
+        """Return the part of these deaths that no row has."""
         return {name: count - self._deaths_told.get(name, 0) for name, count in deaths.items()}
 
     def _count(self, seconds: Mapping[str, float]) -> None:
@@ -238,7 +238,7 @@ def _seconds_table(summary: dict[str, Any]) -> Table:
 
 
 def _counts(summary: dict[str, Any]) -> str:
-    """What was dropped or failed in the run, in words; empty when nothing was."""
+    """Return in words what was dropped or failed in the run; empty when nothing was."""
     return ", ".join(
         f"{count:,} {name.replace('_', ' ')}" for name, count in summary["counts"].items() if count
     )

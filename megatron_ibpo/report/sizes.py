@@ -18,7 +18,7 @@ def run_sizes(
     loss_backend: str | None = None,
     layers: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Size]:
-    """What happens how often in one step, and on how many ranks; of the model and engines what is known.
+    """Return the named sizes of a step, and of model and engines where they are known.
 
     loss_backend: what computes the loss and why, once that is known.
     layers: part of a layer → (what computes it, how), of those that are known.

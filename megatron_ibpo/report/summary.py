@@ -135,7 +135,7 @@ def _measures_of_set(evaluation: Row) -> dict[str, str]:
 
 
 def _numbers_of_prompts(evaluation: Row) -> Row:
-    """By set."""
+    """Return the number of prompts by set."""
     return {name: value for name, value in evaluation.items() if name.endswith("num_prompts")}
 
 

@@ -1,5 +1,5 @@
-"""What the program's loggers warn of while a run goes on, shown where the person looks: deaths above all, and
-what became of them."""
+"""Warnings of the program's loggers during a run, shown where the user looks: deaths above all, and what
+became of them."""
 
 import logging
 from collections.abc import Callable, Iterator

@@ -37,10 +37,10 @@ from megatron_ibpo.rewards.sandbox.inside import needed_names
 SETTINGS = "code_execution"
 """Key of the metadata under which `score` is told how programs are run."""
 CHECK = f"{__name__}:check_execution"
-"""What a verifier process is asked before any response."""
+"""Function that a verifier process is asked before any response."""
 _SHARE_OF_TIMEOUT = 0.8
-"""Of the time that a verifier has for a response, which may be spent on tests; the rest is for starting them
-on a busy machine. So a slow program is wrong, and no failed verifier."""
+"""Share of a verifier's time for one response that tests may take; the rest is for starting them on a busy
+machine. So a slow program is wrong, and no failed verifier."""
 _LANGUAGE = re.compile(r"[\w+-]*")
 LONGEST_PROGRAM = 200_000
 """Characters; more is no answer. Contests accept 64 kB, and what reads a program before it runs takes 400
@@ -77,7 +77,7 @@ class CodeExecution:
         )
 
     def as_metadata(self) -> dict[str, Any]:
-        """What `score` finds in a prompt's metadata."""
+        """Return the metadata of a prompt in which `score` finds this."""
         return {SETTINGS: asdict(self)}
 
     def open(self) -> Executor:
@@ -127,7 +127,7 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> d
 
 
 def check_execution(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Whether programs can be run as the metadata says, asked like `score`.
+    """Refuse to start where programs cannot be run as the metadata says; asked like `score`.
 
     Raises:
         SandboxError: no sandbox can be had on this machine (with what to do), or the server runs no programs.
@@ -285,7 +285,7 @@ def _json(text: str) -> Any:
 
 
 def _verdicts(executor: Executor, program: str, problem: Problem, settings: CodeExecution) -> Iterator[str]:
-    """Of one test after the other: passed, failed or, for a time limit, time."""
+    """Yield the verdict of one test after the other: passed, failed or, for a time limit, time."""
     deadline = time.monotonic() + settings.total_seconds
 
     def limits() -> Limits:

@@ -93,7 +93,7 @@ def _unbraced(text: str) -> str:
 
 
 def compare(answer: str, label: str) -> bool | None:
-    """Whether two answers are the same; None where that takes mathematics."""
+    """Return whether two answers are the same; None where that takes mathematics."""
     ours, theirs = normal(answer), normal(label)
     if not ours or not theirs:
         return None

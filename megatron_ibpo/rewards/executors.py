@@ -34,7 +34,7 @@ _LARGEST_ANSWER = 64 << 20
 
 @dataclass(frozen=True)
 class Call:
-    """What came of one call of a function."""
+    """The outcome of one call of a function."""
 
     returned: bool
     result: Any = None
@@ -250,7 +250,7 @@ def _requests(arguments: Sequence[list[Any]]) -> bytes:
 
 
 def _answer(line: bytes) -> Call:
-    """What a program says that its call returned; it may say anything."""
+    """Return what a program says that its call returned; it may say anything."""
     try:
         returned, result = json.loads(line)
     except (ValueError, TypeError, RecursionError):

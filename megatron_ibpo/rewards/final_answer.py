@@ -23,8 +23,8 @@ _SHORTEST_QUOTE = 20
 
 
 def final_part(response: str, prompt: str = "") -> str:
-    """What follows the thinking, without quotations of the prompt: these answer nothing. Thinking that has
-    not come to an end has no final part."""
+    """Return what follows the thinking, without quotations of the prompt: these answer nothing. Thinking that
+    has not come to an end has no final part."""
     _, closed, rest = response.rpartition("</think>")
     if not closed and "<think>" in response:
         return ""
@@ -49,7 +49,7 @@ def final_boxes(text: str) -> list[str]:
 
 
 def stated_answer(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or "####" on its line; None without one."""
+    """Return what follows the last "answer is", "answer:" or "####" on its line; None without one."""
     found = _STATED.findall(text)
     return "".join(found[-1]).strip() if found else None
 

@@ -120,11 +120,11 @@ def _unreadable(label: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a response gives as its answer."""
+    """The answer that a response gives."""
 
     text: str
     context: str
-    """What math-verify is to find it in: a box, or the end of the response."""
+    """Text in which math-verify is to find it: a box, or the end of the response."""
 
 
 def _answer(text: str) -> _Answer | None:

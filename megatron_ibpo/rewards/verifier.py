@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Score:
-    """What a verifier said of one response."""
+    """A verifier's judgement of one response."""
 
     reward: float | None
     """None: the verifier failed. That is not a reward of 0."""
@@ -143,7 +143,8 @@ class Verifier:
         return _Asked(name, parts, outcomes)
 
     def _metadata(self, prompt: Prompt, target: str) -> dict[str, Any]:
-        """Of the prompt; for programs with how they are run, whatever the prompt says of that."""
+        """Return the metadata of the prompt; for programs with how they are run, whatever the prompt says of
+        that."""
         if target != VERIFIERS["code"]:
             return prompt.metadata
         return prompt.metadata | CodeExecution.of(self._data).as_metadata()
@@ -163,10 +164,10 @@ class _Asked:
     """The calls that one response takes."""
 
     name: str
-    """Of the verifier."""
+    """Name of the verifier."""
     parts: Sequence[Part] = ()
     outcomes: Sequence[Future[Outcome]] = ()
-    """Of each part."""
+    """Outcomes of the parts."""
     refused: str | None = None
     """Why nobody can be asked."""
 

@@ -108,7 +108,7 @@ def _value(function: _Function, arguments: tuple[Any, ...]) -> Any:
 
 
 def _outcome(value: Any) -> Answer:
-    """What a function's value means, or why it is no reward."""
+    """Return what a function's value means, or why it is no reward."""
     parts = {"score": value} if not isinstance(value, Mapping) else dict(value)
     if "score" not in parts:
         return _no_reward(f"ValueError: expected a number, or a mapping with a score; got {value!r}")

@@ -30,7 +30,8 @@ _START_SLACK = 10.0
 """How many times longer than the first ones a successor may take to start; then it hangs."""
 _CLOSE_TIMEOUT = 5.0
 _STARTS = 3
-"""Of a successor: it may be killed while it loads the function as the one before was; not over and over."""
+"""Starts of a successor: it may be killed while it loads the function as the one before was; not over and
+over."""
 _LARGEST_BATCH = 64
 """Calls that a batched function gets at once: what waits when a worker is free, up to so many."""
 _PRINTED_BYTES = 64 << 10
@@ -52,7 +53,7 @@ class _NotLoadedError(WorkerError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one call: a value, or why there is none."""
+    """The outcome of one call: a value, or why there is none."""
 
     value: float | None
     error: str | None = None
@@ -293,7 +294,7 @@ class _Worker:
         self._worker: int | None = None
         """Process id of the worker itself; known once the functions are loaded."""
         self.ended = False
-        """By its owner."""
+        """True once its owner has ended it."""
         self.batched: list[str] = []
         """Those of the functions that take many calls at once; known once they are loaded."""
 

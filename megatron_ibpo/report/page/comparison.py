@@ -1,4 +1,4 @@
-"""What several runs have different: settings, and the numbers that they came to."""
+"""Differences between runs: settings, and the numbers that they came to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,8 @@ _PLACES = {"run-dir", "load"}
 
 
 def comparison(overviews: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:
-    """Of the runs among the overviews, rows of a name and one value per overview (None: it has none).
+    """Return, for the runs among the overviews, rows of a name and one value per overview (None: it has
+    none).
 
     Returns:
         "settings": those that are not the same in all runs. "numbers": the last ones, all of them.

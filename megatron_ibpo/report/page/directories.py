@@ -1,5 +1,5 @@
-"""What the page shows of one directory, read from disk when it is asked for: a run, which may still train, or
-an evaluation. Nothing outside the directory is read."""
+"""One directory for the page, read from disk when it is asked for: a run, which may still train, or an
+evaluation. Nothing outside the directory is read."""
 
 import threading
 from collections import OrderedDict
@@ -184,7 +184,7 @@ class RunSource:
         return _inside(self._directory, rollout_path(self._directory / "rollouts", key))
 
     def _shown(self, key: int, content: Callable[..., Any]) -> Any:
-        """Of a recorded step; what is wrong with its records is told with their file."""
+        """Return the content of a recorded step; problems of its records are told with their file."""
         path = self._path(key)
         with self._steps_lock:
             groups, trained = self._steps.get(path, lambda: load_step(path)[1:])
@@ -220,7 +220,7 @@ class RunSource:
         return self._end() + self._premise()
 
     def _premise(self) -> list[str]:
-        """What was measured of the policy's corrections before the first step, if anything was."""
+        """Return the success of the policy's corrections before the first step, if it was measured."""
         path = self._directory / SKILL_FILE
         if not path.exists():
             return []

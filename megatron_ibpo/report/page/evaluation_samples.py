@@ -58,7 +58,7 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def index_of_set(problems: list[Problem]) -> list[dict[str, Any]]:
-    """What the table of problems and the filters need."""
+    """Return the data for the table of problems and the filters."""
     return [
         {
             "prompt": problem.prompt,
@@ -115,7 +115,7 @@ def matching_samples(path: Path, problems: list[Problem], text: str) -> list[tup
 
 @dataclass(frozen=True)
 class Results:
-    """What results.json says."""
+    """The content of results.json."""
 
     status: str
     policy: str

@@ -24,7 +24,7 @@ _LONGEST_CHARACTER = 4
 
 
 def index_of_step(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """What the table of groups and the filters need: everything but tokens."""
+    """Return the data for the table of groups and the filters: everything but tokens."""
     return [
         {
             "prompt": group.prompt.text[-_PROMPT_END:],
@@ -160,7 +160,8 @@ class _Vocabulary:
         return self._tokenizer.decode(ids)
 
     def numbers(self, ids: TokenIds) -> list[int]:
-        """Of each token. Where several are one character it stands at the first of them."""
+        """Return the number of each token's text. Where several tokens are one character, it stands at the
+        first of them."""
         tokens = ids.tolist()
         texts = [self._text_alone(token) for token in tokens]
         for start in range(len(texts)):

@@ -10,7 +10,7 @@ from megatron_ibpo.report.page.directories import RunSource, Source, open_source
 from megatron_ibpo.report.page.html import embedded, page
 
 MOST_BYTES = 32 * 2**20
-"""Of samples in a page: above it browsers take seconds to open the file."""
+"""Bytes of samples in a page: above this, browsers take seconds to open the file."""
 
 
 def build_page(

@@ -109,7 +109,7 @@ def visible_paths() -> tuple[str, ...]:
 
 @functools.cache
 def _standard_library() -> frozenset[str]:
-    """Of the interpreter itself, also where this one runs in a virtual environment."""
+    """Return the directories of the interpreter itself, also where this one runs in a virtual environment."""
     base = {"platbase": sys.base_exec_prefix, "base": sys.base_prefix}
     return frozenset(sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib"))
 
@@ -130,7 +130,8 @@ def _hidden_paths() -> list[str]:
 
 @functools.cache
 def _library_directories() -> frozenset[str]:
-    """Of the libraries that the interpreter and the standard library's extensions are linked with."""
+    """Return the directories of the libraries that the interpreter and the standard library's extensions are
+    linked with."""
     extensions = (file for path in _standard_library() for file in Path(path, "lib-dynload").glob("*.so"))
     listed = subprocess.run(
         ["ldd", python(), *map(str, extensions)], capture_output=True, text=True, timeout=60, check=False

@@ -76,8 +76,8 @@ def _make(memory_bytes: int, tasks: int) -> list[Path]:
 
 def remove_groups(owner: int) -> None:
     """Those that a process with this id has made, once it has ended or needs them no more. One whose last
-    processes are still being killed is waited for, one second at most; the next owner removes what is left.
-    """
+    processes are still being killed is waited for, one second at most; the next owner removes what is
+    left."""
     deadline = time.monotonic() + 1.0
     left = [group for parent in _own_groups() for group in parent.glob(f"{PREFIX}{owner}-*")]
     while left:
@@ -104,7 +104,8 @@ def parents() -> tuple[Path, ...]:
 
 
 def _own_groups() -> set[Path]:
-    """Of this process, where groups below them would have a controller that is needed here."""
+    """Return the groups of this process in which groups below them would have a controller that is needed
+    here."""
     found = set()
     lines = ""
     with suppress(OSError):  # a kernel without them

@@ -32,7 +32,7 @@ from megatron_ibpo.rewards.sandbox.control_groups import control_groups
 from megatron_ibpo.rewards.sandbox.seccomp import seccomp_filter
 
 Mode = Literal["program", "calls", "serve", "check"]
-"""What `inside` does with the source that it is given."""
+"""Uses that `inside` makes of the source that it is given."""
 Reached = Literal["time", "output"]
 """The limit for which a program was ended."""
 
@@ -51,7 +51,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take."""
+    """Limits of one program."""
 
     seconds: float = 6.0
     """Wall-clock time from the moment the sandbox stands, and processor time of all its threads (in whole
@@ -116,9 +116,9 @@ class Process:
         self.reached: Reached | None = None
         self._isolated = isolated
         self._handle = -1
-        """Of the first process."""
+        """Handle of the first process."""
         self._ends = ExitStack()
-        """What is left to do at the end, in reverse order."""
+        """Actions left to do at the end, in reverse order."""
         try:
             self._start(mode, source, arguments, stdin)
         except BaseException:
@@ -312,7 +312,7 @@ def _filter() -> bytes:
 
 
 def _read(descriptor: int, deadline: float) -> bytes:
-    """What a pipe has next; nothing at its end or at the deadline."""
+    """Return what a pipe has next; nothing at its end or at the deadline."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):

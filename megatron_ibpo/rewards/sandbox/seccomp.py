@@ -54,7 +54,7 @@ _SOCKET = {"x86_64": 41, "aarch64": 198}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE3 = 435
 _LAST_KNOWN = 450
-"""Of Linux 5.17. The numbers of later calls are the same on every processor."""
+"""Last call of Linux 5.17. The numbers of later calls are the same on every processor."""
 _CLONE_THREAD = 0x00010000
 _AF_UNIX = 1
 

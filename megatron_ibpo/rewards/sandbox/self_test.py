@@ -1,4 +1,4 @@
-"""Whether the sandbox holds on this machine, tried before anything is trusted to it."""
+"""Test that the sandbox holds on this machine, before anything is trusted to it."""
 
 from __future__ import annotations
 
