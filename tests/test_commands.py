@@ -20,6 +20,7 @@ from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.cluster.actor import plain
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
+from megatron_ibpo.weights.weight_errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = re.compile(r"; the traceback is in (\S+?\.log)")
@@ -273,3 +274,18 @@ def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
     assert "RewardErrorRateError" in log.read_text()
     assert "more than --max-reward-error-rate" not in done.stdout, "said once"
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"].startswith("failed: RewardError")
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_checkpoint_that_is_missing_because_the_run_was_deleted_is_no_bad_input(tmp_path, capsys, deleted):
+    """Trainers that start again may be the first to find it."""
+    run_dir = tmp_path / "run"
+    if not deleted:
+        run_dir.mkdir()
+
+    def work():
+        raise CheckpointError(f"{run_dir}/checkpoints/step_000010 holds no Megatron checkpoint")
+
+    assert guarded(work, logs=run_dir / "logs") == (FAILED if deleted else BAD_INPUT)
+    said = capsys.readouterr().err
+    assert ("the run's directory is gone" in said) == deleted

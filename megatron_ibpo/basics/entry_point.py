@@ -118,11 +118,11 @@ def _answer(error: BaseException, logs: Path | None) -> int:
 
 def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
     """Return what to say of an error, and the exit status."""
+    name = os.fsdecode(found) if isinstance(found := getattr(error, "filename", ""), str | bytes) else ""
+    within_run = logs and Path(name).is_relative_to(logs.parent)
+    if logs and not logs.parent.is_dir() and (within_run or f"{logs.parent}{os.sep}" in str(error)):
+        return f"{logs.parent}: the run's directory is gone", FAILED
     if isinstance(error, OSError) and error.errno is not None:
-        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
-        within_run = logs and Path(name).is_relative_to(logs.parent)
-        if logs and within_run and not logs.parent.is_dir():
-            return f"{logs.parent}: the run's directory is gone", FAILED
         where = f"{name}: " if name else ""
         status = BAD_INPUT if isinstance(error, OF_PATHS) and not within_run else FAILED
         return f"{where}{error.strerror}", status
