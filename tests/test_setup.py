@@ -58,7 +58,7 @@ def checkout(tmp_path):
     checkout = tmp_path / "checkout"
     for directory in ("tools", "requirements", "csrc"):
         shutil.copytree(ROOT / directory, checkout / directory)
-    (checkout / "megatron_ibpo").mkdir()
+    (checkout / "megatron_ibpo/basics").mkdir(parents=True)
     for file in ("setup.py", "pyproject.toml", "megatron_ibpo/basics/versions.py"):
         shutil.copy(ROOT / file, checkout / file)
     python = checkout / ".venv/bin/python"
@@ -478,10 +478,12 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import megatron_ibpo, megatron_ibpo.kernels
 from megatron_ibpo import (
-    config, credit, data, edit_distance, evaluate, records, report, rewards, models, versions
+    config, credit, data, edit_distance, evaluate, report, rewards, models
 )
+from megatron_ibpo.basics import records, versions
 if "torch" not in sys.argv:
-    from megatron_ibpo import loss, world
+    from megatron_ibpo import loss
+    from megatron_ibpo.basics import distributed
 print(edit_distance.distance([1, 2], [1, 3]))
 """
 

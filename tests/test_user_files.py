@@ -136,7 +136,7 @@ def test_shapes_are_compared_with_the_files_before_memory_is_taken(tmp_path):
             "--n-samples-per-prompt: must be between 1 and",
         ),
         (["--rollout-batch-size", "4000000"], "are more than the 4000000 sequences"),
-        (["--ibpo-corrections", "1000000000"], "--ibpo-corrections: must be between 0 and 1024"),
+        (["--ibpo-corrections", "1000000000"], "--ibpo-corrections: must be between 1 and 1024"),
         (["--operator-skill-prompts", "999999999"], "--operator-skill-prompts: must be between 0"),
         (
             ["--make-vocab-size-divisible-by", "2147483648"],
