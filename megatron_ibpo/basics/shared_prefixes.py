@@ -18,11 +18,12 @@ def repeated_prefixes(sequences: Sequence[TokenIds]) -> list[int]:
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
     repeated = [0] * len(sequences)
     for before, here in pairwise(order):
-        repeated[here] = _shared(sequences[before], sequences[here])
+        repeated[here] = shared_length(sequences[before], sequences[here])
     return repeated
 
 
-def _shared(first: TokenIds, second: TokenIds) -> int:
+def shared_length(first: TokenIds, second: TokenIds) -> int:
+    """Return how many tokens two sequences begin with alike."""
     length = min(len(first), len(second))
     differs = np.flatnonzero(first[:length] != second[:length])
     return int(differs[0]) if differs.size else length

@@ -68,10 +68,14 @@ class Placement:
             for index, node in enumerate(self.nodes)
         ]
 
+    @property
+    def on_gpu(self) -> bool:
+        """True where some node has GPUs for the run."""
+        return any(node.gpus for node in self.nodes)
+
     def spans_nodes(self, engine: int) -> bool:
         """The engine is larger than a node: nothing is reserved for it, since vLLM does that itself."""
-        on_gpu = any(node.gpus for node in self.nodes)
-        return on_gpu and not self.colocated and self.engines[engine].gpus == 0
+        return self.on_gpu and not self.colocated and self.engines[engine].gpus == 0
 
     @property
     def owners(self) -> list[int]:

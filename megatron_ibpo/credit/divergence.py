@@ -14,7 +14,8 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Sample, TokenIds
+from megatron_ibpo.basics.records import Group, Sample
+from megatron_ibpo.basics.shared_prefixes import shared_length
 from megatron_ibpo.config import COUNT
 from megatron_ibpo.credit.operator import CreditContext, TokenTexts, TokenWeights, lent
 from megatron_ibpo.credit.spans import split_spans
@@ -83,7 +84,7 @@ class DivergenceWindow:
 
 def shared_tokens(response: Sample, others: Sequence[Sample]) -> int:
     """The length of the longest prefix that the response shares with one of the others."""
-    return max(_common_tokens(response.token_ids, other.token_ids) for other in others)
+    return max(shared_length(response.token_ids, other.token_ids) for other in others)
 
 
 def normalised(text: str) -> str:
@@ -125,12 +126,6 @@ def _token_place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]
     """[first, last) of the first token that no correct response has after the same tokens."""
     shared = shared_tokens(response, correct)
     return shared, shared + 1
-
-
-def _common_tokens(own: TokenIds, other: TokenIds) -> int:
-    length = min(len(own), len(other))
-    differing = np.flatnonzero(own[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
 
 
 def _step_place(context: CreditContext) -> Callable[[Sample, Sequence[Sample]], tuple[int, int]]:

@@ -85,7 +85,7 @@ def _needed(
     """By node that has any of the run's processes: bytes by what they are for."""
     ranks = _on_nodes([slot.node for slot in placement.trainers])
     engines = Counter(slot.node for slot in placement.engines)
-    on_gpu = any(node.gpus for node in placement.nodes)
+    on_gpu = placement.on_gpu
     census = census_by_names(shape, config, elements, len(placement.trainers))
     stages = [rank_memory(shape, config, part, census, max_tokens=1) for part in census.stages]
     engine = 0 if on_gpu else _engine_on_cpu(shape, config, census)

@@ -96,8 +96,7 @@ def _on_devices(config: Config, placement: Placement, shape: ModelShape) -> Conf
     """
     world_size = len(placement.trainers)
     config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
-    on_gpu = any(node.gpus for node in placement.nodes)
-    config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+    config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
     check_model_layout(shape, config, world_size)
     return config
 
@@ -162,8 +161,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         inputs = open_inputs(config, hf_dir, shape, stack, trains=False)
         wait_connected()
         placement = _engines_placed(config)
-        on_gpu = any(node.gpus for node in placement.nodes)
-        config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+        config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
         kept = None
         if policy is not None:
             kept = stack.enter_context(_kept_samples(config, hf_dir, inputs.task, policy))
@@ -268,8 +266,7 @@ def _launch_engines(
 ) -> Engines:
     """Launch the engines' processes without waiting for them."""
     rollout = config.rollout
-    on_gpu = any(node.gpus for node in placement.nodes)
-    transport = choose_transport(on_gpu=on_gpu, colocate=rollout.colocate)
+    transport = choose_transport(on_gpu=placement.on_gpu, colocate=rollout.colocate)
     settings = engine_settings(
         rollout, hf_dir, transport, gpus=(), num_threads=environment_number("OMP_NUM_THREADS", 1, least=1)
     )
@@ -307,7 +304,7 @@ def going_on(run: Run, asked: Config) -> Config:
 def _accelerators(config: Config, placement: Placement) -> int:
     """Return how many GPUs the run holds: the trainers', and the engines' unless these share them."""
     own = 0 if placement.colocated else len(placement.engines) * config.rollout.rollout_num_gpus_per_engine
-    return len(placement.trainers) + (own if any(node.gpus for node in placement.nodes) else 0)
+    return len(placement.trainers) + (own if placement.on_gpu else 0)
 
 
 def _where(placement: Placement, verifiers: Verifiers) -> str:
