@@ -97,6 +97,10 @@ def algorithm(advantage_estimator="ibpo", **settings):
     return credit_of(advantage_estimator, **settings)
 
 
+AGREEMENT = "examples/credit/agreement.py:Agreement"
+RESET_GROUPS = "examples/credit/resets.py:ResetGroups"
+GATED = "examples/credit/gated.py:Gated"
+RANDOM_WINDOW = "examples/credit/random_window.py:RandomWindow"
 GSPO = of_preset("gspo")
 
 

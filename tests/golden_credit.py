@@ -38,9 +38,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ibpo-mask-insertions": ("ibpo-mask", {"ibpo_mask_insertions": True}),
     "ibpo-on-ppo": ("ibpo", {"advantages": "critic"}),
     "agreement": (
-        "ibpo-shaping-only", {"ibpo_operator": "agreement", "ibpo_variant": "mask"}
+        "ibpo-shaping-only",
+        {"ibpo_operator": "examples/credit/agreement.py:Agreement", "ibpo_variant": "mask"},
     ),
-}  # fmt: skip
+}
 """Name → preset and what is set on top of it."""
 
 

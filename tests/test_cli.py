@@ -100,7 +100,7 @@ def test_a_preset_counts_where_it_is_named(tmp_path):
         (
             "--advantage-estimator gspo --ibpo-lambda 0.3",
             "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
-            "compare-and-correct or agreement has it",
+            "compare-and-correct has it",
         ),
         ("--advantage-estimator gspo --no-ibpo-joint", "--ibpo-joint: gspo with --ibpo-operator none"),
         (
@@ -108,8 +108,14 @@ def test_a_preset_counts_where_it_is_named(tmp_path):
             "--token-credit-weight: ibpo with --token-credit uniform",
         ),
         ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
-        ("--ibpo-operator agreement --ibpo-k 3", "--ibpo-k: ibpo with --ibpo-operator agreement"),
-        ("--ibpo-operator agrement", "--ibpo-operator agrement: unknown operator.*did you mean 'agreement'"),
+        ("--ibpo-operator span-masking --ibpo-k 3", "--ibpo-k: ibpo with --ibpo-operator span-masking"),
+        ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
+        (
+            "--ibpo-operator agreement",
+            "moved out of the package; name examples/credit/agreement",
+        ),
+        ("--token-credit random-window", "name examples/credit/random_window.py:RandomWindow"),
+        ("--ibpo-gate", "moved out of the package; name --ibpo-operator examples/credit/gated.py:Gated"),
     ],
 )
 def test_a_parameter_that_the_choice_does_not_have_is_refused(flags, says):
@@ -126,11 +132,11 @@ def test_a_key_that_the_choice_does_not_have_is_refused_where_it_stands(tmp_path
 
 
 def test_naming_another_choice_forgets_the_parameters_of_the_previous_one(tmp_path):
-    text = "token-credit: divergence-window\ntoken-credit-tokens: 5\nadvantages: critic\ngae-lambda: 0.5\n"
-    base = recipe(tmp_path, text)
+    text = "token-credit: wrong-weight-by-length\ntoken-credit-tokens: 5\n"
+    base = recipe(tmp_path, text + "advantages: critic\ngae-lambda: 0.5\n")
     kept = parse_config(["--config", base, "--gae-gamma", "0.9"]).algorithm.parameters
     assert (kept["token_credit_tokens"], kept["gae_lambda"], kept["gae_gamma"]) == (5, 0.5, 0.9)
-    other = parse_config(["--config", base, "--token-credit", "random-window", "--advantages", "group"])
+    other = parse_config(["--config", base, "--token-credit", "divergence-window", "--advantages", "group"])
     assert other.algorithm.parameters["token_credit_tokens"] == 2
     assert "gae_lambda" not in other.algorithm.parameters
 
@@ -434,10 +440,11 @@ def test_what_cannot_work_is_refused(tmp_path, section, fields):
 
 def test_unknown_names_of_a_rooms_registry_are_refused_with_the_nearest(tmp_path):
     config = runnable(tmp_path)
-    config.algorithm.ibpo_operator = "agrement"
+    config.algorithm.ibpo_operator = "span-msking"
     config.loss.loss_variant = "gpso"
     with pytest.raises(
-        ConfigError, match=r"(?s)--ibpo-operator agrement: .*'agreement'\?.*--loss-variant gpso: .*'gspo'\?"
+        ConfigError,
+        match=r"(?s)--ibpo-operator span-msking: .*'span-masking'\?.*--loss-variant gpso: .*'gspo'\?",
     ):
         check_run(config)
 
@@ -684,9 +691,12 @@ def test_the_configuration_of_a_run_of_version_0_1_means_the_same(tmp_path, pres
     """It wrote the parameters of all methods, and no corrections for no operator."""
     written = config_yaml(parse_config(["--advantage-estimator", preset]))
     others = {"ibpo-corrections": corrections, "ciw-inverted": False, "gae-lambda": 0.9, "ibpo-lambda": 0.6}
-    others |= {"token-credit-weight": 0.075, "token-credit-eta": 1.0}
+    others |= {"token-credit-weight": 0.075, "token-credit-eta": 1.0, "ibpo-gate": False}
     older = yaml.safe_load(written) | others | {"ibpo-operator": "compare-and-correct"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
     found = parse_config(["--config", str(tmp_path / "config.yaml")])
     assert found.algorithm.ibpo_operator == operator
     assert config_yaml(found) == written
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older | {"ibpo-gate": True}))
+    with pytest.raises(ConfigError, match=r"config\.yaml: --ibpo-gate: moved out of the package"):
+        parse_config(["--config", str(tmp_path / "config.yaml")])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from credit_cases import (
+    GATED,
     RIGHT,
     Loop,
     algorithm,
@@ -16,9 +17,9 @@ from credit_cases import (
     group,
     some_groups,
 )
+from gated import success_rate
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit.gate import success_rate
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
@@ -35,7 +36,10 @@ def gated(groups, memory=None, correct=fix_last, **settings):
     """(the corrections' prompts, the credit)"""
     loop = Loop(correct)
     credit = loop.credit(
-        groups, algorithm(ibpo_gate=True, **settings), price=by_token, memory={} if memory is None else memory
+        groups,
+        algorithm(ibpo_operator=GATED, **settings),
+        price=by_token,
+        memory={} if memory is None else memory,
     )
     return loop.asked, credit
 
@@ -110,16 +114,18 @@ def test_the_meters_price_of_a_sample_is_what_it_adds_up_for_one():
 
 
 def test_a_gate_needs_corrections_to_hold_back():
-    check_algorithm(algorithm(ibpo_gate=True))
-    with pytest.raises(ValueError, match="--ibpo-gate: ibpo with --ibpo-operator none has no such parameter"):
-        algorithm(ibpo_operator="none", ibpo_gate=True)
+    check_algorithm(algorithm(ibpo_operator=GATED))
+    with pytest.raises(ValueError, match=r"--ibpo-corrections: must be .*is 0"):
+        check_algorithm(algorithm(ibpo_operator=GATED, ibpo_corrections=0))
 
 
 def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
-    config = Config(algorithm=algorithm(ibpo_gate=True))
+    config = Config(algorithm=algorithm(ibpo_operator=GATED))
     config.model.hf_checkpoint, config.run.dry_run = Path(), True
     config.rollout.max_staleness = 1
-    with pytest.raises(ValueError, match="--ibpo-gate: goes by the corrections of the steps before"):
+    with pytest.raises(
+        ValueError, match="--ibpo-operator Gated: goes by the corrections of the steps before"
+    ):
         check_settings(config)
 
 

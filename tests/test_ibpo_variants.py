@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from credit_cases import (
+    AGREEMENT,
     RIGHT,
     Loop,
     algorithm,
@@ -391,7 +392,7 @@ def sums(*results, answer):
 
 
 def agreement(**settings):
-    return preset("ibpo-shaping-only", ibpo_operator="agreement", **settings)
+    return preset("ibpo-shaping-only", ibpo_operator=AGREEMENT, **settings)
 
 
 def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
@@ -442,14 +443,14 @@ def test_an_operator_that_is_not_lent_what_it_needs_says_so():
         (
             of_preset("gspo") | {"ibpo_lambda": 0.6},
             "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
-            "compare-and-correct or agreement has it",
+            "compare-and-correct has it",
         ),
         (of_preset("gspo") | {"ibpo_joint": True}, "--ibpo-joint: gspo with --ibpo-operator none"),
         (
-            {"ibpo_operator": "agreement", "ibpo_joint": True},
-            "--ibpo-joint: ibpo with --ibpo-operator agreement has no such parameter",
+            {"ibpo_operator": AGREEMENT, "ibpo_joint": True},
+            f"--ibpo-joint: ibpo with --ibpo-operator {AGREEMENT} has no such parameter",
         ),
-        ({"ibpo_operator": "agreement", "ibpo_variant": "ratio"}, "ibpo_variant: 'ratio' is not one of"),
+        ({"ibpo_operator": AGREEMENT, "ibpo_variant": "ratio"}, "ibpo_variant: 'ratio' is not one of"),
         ({"ibpo_corrections": 0}, r"--ibpo-corrections: must be .*for none, --ibpo-operator none\), is 0"),
         ({"ibpo_mask_insertions": True}, "--ibpo-mask-insertions"),
         (
@@ -480,7 +481,6 @@ def test_the_papers_base_settings():
         "ibpo_beta": 0.5,
         "ibpo_k": 2,
         "ibpo_corrections": 1,
-        "ibpo_gate": False,
         "ibpo_rewrite_threshold": 0.6,
         "ibpo_rewrite_penalty": 0.0,
         "ibpo_joint": True,

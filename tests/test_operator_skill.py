@@ -265,7 +265,7 @@ def test_policies_taught_to_compare_know_more_than_another_try_and_the_others_do
 def test_only_runs_that_have_responses_corrected_are_measured():
     assert corrects(credit_of("ibpo"))
     assert not corrects(credit_of("gspo"))
-    assert not corrects(credit_of("ibpo", ibpo_operator="agreement"))
+    assert not corrects(credit_of("ibpo", ibpo_operator="examples/credit/agreement.py:Agreement"))
 
 
 # ---------------------------------------------------------------------------------------- where it is shown

@@ -246,7 +246,10 @@ def test_every_layout_gives_the_same_gradient_and_metrics(tmp_path):
     ("settings", "says"),
     [
         ({"ibpo_joint": True}, "a correction is trained on once"),
-        ({"ibpo_operator": "agreement"}, "--ibpo-operator compare-and-correct has it"),
+        (
+            {"ibpo_operator": "examples/credit/agreement.py:Agreement"},
+            "--ibpo-operator compare-and-correct has it",
+        ),
         ({"advantages": "critic"}, "--advantages critic compares none"),
     ],
 )

@@ -10,6 +10,7 @@ from credit_cases import (
     EOS,
     GSPO,
     PROMPT,
+    RESET_GROUPS,
     RIGHT,
     Loop,
     algorithm,
@@ -29,7 +30,7 @@ from megatron_ibpo.sampling.continuations import with_beginning
 
 WRONG = [10, 11, 12, 14]
 RESETS = GSPO | {
-    "ibpo_operator": "reset-groups",
+    "ibpo_operator": RESET_GROUPS,
     "ibpo_corrections": 2,
 }
 
@@ -136,8 +137,11 @@ def test_spans_of_versions_keep_their_places():
     ("settings", "says"),
     [
         ({"ibpo_corrections": 1}, r"--ibpo-corrections: must be between 2 and .*, is 1"),
-        ({"ibpo_joint": False}, "--ibpo-joint: gspo with --ibpo-operator reset-groups has no such parameter"),
-        ({"ibpo_variant": "mask"}, "--ibpo-operator compare-and-correct or agreement has it"),
+        (
+            {"ibpo_joint": False},
+            f"--ibpo-joint: gspo with --ibpo-operator {RESET_GROUPS} has no such parameter",
+        ),
+        ({"ibpo_variant": "mask"}, "--ibpo-operator compare-and-correct has it"),
     ],
 )
 def test_what_cannot_be_had_with_it_is_refused(settings, says):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from credit_cases import (
+    RANDOM_WINDOW,
     RIGHT,
     Loop,
     algorithm,
@@ -28,7 +29,7 @@ from megatron_ibpo.credit.divergence import normalised
 
 FREE_TOKEN_CREDITS = (
     "uniform", "wrong-weight", "wrong-weight-by-length",
-    "divergence-window", "divergence-cut", "random-window",
+    "divergence-window", "divergence-cut", RANDOM_WINDOW,
 )  # fmt: skip
 FREE_ESTIMATORS = ("group", "group-bessel", "group-mean", "leave-one-out", "maxrl")
 
@@ -129,7 +130,7 @@ def test_a_window_counts_tokens_that_the_policy_wrote():
     assert np.array(weights)[wrong.loss_mask].tolist() == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["divergence-window", "divergence-cut", "random-window"])
+@pytest.mark.parametrize("name", ["divergence-window", "divergence-cut", RANDOM_WINDOW])
 def test_responses_without_a_right_sibling_or_that_are_made_likelier_learn_as_a_whole(name):
     """One group has no right response. In the other IBPO's bonus lifts a wrong one above the mean: rewards
     1 .3 0 0 0 0, mean .22."""
@@ -234,7 +235,7 @@ def test_steps_need_the_texts_of_tokens():
 def test_the_random_window_is_two_neighbours_anywhere_and_comes_out_again():
     """Over 600 draws each of the three places of a response of 3 tokens and its end comes up about as often:
     200, with a standard deviation of 11.5."""
-    config, places = gspo(token_credit="random-window"), {}
+    config, places = gspo(token_credit=RANDOM_WINDOW), {}
     for step in range(600):
         made = group(RIGHT, [14, 15, 16])
         (_, drawn) = weights_of(made, config, step=step)
@@ -245,7 +246,7 @@ def test_the_random_window_is_two_neighbours_anywhere_and_comes_out_again():
 
 
 def test_a_random_window_lies_in_what_the_policy_wrote_and_may_be_all_of_it():
-    config = gspo(token_credit="random-window")
+    config = gspo(token_credit=RANDOM_WINDOW)
     with_tool = response([50, 51, 14], 0.0, written=[False, False, True])
     made = Group(prompt(), [*group(RIGHT, [14]).responses, with_tool])
     assert weights_of(made, config) == [None, (1, 1), (0, 0, 1, 1)]
@@ -324,12 +325,12 @@ def test_weights_that_do_not_fit_are_refused():
             "--token-credit divergence-cut says where .*, and so does --ibpo-variant mask",
         ),
         (
-            of_preset("ciw") | {"token_credit": "random-window"},
-            "--token-credit random-window says where .*, and so does --ibpo-operator span-masking",
+            of_preset("ciw") | {"token_credit": RANDOM_WINDOW},
+            f"--token-credit {RANDOM_WINDOW} says where .*, and so does --ibpo-operator span-masking",
         ),
         (
-            {"token_credit": "random-window", "token_credit_unit": "step"},
-            "--token-credit-unit: ibpo with --token-credit random-window has no such parameter; "
+            {"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"},
+            f"--token-credit-unit: ibpo with --token-credit {RANDOM_WINDOW} has no such parameter; "
             "--token-credit divergence-window or divergence-cut has it",
         ),
         ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),

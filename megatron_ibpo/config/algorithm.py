@@ -19,24 +19,21 @@ class AlgorithmConfig:
     ciw-inverted, cipo."""
     ibpo_operator: str = "compare-and-correct"
     """What compares responses. "compare-and-correct": corrections of wrong ones by the policy (the paper's);
-    "none": nothing, rewards alone decide; "agreement": without any generation, the share of their steps that
-    correct ones of the group have too; "span-masking": for token weights alone, what the probability of a
-    response's answer loses when a step of it is masked (CIW); "reset-groups": wrong responses are begun
-    again, --ibpo-corrections times each, where they leave what they share with a correct one; or an import
-    path package.module:name."""
+    "none": nothing, rewards alone decide; "span-masking": for token weights alone, what the probability of a
+    response's answer loses when a step of it is masked (CIW); or the import path of another method,
+    package.module:name or path/to/file.py:name, such as those in examples/credit/."""
     token_credit: str = "uniform"
     """Which tokens of a wrong response learn how much, in groups that have a correct one, beside what the
     operator says. "uniform": all alike; "wrong-weight": all --token-credit-weight; "wrong-weight-by-length":
     all so much that together they count as --token-credit-tokens; "divergence-window": so many tokens where
     it leaves the longest prefix that it shares with a correct one; "divergence-cut": all from there on;
-    "random-window": so many tokens at a random place, the control; "self-teacher": the more, the less likely
-    the policy finds them once it is shown a correct response (after SDPO); or an import path
-    package.module:name."""
+    "self-teacher": the more, the less likely the policy finds them once it is shown a correct response (after
+    SDPO); or an import path, package.module:name or path/to/file.py:name."""
     advantages: str = "group"
     """What a reward is relative to: the mean of its group's rewards, over their population std ("group", the
     paper's), over Bessel's ("group-bessel", as verl, TRL, slime and oat), over that mean ("maxrl") or over
     nothing ("group-mean", Dr. GRPO); the mean of the others ("leave-one-out"); token by token what a critic
-    expected ("critic", PPO); or an import path package.module:name."""
+    expected ("critic", PPO); or an import path, package.module:name or path/to/file.py:name."""
     parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
     """Parameters of what the three fields above name, by name; one that is left out has its default."""
     group_filter: str | None = None

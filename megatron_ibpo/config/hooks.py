@@ -19,6 +19,14 @@ MOVED = {
     "megatron_ibpo.rewards.study_tasks": "examples/tasks/study_rewards.py",
 }
 """Former modules of the package and the files that hold their code now."""
+MOVED_CHOICES = {
+    "agreement": "examples/credit/agreement.py:Agreement",
+    "reset-groups": "examples/credit/resets.py:ResetGroups",
+    "random-window": "examples/credit/random_window.py:RandomWindow",
+}
+"""Former names of choices and the import paths that mean the same now."""
+MOVED_PARAMETERS = {"ibpo_gate": "--ibpo-operator examples/credit/gated.py:Gated"}
+"""Former parameters and the choices that mean the same now."""
 
 
 def is_import_path(text: str) -> bool:
@@ -36,6 +44,8 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
     Raises:
         ConfigError: neither; says what is known, and the nearest.
     """
+    if name in MOVED_CHOICES and name not in known:
+        raise ConfigError(f"{flag} {name}: moved out of the package; name {MOVED_CHOICES[name]}")
     if name not in known and not is_import_path(name):
         raise ConfigError(
             f"{flag} {name}: unknown {what}; there are {', '.join(known)}, or give an import path "

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry, entry_of, flag
 from megatron_ibpo.config.config_error import ConfigError
+from megatron_ibpo.config.hooks import MOVED_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def not_a_parameter(name: str, chosen: Mapping[str, str], registries: Sequence[R
     Args:
         chosen: setting → what it names.
     """
+    if name in MOVED_PARAMETERS:
+        return f"{flag(name)}: moved out of the package; name {MOVED_PARAMETERS[name]}"
     for registry in registries:
         owners = [choice for choice in registry.known if name in registry.entries(choice)]
         if owners:

@@ -1,7 +1,7 @@
 """Algorithms by name, each as what it sets, and what wins where several recipes set something."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ibpo.basics.text import shown
@@ -9,6 +9,7 @@ from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
+from megatron_ibpo.config.hooks import MOVED_PARAMETERS
 from megatron_ibpo.config.parameters import Registry, entries_of, not_a_parameter
 from megatron_ibpo.config.recipes import typed_value
 
@@ -31,7 +32,6 @@ _IBPO: dict[str, Any] = {
     "ibpo_beta": 0.5,
     "ibpo_k": 2,
     "ibpo_corrections": 1,
-    "ibpo_gate": False,
     "ibpo_rewrite_threshold": 0.6,
     "ibpo_rewrite_penalty": 0.0,
     "ibpo_joint": True,
@@ -102,15 +102,21 @@ methods, whatever was chosen."""
 
 def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
     """Return the config.yaml of a run of version 0.1 as this version writes it: the parameters of the choices
-    that were made, and no corrections as no operator. Other layers are returned as they are."""
+    that were made, and no corrections as no operator. Other layers are returned without a gate that is off,
+    which a run between the versions wrote."""
     others = {key.replace("-", "_"): value for key, value in layer.others.items()}
     if not others.keys() >= _WRITTEN_BY_0_1:
+        if others.get("ibpo_gate") is False:
+            del others["ibpo_gate"]
+            return replace(layer, others=others)
         return layer
     fields = dict(layer.fields)
     if fields["ibpo_operator"] == "compare-and-correct" and others["ibpo_corrections"] == 0:
         fields["ibpo_operator"] = "none"
     own = {name for registry in registries for name in registry.entries(fields[registry.setting])}
-    return Layer(fields, {name: value for name, value in others.items() if name in own}, layer.source)
+    # a gate that is on stays, to be refused with its new place
+    kept = {name: value for name, value in others.items() if name in own or name in MOVED_PARAMETERS}
+    return Layer(fields, kept, layer.source)
 
 
 def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:

@@ -12,7 +12,6 @@ from megatron_ibpo.config import NOT_NEGATIVE, UNIT, Config, at_least, or_word, 
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
 from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
-from megatron_ibpo.credit.gate import gate_metrics, is_worth_asking, remember
 from megatron_ibpo.credit.leakage import mark_leakage
 from megatron_ibpo.credit.metrics import correction_metrics
 from megatron_ibpo.credit.operator import (
@@ -37,8 +36,7 @@ class CompareAndCorrect(Operator):
     learn from. A mask is the paper's Eq. 17 to the letter, whatever the sign of the advantage; a signed mask
     is turned round where the advantage is above 0.
 
-    Both methods raise ValueError under --ibpo-strip-thinking if the context does not say what marks thinking,
-    and under --ibpo-gate if it has no prices.
+    Both methods raise ValueError under --ibpo-strip-thinking if the context does not say what marks thinking.
     """
 
     ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"
@@ -58,10 +56,6 @@ class CompareAndCorrect(Operator):
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: Annotated[int, within(1, 1024, "for none, --ibpo-operator none")] = 1
     """M: corrections sampled for each wrong response."""
-    ibpo_gate: bool = False
-    """Correct a wrong response only if no other response of its group is correct, or if corrections in groups
-    with as many correct ones have lately succeeded more often than as many further responses as one costs
-    would. Off, as in the paper."""
     ibpo_rewrite_threshold: Annotated[float | Literal["adaptive"], or_word("adaptive", at_least(0))] = 0.6
     """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
     2 population standard deviations over the step's corrections."""
@@ -103,12 +97,6 @@ class CompareAndCorrect(Operator):
                 "--ibpo-rewrite-penalty acts on the rewards of corrections in the joint loss: it needs "
                 "--ibpo-joint"
             )
-        if self.ibpo_gate and config.rollout.runs_ahead:
-            found.append(
-                "--ibpo-gate: goes by the corrections of the steps before, and with --max-staleness or "
-                "--over-sampling-batch-size corrections are asked for before those steps are over; drop one "
-                "of them"
-            )
         return found
 
     def _bonus_problems(self, config: Config) -> list[str]:
@@ -130,9 +118,8 @@ class CompareAndCorrect(Operator):
         return [problem for problem, broken in rules.items() if broken and self.ibpo_plain_prompt != "none"]
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
-        """--ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction; the
-        others are counted in `group.skipped_pairs`. Under --ibpo-gate, only where it may be worth its price.
-        """
+        """Return --ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction;
+        the others are counted in `group.skipped_pairs`."""
         asked: list[FollowUp] = []
         group.skipped_pairs = 0
         for target, response in enumerate(group.responses):
@@ -142,8 +129,6 @@ class CompareAndCorrect(Operator):
             prompt_ids = self._correction_prompt(group, (target, *references), context)
             if len(prompt_ids) + context.rollout.rollout_max_response_len > context.max_context:
                 group.skipped_pairs += 1
-                continue
-            if self.ibpo_gate and not is_worth_asking(group, len(prompt_ids), self, context):
                 continue
             asked += [
                 FollowUp(target, references, _request(group, target, number, prompt_ids, context))
@@ -167,22 +152,18 @@ class CompareAndCorrect(Operator):
         if threshold is not None:
             # no distance exceeds 1, so at α >= 1 nothing is ever called a rewrite
             metrics |= {"rewrite_threshold": threshold, "rewrite_filter_off": float(threshold >= 1)}
-        memory = {}
-        if self.ibpo_gate:
-            memory = remember(groups, context.memory)
-            metrics |= gate_metrics(groups)
         phi = [
             correction_bonus(group, None if self.ibpo_variant == "ratio" else self.ibpo_beta)
             for group in groups
         ]
         if not self.masks_tokens:
-            return Judgement(phi, metrics=metrics, memory=memory)
+            return Judgement(phi, metrics=metrics)
         left = iter(edits)
         masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
         of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
         metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
         raised = signed_masks(masks) if self.ibpo_variant == "signed-mask" else None
-        return Judgement(phi, masks, metrics, raised, memory)
+        return Judgement(phi, masks, metrics, raised)
 
     def _references(self, group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
         # a generator for each draw, so that a draw does not depend on what was drawn before it

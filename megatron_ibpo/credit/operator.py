@@ -4,8 +4,8 @@ An operator looks at the scored groups of a step and says, for every response, h
 right: φ in [0, 1], 0 for correct ones; and, if it can, which of its tokens to learn from. It works in two
 stages, so that sampling need not wait for the whole step: what more is to be sampled for a group is asked as
 soon as that group is scored, and the step is judged when all its groups are there. Compare-and-correct
-(`corrections.py`) is one, `agreement.py` another; anything that is sensitive to counterfactual differences
-can be one.
+(`corrections.py`) is one, those of `examples/credit/` are others; anything that is sensitive to
+counterfactual differences can be one.
 """
 
 from abc import ABC, abstractmethod

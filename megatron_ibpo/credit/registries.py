@@ -11,7 +11,6 @@ from megatron_ibpo.config import (
     known_or_path,
     load_hook,
 )
-from megatron_ibpo.credit.agreement import Agreement
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.divergence import DivergenceCut, DivergenceWindow
 from megatron_ibpo.credit.estimators import (
@@ -26,8 +25,6 @@ from megatron_ibpo.credit.estimators import (
 from megatron_ibpo.credit.gae import Critic
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.credit.operator import NoOperator, Operator
-from megatron_ibpo.credit.random_window import RandomWindow
-from megatron_ibpo.credit.resets import ResetGroups
 from megatron_ibpo.credit.self_teacher import SelfTeacher
 from megatron_ibpo.credit.token_credit import TokenCredit, uniform
 from megatron_ibpo.credit.wrong_weight import WrongWeight, WrongWeightByLength
@@ -35,9 +32,7 @@ from megatron_ibpo.credit.wrong_weight import WrongWeight, WrongWeightByLength
 OPERATORS: dict[str, type[Operator]] = {
     "compare-and-correct": CompareAndCorrect,
     "none": NoOperator,
-    "agreement": Agreement,
     "span-masking": SpanMasking,
-    "reset-groups": ResetGroups,
 }
 """--ibpo-operator → what judges wrong responses."""
 
@@ -47,7 +42,6 @@ TOKEN_CREDITS: dict[str, Any] = {
     "wrong-weight-by-length": WrongWeightByLength,
     "divergence-window": DivergenceWindow,
     "divergence-cut": DivergenceCut,
-    "random-window": RandomWindow,
     "self-teacher": SelfTeacher,
 }
 """--token-credit → what weighs the tokens of responses."""

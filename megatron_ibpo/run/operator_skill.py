@@ -20,6 +20,7 @@ from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, T
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
 from megatron_ibpo.credit import Vocabulary, find_operator, shown
+from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import draw, is_wrong
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.sampling import Sampler
@@ -93,8 +94,8 @@ class Trials:
 
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
-    """Return whether a run has wrong responses corrected."""
-    return algorithm.ibpo_operator == "compare-and-correct"
+    """Return whether a run has wrong responses corrected by compare-and-correct or a method built on it."""
+    return isinstance(find_operator(algorithm), CompareAndCorrect)
 
 
 async def try_corrections(sampler: Sampler, prompts: Sequence[Prompt], asking: Asking) -> Trials:

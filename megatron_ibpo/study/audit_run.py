@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -186,9 +186,10 @@ class _Asker:
         self.verifier = stack.enter_context(open_verifier(config.data))
         self.engine = ThreadedEngine(open_engine(config, hf_dir, stack))
         method = find_operator(config.algorithm)
-        # a baseline's policy can be audited too, and all wrong responses are
-        method = method if isinstance(method, CompareAndCorrect) else CompareAndCorrect()
-        self.operator = replace(method, ibpo_gate=False)
+        # the policy of a baseline can be audited too, and of a method that corrects some responses only, such
+        # as examples/credit/gated.py, all are corrected
+        own = fields(CompareAndCorrect) if isinstance(method, CompareAndCorrect) else ()
+        self.operator = CompareAndCorrect(**{field.name: getattr(method, field.name) for field in own})
         strips = self.operator.ibpo_strip_thinking
         self.thinking = ThinkingMarks(*thinking_marks(tokenizer)) if strips else None
 

@@ -1,5 +1,8 @@
-"""A few tokens at a random place: the control of the divergence window. What is left of its gain here comes
-from learning little from wrong responses, and not from where. It costs no forward pass: 1.00."""
+"""A few tokens at a random place: the control of the divergence window.
+
+--token-credit examples/credit/random_window.py:RandomWindow. What is left of the window's gain here comes
+from learning little from wrong responses, and not from where. It costs no forward pass: 1.00 times GSPO.
+"""
 
 import random
 from collections.abc import Sequence
@@ -11,8 +14,9 @@ import numpy as np
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import COUNT
-from megatron_ibpo.credit.operator import CreditContext, TokenWeights
-from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
+from megatron_ibpo.credit import CreditContext, TokenFactors
+from megatron_ibpo.credit.operator import TokenWeights
+from megatron_ibpo.credit.token_credit import Advantages, on_wrong_responses
 
 
 @dataclass(frozen=True)

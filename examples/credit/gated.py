@@ -1,13 +1,19 @@
-"""Gated corrections (--ibpo-gate): a correction is asked for only where it may be worth its price. Ours.
+"""IBPO that asks for a correction only where it may be worth its price.
 
-A wrong response of a group with c of n correct is corrected if c = 0, where one more rollout would hardly
-help, or if q̂ > κ·p̂: if a correction is likelier to be right than as many rollouts as it costs.
+--ibpo-operator examples/credit/gated.py:Gated. A wrong response of a group with c of n correct is corrected
+if c = 0, where one more rollout would hardly help, or if q̂ > κ·p̂: if a correction is likelier to be right
+than as many rollouts as it costs. It shows how a method builds on another one and what it may remember from
+step to step.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.credit.operator import CreditContext, Operator, lent
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import CreditContext, FollowUp, Judgement, Operator
+from megatron_ibpo.credit.corrections import CompareAndCorrect
+from megatron_ibpo.credit.operator import lent
 from megatron_ibpo.credit.pairing import is_wrong
 
 Tally = Mapping[str, Sequence[float]]
@@ -18,8 +24,44 @@ FADING = 0.95
 follows a policy that learns to correct; and what is not tried for a while is tried again."""
 
 
+@dataclass(frozen=True)
+class Gated(CompareAndCorrect):
+    """Compare-and-correct, with its parameters, behind the gate.
+
+    `follow_ups` raises ValueError if the context has no prices, or remembers something else than a tally.
+    """
+
+    def problems(self, config: Config) -> list[str]:
+        """Refuse sampling ahead beside what compare-and-correct refuses."""
+        found = super().problems(config)
+        if config.rollout.runs_ahead:
+            found.append(
+                "--ibpo-operator Gated: goes by the corrections of the steps before, and with "
+                "--max-staleness or --over-sampling-batch-size corrections are asked for before those steps "
+                "are over; drop one of them"
+            )
+        return found
+
+    def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
+        """Return the corrections that may be worth their price."""
+        return [
+            asked
+            for asked in super().follow_ups(group, context)
+            if is_worth_asking(group, len(asked.request.prompt_token_ids), self, context)
+        ]
+
+    def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
+        """Judge as compare-and-correct does, and remember how corrections went."""
+        found = super().judge(groups, context)
+        return replace(
+            found,
+            metrics=found.metrics | _gate_metrics(groups),
+            memory=remember(groups, context.memory),
+        )
+
+
 def is_worth_asking(group: Group, prompt_length: int, operator: Operator, context: CreditContext) -> bool:
-    """Whether a wrong response of the group is to be corrected.
+    """Return whether a wrong response of the group is to be corrected.
 
     Args:
         prompt_length: tokens of x̃.
@@ -35,8 +77,8 @@ def is_worth_asking(group: Group, prompt_length: int, operator: Operator, contex
 
 
 def success_rate(tally: Tally, correct: int, scored: int) -> float:
-    """q̂: the share of corrections that succeed in groups with `correct` of `scored` right responses, one
-    success and one failure added. So what was never tried is at ½, and is tried where it is cheap enough.
+    """Return q̂: the share of corrections that succeed in groups with `correct` of `scored` right responses,
+    one success and one failure added. So what was never tried is at ½, and is tried where it is cheap enough.
 
     Raises:
         ValueError: the tally holds something else than two counts.
@@ -52,8 +94,8 @@ def success_rate(tally: Tally, correct: int, scored: int) -> float:
 
 
 def price_in_rollouts(group: Group, prompt_length: int, operator: Operator, context: CreditContext) -> float:
-    """κ: what a correction takes, in rollouts of the same length: operations to read its prompt, once for all
-    corrections of a response, to write it, and to train on it where that is done.
+    """Return κ: what a correction takes, in rollouts of the same length: operations to read its prompt, once
+    for all corrections of a response, to write it, and to train on it where that is done.
 
     Raises:
         ValueError: the context has no prices.
@@ -71,7 +113,7 @@ def price_in_rollouts(group: Group, prompt_length: int, operator: Operator, cont
 
 
 def remember(groups: Sequence[Group], before: Tally) -> dict[str, list[float]]:
-    """The tally after a step. Corrections that the verifier failed on say nothing."""
+    """Return the tally after a step. Corrections that the verifier failed on say nothing."""
     counts: dict[str, list[int]] = {}
     for group in groups:
         own = counts.setdefault(_name(*_composition(group)), [0, 0])
@@ -85,15 +127,15 @@ def remember(groups: Sequence[Group], before: Tally) -> dict[str, list[float]]:
     return {name: entry for name, entry in tally.items() if entry[1] >= 0.01}
 
 
-def gate_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """gated_pairs: wrong responses that were not corrected because it would not have paid."""
+def _gate_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Count in gated_pairs the wrong responses that were not corrected because it would not have paid."""
     wrong = sum(is_wrong(response) for group in groups for response in group.responses)
     asked = sum(len({correction.target for correction in group.corrections}) for group in groups)
     return {"gated_pairs": float(wrong - asked - sum(group.skipped_pairs for group in groups))}
 
 
 def _composition(group: Group) -> tuple[int, int]:
-    """(correct, scored) responses."""
+    """Return how many responses are (correct, scored)."""
     scored = [response for response in group.responses if response.reward is not None]
     return sum(response.correct for response in scored), len(scored)
 

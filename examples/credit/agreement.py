@@ -1,5 +1,9 @@
-"""Agreement: an operator that generates nothing. A wrong response is the nearer to being right the more of
-its steps, its answer being the last, correct responses of its group have too."""
+"""Agreement: a method that generates nothing.
+
+--ibpo-operator examples/credit/agreement.py:Agreement. A wrong response is the nearer to being right the more
+of its steps, its answer being the last, correct responses of its group have too. It shows a method with
+parameters, a bonus and token masks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +13,8 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.config import NOT_NEGATIVE, Config
-from megatron_ibpo.credit.operator import (
-    CreditContext,
-    Judgement,
-    Operator,
-    TokenTexts,
-    TokenWeights,
-    lent,
-    mask_problems,
-    signed_masks,
-)
+from megatron_ibpo.credit import CreditContext, Judgement, Operator
+from megatron_ibpo.credit.operator import TokenTexts, TokenWeights, lent, mask_problems, signed_masks
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
 
@@ -68,7 +64,7 @@ class Agreement(Operator):
 
 
 def _judge(group: Group, texts: TokenTexts) -> list[tuple[float, TokenWeights]]:
-    """(φ, token weights) of every response."""
+    """Return (φ, token weights) of every response."""
     correct = [response for response in group.responses if response.correct]
     known = {_step(response, span) for response in correct for span in written_spans(response, texts)}
     ended = any(response.finish_reason == "stop" for response in correct)
@@ -89,6 +85,6 @@ def _judge(group: Group, texts: TokenTexts) -> list[tuple[float, TokenWeights]]:
 
 
 def _step(response: Sample, span: tuple[int, int]) -> bytes:
-    """The tokens of a span, as what can be looked up."""
+    """Return the tokens of a span in a form that a set can hold."""
     first, last = span
     return response.token_ids[first:last].tobytes()

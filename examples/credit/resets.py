@@ -1,5 +1,8 @@
 """Reset groups: where a wrong response leaves a right one, the policy goes on from there several times.
 
+--ibpo-operator examples/credit/resets.py:ResetGroups. It shows a method that asks for samples of its own and
+compares them among each other.
+
 y_i[:f_i] is what a wrong response shares with the correct sibling that it follows longest. K suffixes are
 drawn from it, and each has the advantage r_k less the mean of the K, on its own tokens alone: what the policy
 did from that place on, and nothing before, is compared. Monte-Carlo values of prefixes as in VinePPO (arXiv
@@ -16,16 +19,17 @@ import numpy as np
 from megatron_ibpo.basics.records import Group, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import NOT_NEGATIVE, within
+from megatron_ibpo.credit import CreditContext, FollowUp, Judgement, Operator
 from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.divergence import shared_tokens
 from megatron_ibpo.credit.estimators import group_mean
-from megatron_ibpo.credit.operator import CreditContext, FollowUp, Judgement, Operator, no_phi
+from megatron_ibpo.credit.operator import no_phi
 from megatron_ibpo.credit.pairing import is_wrong
 
 
 @dataclass(frozen=True)
 class ResetGroups(Operator):
-    """K = --ibpo-corrections suffixes of every wrong response that has a correct sibling. φ = 0."""
+    """Draw K = --ibpo-corrections suffixes of every wrong response that has a correct sibling. φ = 0."""
 
     ibpo_lambda = 0.0
     ibpo_correction_group = "pair"
@@ -36,7 +40,8 @@ class ResetGroups(Operator):
     """Weight of a suffix relative to a response."""
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
-        """A response that leaves no room behind what it shares is counted in `group.skipped_pairs`."""
+        """Return K requests for each such response. One that leaves no room behind what it shares is counted
+        in `group.skipped_pairs`."""
         correct = [response for response in group.responses if response.correct]
         asked: list[FollowUp] = []
         group.skipped_pairs = 0
@@ -55,7 +60,7 @@ class ResetGroups(Operator):
         return asked
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
-        """Nothing of the responses; what came of the suffixes."""
+        """Say nothing of the responses, and what came of the suffixes."""
         suffixes = [correction.response for group in groups for correction in group.corrections]
         scored = [suffix for suffix in suffixes if suffix.reward is not None]
         metrics = {
