@@ -56,7 +56,7 @@ def test_no_two_requests_of_a_run_have_the_same_seed(whole):
 def test_the_verifier_reads_the_whole_response_and_nothing_else(whole):
     _, steps = whole
     label = {row["prompt"]: row["label"] for row in questions("train")}
-    decode = steps.run.task.tokenizer.decode
+    decode = steps.run.data.tokenizer.decode
     for groups in steps.groups:
         for group in groups:
             for sample in group.samples:

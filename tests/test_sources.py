@@ -49,7 +49,7 @@ from megatron_ibpo.data.pass_rates import (
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
-from megatron_ibpo.run.task import with_epochs
+from megatron_ibpo.run.run_data import with_epochs
 
 ROOT = Path(__file__).resolve().parents[1]
 

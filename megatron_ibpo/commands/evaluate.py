@@ -114,13 +114,13 @@ def evaluate_policy(policy: Policy) -> None:
         with stages("start"):
             opened = stack.enter_context(open_evaluation(config, policy.name))
         print(opened.where, flush=True)
-        for note in opened.task.notes:
+        for note in opened.data.notes:
             print(note, flush=True)
         assert opened.kept is not None  # the policy has a name
         if found := opened.kept.num_found:
             print(f"{counted(found, 'sample')} of an earlier start are not asked again", flush=True)
         with stages("evaluate"), _progress(opened, config) as meanwhile:
-            evaluated = opened.rollouts.evaluation(opened.task, meanwhile, opened.kept)
+            evaluated = opened.rollouts.evaluation(opened.data, meanwhile, opened.kept)
         report_evaluation(
             config.run.run_dir,
             policy.name,
@@ -242,7 +242,7 @@ def _progress(opened: "OpenEvaluation", config: Config) -> Iterator[Callable[[],
     kept = opened.kept
     assert kept is not None  # the policy has a name
     ways = 2 if config.run.eval_compare_and_correct else 1
-    total = sum(len(own.prompts) * (ways * own.sampling.samples + 1) for own in opened.task.eval_sets)
+    total = sum(len(own.prompts) * (ways * own.sampling.samples + 1) for own in opened.data.eval_sets)
     with Progress(*_BAR, MofNCompleteColumn(), TimeRemainingColumn(), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("samples", total=total)
 

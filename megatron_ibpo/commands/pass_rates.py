@@ -83,7 +83,7 @@ def measure(config: Config, path: Path) -> None:
         policy = policy_fingerprint(config)
         known = read_pass_rates(path, policy)
         opened = stack.enter_context(open_evaluation(config))
-        source = _prompts(config, opened.task.tokenizer)
+        source = _prompts(config, opened.data.tokenizer)
         for note in (*source.notes, opened.where):
             print(note, flush=True)
         assert isinstance(opened.rollouts, LiveRollouts)  # there are engines
@@ -102,7 +102,7 @@ def measure(config: Config, path: Path) -> None:
 def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
     """Return the prompts of training, without the filter."""
     from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.run.task import training_prompts
+    from megatron_ibpo.run.run_data import training_prompts
 
     hf_dir = config.model.hf_checkpoint
     assert hf_dir is not None  # check_settings saw to it

@@ -104,11 +104,11 @@ def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
     """Return the config.yaml of a run of version 0.1 as this version writes it: the parameters of the choices
     that were made, and no corrections as no operator. Other layers are returned without a gate that is off,
     which a run between the versions wrote."""
+    gate = next((key for key in layer.others if key.replace("-", "_") == "ibpo_gate"), "")
+    if layer.others.get(gate) is False:
+        layer = replace(layer, others={k: value for k, value in layer.others.items() if k != gate})
     others = {key.replace("-", "_"): value for key, value in layer.others.items()}
     if not others.keys() >= _WRITTEN_BY_0_1:
-        if others.get("ibpo_gate") is False:
-            del others["ibpo_gate"]
-            return replace(layer, others=others)
         return layer
     fields = dict(layer.fields)
     if fields["ibpo_operator"] == "compare-and-correct" and others["ibpo_corrections"] == 0:

@@ -13,7 +13,7 @@ from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Pool, check_labels, named_rm_types, open_pool
 from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.resume_point import JOURNAL
-from megatron_ibpo.run.task import Task, open_task, with_epochs
+from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Inputs:
 
     config: Config
     """The configuration with the number of steps resolved."""
-    task: Task
+    data: RunData
     elements: dict[str, int]
     """Trained tensor → number of its elements; empty for an evaluation."""
     rm_types: list[str]
@@ -49,16 +49,16 @@ def open_inputs(
     from megatron_ibpo.weights.formats.convert import check_checkpoint
     from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
-    task = open_task(config, trains=trains)
-    config = with_epochs(config, task.prompts)
+    data = open_run_data(config, trains=trains)
+    config = with_epochs(config, data.prompts)
     stack.enter_context(locked(config.run.run_dir))
     elements = trained_elements(hf_dir, shape) if trains else {}
     check_checkpoint(hf_dir, shape)
     prepare_run_dir(config, checkpoint_bytes=_bytes_kept(config, sum(elements.values())) if trains else 0)
-    rm_types = named_rm_types(task.first_prompts, config.data)
+    rm_types = named_rm_types(data.first_prompts, config.data)
     pool = stack.enter_context(open_pool(config.data, rm_types))
-    check_labels(pool, task.first_prompts, config.data)
-    return Inputs(config, task, elements, rm_types, pool)
+    check_labels(pool, data.first_prompts, config.data)
+    return Inputs(config, data, elements, rm_types, pool)
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:

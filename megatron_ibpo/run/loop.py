@@ -49,7 +49,7 @@ from megatron_ibpo.run.operator_skill import (
     try_corrections,
 )
 from megatron_ibpo.run.rollouts import Fleet, LiveRollouts, Rollouts
-from megatron_ibpo.run.task import Task
+from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
 
@@ -144,7 +144,7 @@ class Run:
     """A run in progress."""
 
     config: Config
-    task: Task
+    data: RunData
     rollouts: Rollouts
     """Source of samples and rewards: engines and verifiers, or a recording."""
     journal: Journal
@@ -198,7 +198,7 @@ class Run:
             config.run.seed,
             targets=2,
             as_in_training=True,
-            prompt_ids=self.task.suffixes,
+            prompt_ids=self.data.suffixes,
         )
         prompts = rollouts.prompts_of_later_steps(count)
         self._wake_engines()
@@ -282,7 +282,7 @@ class Run:
                         path,
                         step,
                         groups,
-                        self.task.tokenizer.decode,
+                        self.data.tokenizer.decode,
                         credit.sequences,
                         old_logprobs=self.progress.old_logprobs,
                         new_logprobs=self.progress.new_logprobs,
@@ -311,7 +311,7 @@ class Run:
         """Return the accuracy and number of prompts of each task of a mixture, and the rows of large files
         left out so far."""
         mixed = len(self.config.data.prompt_data) > 1
-        prompts = self.task.prompts
+        prompts = self.data.prompts
         return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
 
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -327,13 +327,13 @@ class Run:
         """Evaluate at the start, at the end, and every --eval-interval steps."""
         run, step = self.config.run, self.progress.step
         at_interval = run.eval_interval is not None and step % run.eval_interval == 0
-        if self.engines is None or not self.task.eval_sets:
+        if self.engines is None or not self.data.eval_sets:
             return
         if step > 0 and not self.done() and not at_interval:
             return
         self._wake_engines()
         with self.stages("evaluate"):
-            evaluated = self.rollouts.evaluation(self.task, self._admit_engines)
+            evaluated = self.rollouts.evaluation(self.data, self._admit_engines)
         seconds = self.stages.take()
         self._with_room(lambda: save_outcomes(run.run_dir, step, evaluated))
         self._with_room(lambda: self.reporter.evaluation(step, evaluated, seconds, self.cost.spent.metrics()))
@@ -509,7 +509,7 @@ class Run:
         return CreditContext(
             algorithm or self.config.algorithm,
             self.config.rollout,
-            self.task.vocabulary,
+            self.data.vocabulary,
             limit,
             self.config.run.seed,
             step,

@@ -32,7 +32,7 @@ from megatron_ibpo.run.loop import Progress, Run
 from megatron_ibpo.run.processes import Processes, check_model_layout
 from megatron_ibpo.run.resume_point import ResumePoint, with_context
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
-from megatron_ibpo.run.task import Task
+from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.weights.transfer.update_order import Order, choose_transport
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
@@ -132,7 +132,7 @@ def _deaths(engines: Engines | None, verifiers: Verifiers, progress: Progress) -
 class OpenEvaluation:
     """An evaluation whose engines and verifiers have been started."""
 
-    task: Task
+    data: RunData
     kept: KeptSamples | None
     rollouts: Rollouts
     engines: Engines
@@ -164,7 +164,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
         kept = None
         if policy is not None:
-            kept = stack.enter_context(_kept_samples(config, hf_dir, inputs.task, policy))
+            kept = stack.enter_context(_kept_samples(config, hf_dir, inputs.data, policy))
         verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
@@ -173,14 +173,14 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         verifiers.wait_ready()
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
-        rollouts = stack.enter_context(open_rollouts(config, inputs.task, engines, verifier))
-        yield OpenEvaluation(inputs.task, kept, rollouts, engines, verifiers, _where(placement, verifiers))
+        rollouts = stack.enter_context(open_rollouts(config, inputs.data, engines, verifier))
+        yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 
 
-def _kept_samples(config: Config, hf_dir: Path, task: Task, policy: str) -> KeptSamples:
+def _kept_samples(config: Config, hf_dir: Path, data: RunData, policy: str) -> KeptSamples:
     """Open the samples that an earlier start of the same evaluation kept, to resume from."""
     digest = policy_digest(hf_dir)
-    settings = {own.name: set_settings(own, config, digest) for own in task.eval_sets}
+    settings = {own.name: set_settings(own, config, digest) for own in data.eval_sets}
     return KeptSamples(config.run.run_dir, policy, settings)
 
 

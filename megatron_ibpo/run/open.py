@@ -82,16 +82,16 @@ def join(
     about = processes.trainers.all("about")[0]
     reporter = stack.enter_context(Report(config, completed_steps=point.step, deaths=processes.deaths))
     _introduce(reporter, point, processes, about)
-    for note in (*about.notes, *inputs.task.notes, *recovered.notes, *_warnings(config)):
+    for note in (*about.notes, *inputs.data.notes, *recovered.notes, *_warnings(config)):
         reporter.note(note)
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
     verifier = Verifier(processes.verifiers, config.data)
-    rollouts = open_rollouts(config, inputs.task, engines, verifier, memory, point.state)
+    rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state)
     return Run(
         config=config,
-        task=inputs.task,
+        data=inputs.data,
         rollouts=stack.enter_context(rollouts),
         journal=own_journal,
         policy=Policy(processes.trainers, config, processes.world_size, partial(forward_flops, point.shape)),

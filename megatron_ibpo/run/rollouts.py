@@ -35,7 +35,7 @@ from megatron_ibpo.evaluate import (
 from megatron_ibpo.journal import ClosedBatch, LostStepError
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.task import Task
+from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay
@@ -108,7 +108,7 @@ class Rollouts(Protocol):
         ...
 
     def evaluation(
-        self, task: Task, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
+        self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
     ) -> list[SetEvaluation]:
         """The policy on every set of held-out prompts.
 
@@ -121,7 +121,7 @@ class Rollouts(Protocol):
 @contextmanager
 def open_rollouts(
     config: Config,
-    task: Task,
+    data: RunData,
     engines: Fleet | None,
     verifier: Verifier,
     memory: JournalMemory | None = None,
@@ -140,14 +140,14 @@ def open_rollouts(
         return
     sampler = Sampler(
         engines.clients(),
-        scorer(verifier, lambda _, sample: task.tokenizer.decode(sample.token_ids)),
+        scorer(verifier, lambda _, sample: data.tokenizer.decode(sample.token_ids)),
         stall_timeout=config.rollout.engine_stall_timeout,
         max_context=config.rollout.rollout_max_context_len,
         prefix_caching=engines.prefix_caching,
         revive=engines.revive,
     )
     with sampler:
-        yield LiveRollouts(config, task, engines, sampler, memory, state or {})
+        yield LiveRollouts(config, data, engines, sampler, memory, state or {})
 
 
 @dataclass
@@ -180,7 +180,7 @@ class RecordedRollouts:
         return {}
 
     def evaluation(
-        self, task: Task, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
+        self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
     ) -> list[SetEvaluation]:
         raise ValueError("recorded rollouts cannot be asked about held-out prompts: there is no engine")
 
@@ -190,7 +190,7 @@ class LiveRollouts:
     """Rollouts sampled now, or ahead of training (--max-staleness, --over-sampling-batch-size)."""
 
     config: Config
-    task: Task
+    data: RunData
     fleet: Fleet
     sampler: Sampler
     memory: JournalMemory | None = None
@@ -342,11 +342,11 @@ class LiveRollouts:
         return self._metrics
 
     def evaluation(
-        self, task: Task, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
+        self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
     ) -> list[SetEvaluation]:
         """See `Rollouts`. Raises what `evaluate`, `Sampler.answer` and `KeptSamples.add` raise."""
         self.sampler.version = self.fleet.version
-        evaluated = [self._evaluated(own, meanwhile, kept) for own in task.eval_sets]
+        evaluated = [self._evaluated(own, meanwhile, kept) for own in data.eval_sets]
         self.sampler.take_metrics()  # those of training are shown
         return evaluated
 
@@ -386,7 +386,7 @@ class LiveRollouts:
         asked: Sequence[Asked],
         each: Callable[[int, EvalSample], None],
     ) -> None:
-        corrects, decode = self.config.run.eval_compare_and_correct, self.task.tokenizer.decode
+        corrects, decode = self.config.run.eval_compare_and_correct, self.data.tokenizer.decode
 
         def scored(index: int, sample: Sample) -> None:
             one, text = asked[index], decode(sample.token_ids)
@@ -412,8 +412,8 @@ class LiveRollouts:
 
     @property
     def _prompts(self) -> PromptSource:
-        assert self.task.prompts is not None  # only a replay has none
-        return self.task.prompts
+        assert self.data.prompts is not None  # only a replay has none
+        return self.data.prompts
 
     def prompts_of_later_steps(self, count: int) -> list[Prompt]:
         """The first prompts of training that are not asked before the first update, so that no engine has
@@ -431,11 +431,11 @@ class LiveRollouts:
             seed=self.config.run.seed,
             step=step,
             attempt=attempt,
-            prompt_ids=self.task.suffixes,
+            prompt_ids=self.data.suffixes,
         )
 
     def _corrector(self) -> Corrector:
-        vocabulary, limit = self.task.vocabulary, self.config.rollout.rollout_max_context_len
+        vocabulary, limit = self.data.vocabulary, self.config.rollout.rollout_max_context_len
         assert limit is not None  # start-up resolved it
 
         def prompt_ids(prompt: Prompt, candidates: Sequence[Sample]) -> TokenIds:

@@ -1,4 +1,4 @@
-"""What a run works on: its tokenizer, its prompts, and what credit must know of the vocabulary."""
+"""The data that a run works on: its tokenizer, its prompts, and what credit must know of the vocabulary."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from megatron_ibpo.rewards import (
 
 
 @dataclass(frozen=True)
-class Task:
+class RunData:
     """Fixed for the whole run."""
 
     tokenizer: Tokenizer
@@ -60,8 +60,8 @@ class Task:
         return of_training + tuple(note for own in self.eval_sets for note in own.notes)
 
 
-def open_task(config: Config, *, trains: bool = True) -> Task:
-    """Read and check everything of the task that the run will need.
+def open_run_data(config: Config, *, trains: bool = True) -> RunData:
+    """Read and check all data that the run will need.
 
     Args:
         trains: otherwise held-out prompts are all that is asked.
@@ -83,7 +83,7 @@ def open_task(config: Config, *, trains: bool = True) -> Task:
     )
     suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
     replays = config.run.load_debug_rollout_data is not None
-    return Task(
+    return RunData(
         tokenizer,
         vocabulary,
         suffixes,
