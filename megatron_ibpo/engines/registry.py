@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.config import known_or_path, load_hook
+from megatron_ibpo.config import Config, known_or_path, load_hook
+from megatron_ibpo.engines.needs import EngineNeeds
+from megatron_ibpo.engines.vllm.needs import vllm_needs
 
 FLAG = "--rollout-backend"
 VLLM, LEAN = "vllm", "lean"
@@ -37,6 +39,19 @@ def check_engine(name: str) -> None:
 def samples_in_trainer(name: str) -> bool:
     """Return whether the trainer's own process samples, so that there are no engine processes."""
     return name in ENGINES and ENGINES[name] is None
+
+
+def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
+    """Return what an engine of this configuration takes, as its class says or else as vLLM takes it.
+
+    Args:
+        config: with what depends on the device resolved (`config.on_device`).
+        on_gpu: whether engines have GPUs; a plan assumes that they will.
+    """
+    path = ENGINES.get(config.rollout.rollout_backend, config.rollout.rollout_backend)
+    engine = None if path is None else load_hook(FLAG, path)
+    needs: EngineNeeds = getattr(engine, "needs", vllm_needs)(config, on_gpu)
+    return needs
 
 
 def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
