@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import Config, known_or_path, load_hook
+from megatron_ibpo.engines.lean_limits import lean_problems
 from megatron_ibpo.engines.needs import EngineNeeds
 from megatron_ibpo.engines.vllm.needs import vllm_needs
 
@@ -12,6 +13,8 @@ VLLM, LEAN = "vllm", "lean"
 ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
 """Name → import path of the class that an engine's process builds (`engines.protocol.Engine`); None: the
 trainer's own process samples, and no cluster is needed."""
+LIMITS = {LEAN: lean_problems}
+"""Name → function that returns what the engine cannot be combined with."""
 
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
@@ -34,6 +37,17 @@ def check_engine(name: str) -> None:
             f"{FLAG} {name}: it lacks {', '.join(lacking)}; an engine has {', '.join(_METHODS)}: "
             "megatron_ibpo.engines.protocol.Engine"
         )
+
+
+def check_limits(config: Config, *, trains: bool) -> None:
+    """Refuse what the engine cannot do in a run, or in an evaluation where it does not train.
+
+    Raises:
+        ValueError: with a line for every problem.
+    """
+    limits = LIMITS.get(config.rollout.rollout_backend)
+    if limits is not None and (problems := limits(config, trains=trains)):
+        raise ValueError("\n".join(problems))
 
 
 def samples_in_trainer(name: str) -> bool:
