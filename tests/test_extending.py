@@ -10,11 +10,11 @@ from documented_modules import write_modules
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import ConfigError, DataConfig
+from megatron_ibpo.config import Config, ConfigError, DataConfig
 from megatron_ibpo.credit import fill_batch, find_group_filter
 from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.engines.registry import check_engine, samples_in_trainer, start_engine
+from megatron_ibpo.engines.registry import check_engine, engine_needs, samples_in_trainer, start_engine
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
 
 
@@ -147,6 +147,32 @@ def test_the_engine(tmp_path, monkeypatch):
     engine = start_engine(name, None, tmp_path / "engine_0.log", False)
     engine.submit([(0, "a request"), (1, "another")], 0)
     assert (tmp_path / "engine_0.requests").read_text() == "2\n"
+
+
+def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_path):
+    config = Config()
+    config.rollout.vllm_max_num_seqs = 32
+    usual = engine_needs(config)
+    assert (usual.most_running, usual.memory_share, usual.kv_cache_bytes) == (32, 0.6, None)
+    assert engine_needs(config, on_gpu=False).kv_cache_bytes == 512 * 1024**2
+    for name in ("lean", "counted_engine:CountedEngine"):
+        config.rollout.rollout_backend = name
+        assert engine_needs(config) == usual
+    (tmp_path / "frugal_engine.py").write_text(
+        "from dataclasses import replace\n"
+        "from megatron_ibpo.engines import Engine\n"
+        "class Silent: ...\n"
+        "class Frugal:\n"
+        "    @staticmethod\n"
+        "    def needs(config, on_gpu):\n"
+        "        own = {'kv_cache_bytes': 10**9 if on_gpu else 10**6, 'kv_cache_flag': '--frugal-cache'}\n"
+        "        return replace(Engine.needs(config, on_gpu), **own)\n"
+    )
+    config.rollout.rollout_backend = "frugal_engine:Silent"
+    assert engine_needs(config) == usual
+    config.rollout.rollout_backend = "frugal_engine:Frugal"
+    assert engine_needs(config) == replace(usual, kv_cache_bytes=10**9, kv_cache_flag="--frugal-cache")
+    assert engine_needs(config, on_gpu=False).kv_cache_bytes == 10**6
 
 
 def test_an_engine_that_cannot_be_asked_is_refused(tmp_path):

@@ -21,7 +21,7 @@ from megatron_ibpo.config import ConfigError
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, checkpoint_weights
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.settings import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -255,6 +255,31 @@ def test_what_one_process_cannot_do_is_refused_before_it_starts(flags, says):
     config.model.hf_checkpoint = ROOT / "examples/tiny_qwen3"
     with pytest.raises(ConfigError, match=f"--rollout-backend lean with {flags[0]}: .*{says}"):
         check_run(config)
+
+
+def test_all_that_one_process_cannot_do_is_said_at_once(tmp_path):
+    flags = ["--num-trainers", "2", "--ray-address", "auto", "--load-debug-rollout-data", str(tmp_path)]
+    flags = ["--config", str(RECIPE), "--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), *flags]
+    check_settings(parse_config([*flags, "--rollout-backend", "vllm"]))
+    lean = parse_config([*flags, "--rollout-backend", "lean"])
+    every = [
+        "--rollout-backend lean with --num-trainers: one process trains",
+        "--rollout-backend lean with --ray-address: it uses no Ray",
+        "--rollout-backend lean with --load-debug-rollout-data: a replay samples nothing",
+    ]
+    for check in (check_run, check_settings):
+        with pytest.raises(ConfigError) as refused:
+            check(lean)
+        assert str(refused.value).split("\n  ") == ["3 problems in the configuration:", *every]
+
+
+def test_evaluations_are_refused():
+    flags = ["--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), "--rollout-backend", "lean"]
+    flags += ["--eval-prompt-data", "reasoning_gym://leg_counting"]
+    config = parse_config(["--config", str(RECIPE), *flags])
+    check_run(config)
+    with pytest.raises(ConfigError, match=r"--rollout-backend lean: is for runs that train; .* with vllm$"):
+        check_evaluation(config)
 
 
 def lean_run(run_dir, *flags):

@@ -41,7 +41,5 @@ class Config:
             trains: otherwise the policy is evaluated and no more.
         """
         checked = (self.model, self.parallel, self.optimizer, self.loss, self.data, self.rollout, self.run)
-        found = [*self.data.missing(self.run, trains=trains)]
-        if not trains and self.rollout.rollout_backend == "lean":
-            found.append("--rollout-backend lean: is for runs that train; evaluate with vllm")
-        return [*found, *(problem for section in checked for problem in section.problems(self))]
+        missing = self.data.missing(self.run, trains=trains)
+        return [*missing, *(problem for section in checked for problem in section.problems(self))]

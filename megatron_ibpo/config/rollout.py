@@ -131,11 +131,7 @@ class RolloutConfig:
 
     def problems(self, config: "Config") -> list[str]:
         """Return what cannot work, one line each."""
-        return [
-            *self._size_problems(config.algorithm),
-            *self._staleness_problems(config.run),
-            *(self._lean_problems(config) if self.rollout_backend == "lean" else ()),
-        ]
+        return [*self._size_problems(config.algorithm), *self._staleness_problems(config.run)]
 
     def _size_problems(self, algorithm: "AlgorithmConfig") -> list[str]:
         context, longest = self.rollout_max_context_len, self.rollout_max_response_len
@@ -178,19 +174,3 @@ class RolloutConfig:
                 ),
             }
         )
-
-    def _lean_problems(self, config: "Config") -> list[str]:
-        """Return what a run in one process cannot do."""
-        rules = {
-            "--max-staleness: one process does one thing after another, and sampling cannot run ahead": (
-                self.max_staleness > 0
-            ),
-            "--num-trainers: one process trains": (config.cluster.num_trainers or 1) > 1,
-            "--ray-address: it uses no Ray": config.cluster.ray_address is not None,
-            "--vllm-arg: it uses no vLLM": bool(self.vllm_arg),
-            "--use-rollout-routing-replay: it samples dense models alone": self.use_rollout_routing_replay,
-            "--load-debug-rollout-data: a replay samples nothing": (
-                config.run.load_debug_rollout_data is not None
-            ),
-        }
-        return [f"--rollout-backend lean with {problem}" for problem in broken(rules)]

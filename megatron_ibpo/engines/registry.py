@@ -3,13 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.config import known_or_path, load_hook
+from megatron_ibpo.config import Config, known_or_path, load_hook
+from megatron_ibpo.engines.lean_limits import lean_problems
+from megatron_ibpo.engines.needs import EngineNeeds
+from megatron_ibpo.engines.vllm.needs import vllm_needs
 
 FLAG = "--rollout-backend"
 VLLM, LEAN = "vllm", "lean"
 ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
 """Name → import path of the class that an engine's process builds (`engines.protocol.Engine`); None: the
 trainer's own process samples, and no cluster is needed."""
+LIMITS = {LEAN: lean_problems}
+"""Name → function that returns what the engine cannot be combined with."""
 
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
@@ -34,9 +39,33 @@ def check_engine(name: str) -> None:
         )
 
 
+def check_limits(config: Config, *, trains: bool) -> None:
+    """Refuse what the engine cannot do in a run, or in an evaluation where it does not train.
+
+    Raises:
+        ValueError: with a line for every problem.
+    """
+    limits = LIMITS.get(config.rollout.rollout_backend)
+    if limits is not None and (problems := limits(config, trains=trains)):
+        raise ValueError("\n".join(problems))
+
+
 def samples_in_trainer(name: str) -> bool:
     """Return whether the trainer's own process samples, so that there are no engine processes."""
     return name in ENGINES and ENGINES[name] is None
+
+
+def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
+    """Return what an engine of this configuration takes, as its class says or else as vLLM takes it.
+
+    Args:
+        config: with what depends on the device resolved (`config.on_device`).
+        on_gpu: whether engines have GPUs; a plan assumes that they will.
+    """
+    path = ENGINES.get(config.rollout.rollout_backend, config.rollout.rollout_backend)
+    engine = None if path is None else load_hook(FLAG, path)
+    needs: EngineNeeds = getattr(engine, "needs", vllm_needs)(config, on_gpu)
+    return needs
 
 
 def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:

@@ -1,7 +1,7 @@
 """Whether a configuration can work on a cluster, and what it takes there, without a GPU.
 
 A rank's part of every stage of the real model is built on the meta device (`census`), memory is counted from
-it (`memory`), and what training and vLLM would refuse is refused here, with the reason.
+it (`memory`), and what training and engines would refuse is refused here, with the reason.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig, on_device
+from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.models.lora import check_lora
@@ -126,7 +127,7 @@ def _placement(config: Config, world_size: int, problems: list[str]) -> Placemen
 
 
 def _engine_problems(shape: ModelShape, config: Config) -> Iterator[str]:
-    """What vLLM would refuse."""
+    """Yield what an engine would refuse."""
     size = config.rollout.rollout_num_gpus_per_engine
     flag = f"--rollout-num-gpus-per-engine={size}"
     counts = {**shape.divided_by_tp(), "an expert's hidden size": shape.expert_hidden_size}
@@ -135,7 +136,7 @@ def _engine_problems(shape: ModelShape, config: Config) -> Iterator[str]:
             yield f"{flag} does not divide {what} ({count})"
     heads = shape.num_key_value_heads
     if heads % size and size % heads:
-        yield f"{flag}: vLLM can neither divide nor copy {heads} key/value heads evenly over {size} GPUs"
+        yield f"{flag}: an engine can neither divide nor copy {heads} key/value heads evenly over {size} GPUs"
 
 
 def _context_problems(shape: ModelShape, rollout: RolloutConfig, context: int) -> Iterator[str]:
@@ -155,7 +156,7 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     assert plan.engine is not None
     assert plan.stages is not None
     assert plan.census is not None
-    gpu_bytes = plan.config.run.dry_run_gpu_memory_gib * GIB
+    needs, gpu_bytes = engine_needs(plan.config), plan.config.run.dry_run_gpu_memory_gib * GIB
     limit = usable_bytes(plan.config)
     by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
     advice = {
@@ -165,9 +166,9 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
         "log-probs": "lower --log-probs-max-tokens-per-gpu",
         "saving": "raise --tensor- or --pipeline-model-parallel-size, or turn on --use-distributed-optimizer "
         "or --optimizer-cpu-offload",
-        "sampling": "lower --vllm-kv-cache-bytes or --vllm-gpu-memory-utilization, or raise "
+        "sampling": f"lower {needs.kv_cache_flag} or {needs.memory_share_flag}, or raise "
         "--rollout-num-gpus-per-engine",
-        "weight update": "lower --update-weight-buffer-size or --vllm-kv-cache-bytes",
+        "weight update": f"lower --update-weight-buffer-size or {needs.kv_cache_flag}",
     }
     for phase, hint in advice.items():
         fullest = max(range(len(by_stage)), key=lambda stage: by_stage[stage][phase])
@@ -178,18 +179,18 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
                 f"{phase} takes {most / GIB:.1f} GiB on rank {rank}, of {limit / GIB:.1f} GiB usable on a "
                 f"GPU of {plan.config.run.dry_run_gpu_memory_gib:g} GiB: {hint}"
             )
-    asked = plan.config.rollout.vllm_gpu_memory_utilization
+    asked = needs.memory_share
     resting = max(memory.resting for memory in plan.stages)  # when one that died starts again
     if plan.config.rollout.colocate and asked * gpu_bytes + resting > gpu_bytes:
         yield (
-            f"--vllm-gpu-memory-utilization={asked:g}: a starting engine wants that share free, "
+            f"{needs.memory_share_flag}={asked:g}: a starting engine wants that share free, "
             f"{asked * gpu_bytes / GIB:.1f} GiB, beside the trainer's {resting / GIB:.1f} GiB"
         )
     if full_contexts(plan) < 1:
         yield (
             f"the KV cache of {plan.engine.kv_cache / GIB:.2f} GiB a GPU does not hold one context of "
-            f"{plan.config.rollout.rollout_max_context_len} tokens: raise --vllm-kv-cache-bytes or "
-            "--vllm-gpu-memory-utilization, or lower --rollout-max-context-len"
+            f"{plan.config.rollout.rollout_max_context_len} tokens: raise {needs.kv_cache_flag} or "
+            f"{needs.memory_share_flag}, or lower --rollout-max-context-len"
         )
 
 

@@ -10,7 +10,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_ibpo.config import Config, ParallelConfig, named_values
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.engines.needs import EngineNeeds
+from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
@@ -32,14 +34,6 @@ COMMUNICATOR_BYTES = int(0.4 * GIB)
 the context that makes 3 to 5 GiB for the eight to ten communicators of a large layout."""
 FRAGMENTED = 0.05
 """Of what comes and goes in a training pass: held by torch's allocator in pieces that nothing fits into."""
-GRAPHS_BYTES = GIB
-"""vLLM's CUDA graphs, which stay while an engine sleeps."""
-ENGINE_BUFFERS_BYTES = int(0.75 * GIB)
-"""Workspaces of vLLM's attention, all-reduce and sampling kernels."""
-ENGINE_PREFILL_TOKENS = 16384
-"""Prompt tokens that an engine takes in one step: vLLM's budget on an H100."""
-SAMPLER_BYTES = 14
-"""For each logit of a sampled token: as bf16 and fp32, its log-probability and its probability in fp32."""
 _GATHERED_BYTES = 12
 """Of a parameter's optimizer state in a checkpoint: itself and Adam's two means, in fp32."""
 _GATHERING_BYTES = 4
@@ -115,8 +109,7 @@ class EngineMemory:
     workspace: int
     """Activations of the longest step, logits, buffers of kernels."""
     loading: int
-    """While a weight update lasts: vLLM collects a whole module, not its shard alone, before it takes it over
-    (vllm/model_executor/model_loader/reload/layerwise.py)."""
+    """Bytes that a weight update takes: an engine collects a whole module before it takes over its shard."""
     asleep: int
     """What sleep gives back to nobody: CUDA context, communicators and graphs."""
 
@@ -241,22 +234,21 @@ def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) ->
 
 
 def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
-    """One GPU of an engine; the KV cache is what was asked for, or what the utilization leaves."""
-    rollout = config.rollout
-    element, size = _engine_element(config), rollout.rollout_num_gpus_per_engine
-    given = named_values(rollout.vllm_arg)
-    weights = _engine_weights(shape, census.total, size, element, given.get("quantization"))
-    tokens = int(given.get("max_num_batched_tokens", ENGINE_PREFILL_TOKENS))
-    workspace = int(tokens * inference_elements(shape, size)) * element
-    workspace += rollout.vllm_max_num_seqs * shape.vocab_size * SAMPLER_BYTES + ENGINE_BUFFERS_BYTES
-    graphs = 0 if rollout.vllm_enforce_eager else GRAPHS_BYTES
-    # torch's communicator of an engine, and vLLM's own
-    groups = (2 if size > 1 else 0) + (not rollout.colocate)
-    asleep = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + graphs
-    cache = rollout.vllm_kv_cache_bytes
+    """Return the memory of one GPU of an engine. The KV cache has its own size, or what the share leaves.
+
+    Args:
+        gpu_bytes: memory of the GPU; 0 on CPUs.
+    """
+    needs, size = engine_needs(config, on_gpu=gpu_bytes > 0), config.rollout.rollout_num_gpus_per_engine
+    weights = _engine_weights(shape, census.total, size, needs)
+    workspace = int(needs.prefill_tokens * inference_elements(shape, size)) * needs.element_bytes
+    workspace += needs.most_running * shape.vocab_size * needs.logit_bytes + needs.buffer_bytes
+    groups = (needs.communicators if size > 1 else 0) + (not config.rollout.colocate)
+    asleep = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + needs.graph_bytes
+    cache = needs.kv_cache_bytes
     if cache is None:
-        budget = int(rollout.vllm_gpu_memory_utilization * gpu_bytes)
-        cache = max(0, budget - weights - workspace - asleep)
+        cache = max(0, int(needs.memory_share * gpu_bytes) - weights - workspace - asleep)
+    # vllm/model_executor/model_loader/reload/layerwise.py collects modules whole
     whole = largest_module(shape) * _trainer_element(config)
     return EngineMemory(weights, cache, workspace, loading=whole + whole // size, asleep=asleep)
 
@@ -323,14 +315,13 @@ def _gathers(census: Census, place: Place) -> int:
     return dense * (place.data == 0) + experts * (place.expert_data == 0)
 
 
-def _engine_weights(shape: ModelShape, total: int, size: int, element: int, quantization: str | None) -> int:
-    """Bytes of an engine's weights on each of `size` GPUs. Routers are copied to all of them. What vLLM
-    quantizes are the layers' matrices, to a byte each (to half of one in fp4); scales are left out."""
+def _engine_weights(shape: ModelShape, total: int, size: int, needs: EngineNeeds) -> int:
+    """Return the bytes of an engine's weights on each of `size` GPUs. Routers are copied to all of them."""
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     routers = shape.moe_layers * shape.num_experts * shape.hidden_size
     matrices = total - embeddings - routers
-    each = element if quantization is None else 0.5 if "fp4" in quantization else 1
-    return (int(matrices * each) + embeddings * element) // size + routers * element
+    element = needs.element_bytes
+    return (int(matrices * needs.matrix_bytes) + embeddings * element) // size + routers * element
 
 
 def kv_bytes(shape: ModelShape, config: Config, tokens: int) -> int:
@@ -339,18 +330,14 @@ def kv_bytes(shape: ModelShape, config: Config, tokens: int) -> int:
     heads = max(1, shape.num_key_value_heads // config.rollout.rollout_num_gpus_per_engine)
     windows = shape.attention_windows().items()
     kept = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in windows)
-    return kept * 2 * heads * shape.head_dim * _engine_element(config)
+    return kept * 2 * heads * shape.head_dim * engine_needs(config).element_bytes
 
 
 def state_bytes_per_sequence(shape: ModelShape, config: Config) -> int:
-    """Recurrent and convolution state of one sequence on one GPU of an engine. vLLM keeps both in the model's
-    dtype where --vllm-arg mamba_ssm_cache_dtype says nothing of the former."""
-    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    given = named_values(config.rollout.vllm_arg).get("mamba_ssm_cache_dtype", "auto")
-    element = _engine_element(config)
-    state = {"float32": 4, "float16": 2, "bfloat16": 2}.get(given, element)
-    recurrent = state * sum(mixer.recurrent_state for mixer in mixers)
-    convolution = element * sum(mixer.convolution_state for mixer in mixers)
+    """Return the bytes of recurrent and convolution state of one sequence on one GPU of an engine."""
+    mixers, needs = [mixer_cost(shape, layer) for layer in range(shape.num_layers)], engine_needs(config)
+    recurrent = needs.state_bytes * sum(mixer.recurrent_state for mixer in mixers)
+    convolution = needs.element_bytes * sum(mixer.convolution_state for mixer in mixers)
     return (recurrent + convolution) // config.rollout.rollout_num_gpus_per_engine
 
 
@@ -373,10 +360,6 @@ def _models(config: Config) -> int:
 
 def _trainer_element(config: Config) -> int:
     return 2 if config.model.bf16 else 4
-
-
-def _engine_element(config: Config) -> int:
-    return 4 if config.rollout.vllm_dtype == "float32" else 2
 
 
 def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.engines.vllm.settings import CPU_KV_CACHE_BYTES
+from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.lora import chosen_lora, lora_entries
 from megatron_ibpo.models.weight_map import Entry
@@ -37,10 +37,10 @@ _ADVICE = {
     "the reference policy": "--kl-coef 0 needs no reference policy",
     "the optimizer": "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs",
     _TRAINERS: "a smaller --num-trainers, --use-distributed-optimizer",
-    _ENGINES: "a smaller --vllm-kv-cache-bytes or --rollout-num-gpus",
+    _ENGINES: "a smaller {kv_cache_flag} or --rollout-num-gpus",
     _PROGRAMS: "a smaller --num-trainers",
 }
-"""By what takes most: what would take less."""
+"""What takes most → what would take less."""
 
 
 def check_main_memory(
@@ -64,17 +64,19 @@ def check_main_memory(
     for node, parts in _needed(config, shape, elements, placement).items():
         needed, there = sum(parts.values()), memory[node]
         if needed > there:
-            problems.append(_refusal(placement.nodes[node].address, there, parts))
+            needs = engine_needs(config, on_gpu=placement.on_gpu)
+            problems.append(_refusal(placement.nodes[node].address, there, parts, needs.kv_cache_flag))
     if problems:
         raise ValueError(listed(problems, "\n", most=_MOST_NODES))
 
 
-def _refusal(address: str, there: int, parts: Mapping[str, int]) -> str:
+def _refusal(address: str, there: int, parts: Mapping[str, int], kv_cache_flag: str) -> str:
     largest = max(parts, key=lambda name: parts[name])
+    advice = _ADVICE[largest].format(kv_cache_flag=kv_cache_flag)
     named = "; ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
     return (
         f"{address} has {there / GIB:.1f} GiB of main memory, and this run needs at least "
-        f"{sum(parts.values()) / GIB:.1f} there ({named}): {_ADVICE[largest]}; or use nodes with more of "
+        f"{sum(parts.values()) / GIB:.1f} there ({named}): {advice}; or use nodes with more of "
         "it, or more nodes with fewer ranks on each"
     )
 
@@ -119,10 +121,9 @@ def _on_cpus(
 
 
 def _engine_on_cpu(shape: ModelShape, config: Config, census: Census) -> int:
-    """Weights and KV cache of one engine with all its workers."""
+    """Return the bytes of weights and KV cache of one engine with all its workers."""
     part = engine_memory(shape, config, census, gpu_bytes=0)
-    cache = config.rollout.vllm_kv_cache_bytes or CPU_KV_CACHE_BYTES
-    return config.rollout.rollout_num_gpus_per_engine * (part.weights + cache)
+    return config.rollout.rollout_num_gpus_per_engine * (part.weights + part.kv_cache)
 
 
 # ------------------------------------------------------------------------------------ counted by names

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import find_operator
+from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.lengths import log_normal, recorded
 from megatron_ibpo.plan.machine import Machine, Seen, find_machine
@@ -32,6 +33,8 @@ class Setting:
     basis: Basis
     layout: Layout
     engine: Engine
+    most_running_flag: str
+    """Flag of the engine's most sequences at once."""
     task: Task
     engine_gpus: int
     colocated: bool
@@ -80,16 +83,17 @@ def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Mach
     if machine is None:
         assert config.run.dry_run_hardware is not None
         machine = find_machine(config.run.dry_run_hardware)
-    rollout, known = config.rollout, machine.known
+    rollout, needs, known = config.rollout, engine_needs(config), machine.known
     engine = Engine(
         tensor=rollout.rollout_num_gpus_per_engine,
-        memory_share=rollout.vllm_gpu_memory_utilization,
-        most_running=rollout.vllm_max_num_seqs,
+        memory_share=needs.memory_share,
+        most_running=needs.most_running,
     )
     return Setting(
         basis=Basis(shape=shape, hardware=machine.hardware, reached=known.coefficients),
         layout=_layout_of(config, world_size),
         engine=engine,
+        most_running_flag=needs.most_running_flag,
         task=task_of(config, machine.seen),
         engine_gpus=world_size if rollout.colocate else rollout.rollout_num_gpus or world_size,
         colocated=rollout.colocate,
@@ -188,7 +192,7 @@ def _others(setting: Setting) -> Iterator[tuple[str, Setting]]:
             )
     if engine.most_running < 1024:
         yield (
-            f"--vllm-max-num-seqs {2 * engine.most_running}",
+            f"{setting.most_running_flag} {2 * engine.most_running}",
             replace(setting, engine=replace(engine, most_running=2 * engine.most_running)),
         )
     if layout.precision == "bf16" and setting.basis.hardware.peak_fp8 > setting.basis.hardware.peak_bf16:

@@ -10,6 +10,7 @@ from rich.table import Table
 from megatron_ibpo.basics.environment_variables import environment_number
 from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.config import Config
+from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
@@ -301,7 +302,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
 
 
 def _kv_cache(plan: Plan) -> str:
-    rollout = plan.config.rollout
+    rollout, needs = plan.config.rollout, engine_needs(plan.config)
     state = state_bytes_per_sequence(plan.shape, plan.config)
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     responses = sequences(plan, rollout.rollout_max_response_len)
@@ -314,7 +315,7 @@ def _kv_cache(plan: Plan) -> str:
         f"KV cache: {kv_bytes(plan.shape, plan.config, 1):,} bytes a token and GPU{windows}{states}; one "
         f"engine holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens, or "
         f"{responses:.0f} responses of {rollout.rollout_max_response_len:,}; it works at no more than "
-        f"{rollout.vllm_max_num_seqs} at once (--vllm-max-num-seqs)"
+        f"{needs.most_running} at once ({needs.most_running_flag})"
     )
 
 

@@ -1,11 +1,12 @@
 """The checks of a configuration that need a room's registry."""
 
 from collections.abc import Callable
+from functools import partial
 
 from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
 from megatron_ibpo.credit import CRITIC, check_credit, find_group_filter, find_operator
-from megatron_ibpo.engines.registry import check_engine
+from megatron_ibpo.engines.registry import check_engine, check_limits
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.rewards import reward_functions
 
@@ -28,7 +29,7 @@ def check_run(config: Config) -> None:
     Raises:
         ConfigError: with all problems at once, each naming its flag.
     """
-    check_config(config, [*_WITHOUT_TORCH, _check_loss])
+    _check(config, _check_loss)
 
 
 def check_settings(config: Config) -> None:
@@ -37,7 +38,7 @@ def check_settings(config: Config) -> None:
     Raises:
         ConfigError: as there.
     """
-    check_config(config, _WITHOUT_TORCH)
+    _check(config)
 
 
 def check_evaluation(config: Config) -> None:
@@ -46,7 +47,7 @@ def check_evaluation(config: Config) -> None:
     Raises:
         ConfigError: with all problems at once, each naming its flag.
     """
-    check_config(config, _WITHOUT_TORCH, trains=False)
+    _check(config, trains=False)
 
 
 def check_loss_of_run(config: Config) -> None:
@@ -60,6 +61,10 @@ def check_loss_of_run(config: Config) -> None:
         _check_loss(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check(config: Config, *more: Callable[[Config], object], trains: bool = True) -> None:
+    check_config(config, [*_WITHOUT_TORCH, partial(check_limits, trains=trains), *more], trains=trains)
 
 
 def _check_corrected_evaluation(config: Config) -> None:

@@ -33,6 +33,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
+from megatron_ibpo.engines.vllm.needs import vllm_needs
 
 SOCKET_BYTES = 37
 """vLLM's sockets are called by 36 characters."""
@@ -56,6 +57,8 @@ class Engine:
     one thing at a time, while nothing is being sampled: `begin` asks, `result` waits for the answer, `call`
     does both. Any thread may call any method.
     """
+
+    needs = staticmethod(vllm_needs)
 
     def __init__(self, settings: EngineSettings, log: Path, again: bool = False) -> None:
         """Start the process and return at once; `wait_ready` waits for vLLM in it.

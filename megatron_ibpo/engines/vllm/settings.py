@@ -7,10 +7,10 @@ from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.engines.eos import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.arguments import vllm_arguments
+from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
-CPU_KV_CACHE_BYTES = 512 * 1024**2
 START_S = 600.0
 """Seconds that an engine may take to start, beyond reading its weights."""
 READ_BYTES_PER_S = 0.25e9
@@ -83,7 +83,7 @@ def engine_settings(
         dtype=rollout.vllm_dtype,
         max_model_len=rollout.rollout_max_context_len,
         max_num_seqs=rollout.vllm_max_num_seqs,
-        kv_cache_bytes=rollout.vllm_kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        kv_cache_bytes=kv_cache_bytes(rollout, on_gpu=not on_cpu),
         gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
         enforce_eager=on_cpu or rollout.vllm_enforce_eager,
         sleep_mode=transport == "ipc",

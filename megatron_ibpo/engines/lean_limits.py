@@ -1,0 +1,29 @@
+"""What the lean engine cannot be combined with. Importing this loads no torch."""
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.config.config_error import broken
+
+
+def lean_problems(config: Config, *, trains: bool) -> list[str]:
+    """Return what a run in one process cannot do, one line each.
+
+    Args:
+        trains: otherwise the policy is evaluated and no more.
+    """
+    rollout, cluster = config.rollout, config.cluster
+    rules = {
+        ": is for runs that train; evaluate with vllm": not trains,
+        " with --max-staleness: one process does one thing after another, and sampling cannot run ahead": (
+            rollout.max_staleness > 0
+        ),
+        " with --num-trainers: one process trains": (cluster.num_trainers or 1) > 1,
+        " with --ray-address: it uses no Ray": cluster.ray_address is not None,
+        " with --vllm-arg: it uses no vLLM": bool(rollout.vllm_arg),
+        " with --use-rollout-routing-replay: it samples dense models alone": (
+            rollout.use_rollout_routing_replay
+        ),
+        " with --load-debug-rollout-data: a replay samples nothing": (
+            config.run.load_debug_rollout_data is not None
+        ),
+    }
+    return [f"--rollout-backend lean{problem}" for problem in broken(rules)]

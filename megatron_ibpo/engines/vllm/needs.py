@@ -1,0 +1,53 @@
+"""What a vLLM engine takes of its GPUs, from the configuration. The allowances have not been measured."""
+
+from megatron_ibpo.config import Config, RolloutConfig, named_values
+from megatron_ibpo.engines.needs import EngineNeeds
+
+CPU_KV_CACHE_BYTES = 512 * 1024**2
+GRAPHS_BYTES = 1024**3
+BUFFERS_BYTES = int(0.75 * 1024**3)
+"""Workspaces of vLLM's attention, all-reduce and sampling kernels."""
+PREFILL_TOKENS = 16384
+"""Prompt tokens that vLLM takes in one step on an H100, unless max_num_batched_tokens is given."""
+SAMPLER_BYTES = 14
+"""Bytes per logit of a sampled token: the logit in bf16 and fp32, its log-probability and its probability in
+fp32."""
+COMMUNICATORS = 2
+"""torch's and vLLM's own."""
+
+
+def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
+    """Return what an engine takes.
+
+    Args:
+        config: with what depends on the device resolved (`config.on_device`).
+        on_gpu: otherwise the engine runs on CPUs, with its KV cache in main memory.
+    """
+    rollout = config.rollout
+    given = named_values(rollout.vllm_arg)
+    element = 4 if rollout.vllm_dtype == "float32" else 2
+    quantization = given.get("quantization")
+    state = given.get("mamba_ssm_cache_dtype", "auto")
+    return EngineNeeds(
+        memory_share=rollout.vllm_gpu_memory_utilization,
+        memory_share_flag="--vllm-gpu-memory-utilization",
+        kv_cache_bytes=kv_cache_bytes(rollout, on_gpu=on_gpu),
+        kv_cache_flag="--vllm-kv-cache-bytes",
+        most_running=rollout.vllm_max_num_seqs,
+        most_running_flag="--vllm-max-num-seqs",
+        element_bytes=element,
+        # the layers' matrices are quantized, and scales are left out
+        matrix_bytes=element if quantization is None else 0.5 if "fp4" in quantization else 1,
+        # vLLM keeps recurrent states in the model's dtype unless it is told another
+        state_bytes={"float32": 4, "float16": 2, "bfloat16": 2}.get(state, element),
+        prefill_tokens=int(given.get("max_num_batched_tokens", PREFILL_TOKENS)),
+        logit_bytes=SAMPLER_BYTES,
+        buffer_bytes=BUFFERS_BYTES,
+        graph_bytes=0 if rollout.vllm_enforce_eager or not on_gpu else GRAPHS_BYTES,
+        communicators=COMMUNICATORS,
+    )
+
+
+def kv_cache_bytes(rollout: RolloutConfig, *, on_gpu: bool) -> int | None:
+    """Return the KV-cache bytes of each rank of an engine; None: what its share of the GPU leaves."""
+    return rollout.vllm_kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES)
