@@ -235,7 +235,7 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
     metrics = {"updates_skipped": 0.0}
     run = Run(
         config=config,
-        task=None,
+        data=None,
         rollouts=SimpleNamespace(past=lambda steps, _: [[] for _ in steps]),
         journal=SimpleNamespace(pending_bytes=0),
         policy=SimpleNamespace(
@@ -270,7 +270,7 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     config.run.run_dir, config.run.export_interval, config.run.save_interval = tmp_path, 2, 4
     run = Run(
         config=config,
-        task=None,
+        data=None,
         rollouts=SimpleNamespace(state=dict),
         journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
         policy=noting("saved", "save", "save_hf"),
