@@ -7,12 +7,13 @@
 #       --apply-chat-template --rollout-max-response-len 4096 --rollout-max-context-len 12288 --reward-timeout 120
 #       your own model and problems (docs/code_rewards.md says how they are written)
 #
-# It needs bubblewrap (apt-get install bubblewrap). What else may be set: see examples/run.sh. Flags are passed
+# It needs bubblewrap, and installs it where apt-get may. What else may be set: see examples/run.sh. Flags are passed
 # through (--help lists them) and win over what is chosen here; --dry-run prints the plan and starts nothing.
 set -euo pipefail
 export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+[[ " $* " == *" --dry-run "* ]] || bash tools/system_programs.sh bubblewrap >&2
 TASK_ARGS=(--rm-type code --reward-timeout 30)
 if [[ -z ${PROMPT_DATA:-} ]]; then
     export PROMPT_DATA=$PWD/examples/code/tiny_train.jsonl
