@@ -12,9 +12,15 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "tools/system_programs.sh"
 
 
+def path_of(program):
+    found = shutil.which(program)
+    assert found is not None
+    return found
+
+
 def run(programs, *names):
     return subprocess.run(
-        [shutil.which("bash"), SCRIPT, *names],
+        [path_of("bash"), SCRIPT, *names],
         env={"PATH": str(programs)},
         capture_output=True,
         text=True,
@@ -26,7 +32,7 @@ def run(programs, *names):
 @pytest.fixture
 def bare(tmp_path):
     """A PATH with what the script itself calls, and no more."""
-    (tmp_path / "timeout").symlink_to(shutil.which("timeout"))
+    (tmp_path / "timeout").symlink_to(path_of("timeout"))
     return tmp_path
 
 
@@ -43,7 +49,7 @@ def test_root_gets_what_is_missing_and_nothing_else(bare):
     script = f"""#!/bin/bash
 echo "$@" >> {bare}/asked
 if [[ $1 == update ]]; then : > {bare}/lists; exit; fi
-[[ -e {bare}/lists ]] && : > {bare}/bwrap && {shutil.which("chmod")} +x {bare}/bwrap
+[[ -e {bare}/lists ]] && : > {bare}/bwrap && {path_of("chmod")} +x {bare}/bwrap
 """
     (bare / "apt-get").write_text(script)
     (bare / "apt-get").chmod(0o755)
