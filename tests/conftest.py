@@ -58,7 +58,10 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Add what became of the tests to the file of --results, under how numbers were rounded."""
+    """Say which system programs were missing, and add what became of the tests to the file of --results, under
+    how numbers were rounded."""
+    for line in os.environ.get("NOT_TESTED", "").splitlines():
+        terminalreporter.write_line(f"not tested: {line}")
     path = config.getoption("--results")
     if path is None:
         return

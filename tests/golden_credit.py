@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from credit_cases import AGREEMENT, credit_at_once, of_preset
 from credit_cases import algorithm as algorithm_of
-from credit_cases import credit_at_once, of_preset
 from golden_runs import GOLDEN, ROOT, recordings
 from transformers import AutoTokenizer
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ibpo-on-ppo": ("ibpo", {"advantages": "critic"}),
     "agreement": (
         "ibpo-shaping-only",
-        {"ibpo_operator": "examples/credit/agreement.py:Agreement", "ibpo_variant": "mask"},
+        {"ibpo_operator": AGREEMENT, "ibpo_variant": "mask"},
     ),
 }
 """Name → preset and what is set on top of it."""

@@ -3,8 +3,8 @@
 #
 #   bash tests/run.sh [--all] [pytest's arguments]
 #
-# bubblewrap and a Chromium, which some tests need, are installed where apt-get may; what is missing all the same is said
-# at the end. --all adds the tests marked slow and, if it stands alone, runs what computes numbers once more, rounded as on
+# bubblewrap and a Chromium, which some tests need, are installed where apt-get may; pytest says at its end what is
+# missing all the same. --all adds the tests marked slow and, if it stands alone, runs what computes numbers once more, rounded as on
 # another processor, and leaves the results of both in tools/results/tests.json. The slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,16 +22,15 @@ for argument in "$@"; do
     fi
 done
 python=$(bash tools/bootstrap.sh dev)
-not_tested=$(bash tools/system_programs.sh bubblewrap chromium)
-trap '[[ -z $not_tested ]] || printf "not tested: %s\n" "$not_tested"' EXIT
+NOT_TESTED=$(bash tools/system_programs.sh bubblewrap chromium)
+export NOT_TESTED # for tests/conftest.py
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests start several processes on few cores
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 # A file is a worker's as a whole, since its tests share what is costly to start; tests wait for processes more than
 # they compute, so a worker per core keeps the cores busy.
 side_by_side=(-n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
 if ! $all || ((${#arguments[@]})); then
-    "$python" -m pytest "${side_by_side[@]}" "${selection[@]}" "${arguments[@]}"
-    exit
+    exec "$python" -m pytest "${side_by_side[@]}" "${selection[@]}" "${arguments[@]}"
 fi
 results=tools/results/tests.json status=0
 rm -f "$results"

@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+from credit_cases import RESET_GROUPS
 from live_loop import Trainers, config_of, live_run, plain, questions, reward, written
 
 from megatron_ibpo.journal import LostStepError
@@ -172,7 +173,7 @@ def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
             steps.take(1)
 
 
-@pytest.mark.parametrize("operator", ["compare-and-correct", "examples/credit/resets.py:ResetGroups"])
+@pytest.mark.parametrize("operator", ["compare-and-correct", RESET_GROUPS])
 def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tmp_path, operator):
     flags = ("--ibpo-operator", operator, "--ibpo-corrections", "2", "--num-rollout", "1", "--no-save")
     with live_run(config_of(tmp_path, *flags)) as steps:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from credit_cases import AGREEMENT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
@@ -265,7 +266,7 @@ def test_policies_taught_to_compare_know_more_than_another_try_and_the_others_do
 def test_only_runs_that_have_responses_corrected_are_measured():
     assert corrects(credit_of("ibpo"))
     assert not corrects(credit_of("gspo"))
-    assert not corrects(credit_of("ibpo", ibpo_operator="examples/credit/agreement.py:Agreement"))
+    assert not corrects(credit_of("ibpo", ibpo_operator=AGREEMENT))
 
 
 # ---------------------------------------------------------------------------------------- where it is shown

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from credit_cases import (
+    AGREEMENT,
     EOS,
     GSPO,
     PROMPT,
@@ -247,7 +248,7 @@ def test_every_layout_gives_the_same_gradient_and_metrics(tmp_path):
     [
         ({"ibpo_joint": True}, "a correction is trained on once"),
         (
-            {"ibpo_operator": "examples/credit/agreement.py:Agreement"},
+            {"ibpo_operator": AGREEMENT},
             "--ibpo-operator compare-and-correct has it",
         ),
         ({"advantages": "critic"}, "--advantages critic compares none"),

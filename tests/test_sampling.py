@@ -421,7 +421,8 @@ def test_when_it_is_closed_over_what_is_asked_nothing_is_left_pending(caplog) ->
         async def abort(self, numbers: Collection[int]) -> None:
             await asyncio.sleep(0.5)
 
-    sampler = Sampler([Far(STEP, write)], RandomScore(), stall_timeout=100)
+    endless = [2] * 10**6  # drawing that many for each request would keep the sampler's loop busy
+    sampler = Sampler([Far(STEP, lambda _: endless)], RandomScore(), stall_timeout=100)
     prompts = make_prompts(0, 50)
     asked = [(prompt, SampleRequest(prompt.token_ids, 0, 10**6)) for prompt in prompts]
     sampler.start(sampler.answers(asked))

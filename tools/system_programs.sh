@@ -16,9 +16,9 @@ here() {
     esac >/dev/null
 }
 
-# install PACKAGE: within six minutes; a fresh machine may have no lists of packages yet.
+# install PACKAGE…: within eight minutes; a fresh machine may have no lists of packages yet.
 install() {
-    local command=(apt-get -o DPkg::Lock::Timeout=60 install --yes --no-install-recommends "$1")
+    local command=(apt-get -o DPkg::Lock::Timeout=60 install --yes --no-install-recommends "$@")
     timeout 180 "${command[@]}" || { timeout 120 apt-get update && timeout 180 "${command[@]}"; }
 }
 
@@ -27,10 +27,14 @@ declare -A serves=(
     [bubblewrap]="programs of code rewards cannot run, and no test of the sandbox does"
     [chromium]="no test of the page in a browser runs"
 )
+missing=()
 for name in "$@"; do
-    here "$name" && continue
-    if command -v apt-get >/dev/null && ((EUID == 0)); then
-        install "${packages[$name]}" >/dev/null 2>&1
-    fi
+    here "$name" || missing+=("${packages[$name]}")
+done
+if ((${#missing[@]} && EUID == 0)) && command -v apt-get >/dev/null; then
+    echo "installing ${missing[*]}" >&2
+    install "${missing[@]}" >/dev/null 2>&1
+fi
+for name in "$@"; do
     here "$name" || echo "$name is not here: ${serves[$name]}; apt-get install ${packages[$name]}, as root, gets it"
 done

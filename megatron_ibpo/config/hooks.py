@@ -44,7 +44,7 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
     Raises:
         ConfigError: neither; says what is known, and the nearest.
     """
-    if name in MOVED_CHOICES and name not in known:
+    if name in MOVED_CHOICES:
         raise ConfigError(f"{flag} {name}: moved out of the package; name {MOVED_CHOICES[name]}")
     if name not in known and not is_import_path(name):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Engines by name (--rollout-backend), and the user's own by import path."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,16 @@ def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
         config: with what depends on the device resolved (`config.on_device`).
         on_gpu: whether engines have GPUs; a plan assumes that they will.
     """
-    path = ENGINES.get(config.rollout.rollout_backend, config.rollout.rollout_backend)
-    engine = None if path is None else load_hook(FLAG, path)
+    name = config.rollout.rollout_backend
+    engine = None if name in ENGINES else load_hook(FLAG, name)
     needs: EngineNeeds = getattr(engine, "needs", vllm_needs)(config, on_gpu)
     return needs
 
 
 def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
     """Start the engine that `name` means, in the process that is to own it."""
-    return load_hook(FLAG, ENGINES.get(name) or name)(settings, log, again)
+    own = ENGINES.get(name)
+    if own is None:
+        return load_hook(FLAG, name)(settings, log, again)
+    module, _, kind = own.partition(":")  # not a hook: the user's directory stays off sys.path
+    return getattr(import_module(module), kind)(settings, log, again)

@@ -31,7 +31,7 @@ from megatron_ibpo.rewards import (
 
 @dataclass(frozen=True)
 class RunData:
-    """Fixed for the whole run."""
+    """Hold the data of a run, which stay the same from its start to its end."""
 
     tokenizer: Tokenizer
     vocabulary: Vocabulary
