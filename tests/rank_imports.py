@@ -9,5 +9,5 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: F401
 from megatron.core.models.gpt import GPTModel  # noqa: F401
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
 
-import megatron_ibpo.models.qwen3_next.spec  # noqa: F401
+import megatron_ibpo.models.qwen3_next.spec
 import megatron_ibpo.policy.rank  # noqa: F401
