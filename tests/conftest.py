@@ -36,7 +36,7 @@ def planner():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Tiny checkpoints of a dense model and of a Qwen3-Next, by these names."""
-    from tiny_models import make_qwen3, make_qwen3_next  # most tests need no torch
+    from support.tiny_models import make_qwen3, make_qwen3_next  # most tests need no torch
 
     place = tmp_path_factory.mktemp("models")
     return {"dense": make_qwen3(place / "dense", 0), "next": make_qwen3_next(place / "next", 0)}

@@ -13,7 +13,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
@@ -21,6 +20,7 @@ from megatron_ibpo.data import DataError
 from megatron_ibpo.evaluate import benchmark_files
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
 from megatron_ibpo.rewards import open_verifier
+from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from credit_cases import correction, prompt, response
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
 from megatron_ibpo.study.run_results import RunResult
+from support.credit_cases import correction, prompt, response
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")

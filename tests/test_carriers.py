@@ -8,23 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from credit_cases import (
-    RIGHT,
-    Loop,
-    algorithm,
-    by_kind,
-    candidates,
-    check_algorithm,
-    context,
-    correct_groups,
-    fix_last,
-    group,
-    ids_of,
-    of_preset,
-    prompt,
-    response,
-    some_groups,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import make_tiny_tokenizer
@@ -41,6 +24,23 @@ from megatron_ibpo.policy.loss_objective import loss_params
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling.requests import group_requests
+from support.credit_cases import (
+    RIGHT,
+    Loop,
+    algorithm,
+    by_kind,
+    candidates,
+    check_algorithm,
+    context,
+    correct_groups,
+    fix_last,
+    group,
+    ids_of,
+    of_preset,
+    prompt,
+    response,
+    some_groups,
+)
 
 
 def preset(name, **settings):

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 from ray._private import services
-from waiting import eventually
 
 from megatron_ibpo.basics.temporary_directory import private_directory
 from megatron_ibpo.cluster import nodes as cluster_nodes
@@ -23,6 +22,7 @@ from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
 from megatron_ibpo.cluster.ray_session import ClusterError
 from megatron_ibpo.cluster.ray_token import own_token, write_token
+from support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from simulated_cluster import simulated_cluster
-from waiting import eventually
+
+from support.simulated_cluster import simulated_cluster
+from support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = [

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from waiting import eventually
 
 from megatron_ibpo.run.settings import parse_config
+from support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = {

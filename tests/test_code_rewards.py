@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
@@ -18,6 +17,7 @@ from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rewards.code import extract_answer, label_problem, offered_imports, same_output, score
 from megatron_ibpo.rewards.executors import RemoteExecutor
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap
+from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 pytestmark = needs_sandbox
 BUNDLED = Path("examples/code/problems.jsonl")

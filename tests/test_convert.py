@@ -11,24 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import planned
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_weights import as_bytes, assert_same_bytes, shard_by_hand, with_fused_experts
-from tiny_models import (
-    make_glm4_moe,
-    make_gpt_oss,
-    make_llama,
-    make_qwen2,
-    make_qwen3,
-    make_qwen3_moe,
-    make_qwen3_next,
-    stored_dtype,
-)
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
@@ -41,6 +29,18 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import (
+    make_glm4_moe,
+    make_gpt_oss,
+    make_llama,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_moe,
+    make_qwen3_next,
+    stored_dtype,
+)
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 TOOLS = Path(__file__).parent.parent / "tools"

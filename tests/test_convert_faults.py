@@ -21,7 +21,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_weights import as_bytes, cut_in_half, shard_by_hand
-from tiny_models import make_qwen3, make_qwen3_next
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -34,6 +33,7 @@ from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint, read_metadata
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 NORM = "model.layers.1.input_layernorm.weight"

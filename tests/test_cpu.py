@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from megatron_ibpo.policy import cpu
+from support.ranks import run_ranks
 
 PINNED = "0.19.2"
 DEVICE_LITERAL = re.compile(r"""device ?= ?["']cuda["']|init_data\(["']cuda["']\)""")

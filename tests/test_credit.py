@@ -7,7 +7,18 @@ import random
 from collections import Counter
 
 import pytest
-from credit_cases import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.config import PRESETS, RolloutConfig
+from megatron_ibpo.credit import Judgement, Operator
+from megatron_ibpo.credit.compared_parts import compared_pairs
+from megatron_ibpo.credit.edits import find_edits, mark_rewrites
+from megatron_ibpo.credit.estimators import group_z_score
+from megatron_ibpo.credit.pairing import draw_references
+from megatron_ibpo.credit.shaping import correction_bonus
+from support.credit_cases import (
     EOS,
     GSPO,
     RIGHT,
@@ -26,17 +37,6 @@ from credit_cases import (
     scored,
     some_groups,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import PRESETS, RolloutConfig
-from megatron_ibpo.credit import Judgement, Operator
-from megatron_ibpo.credit.compared_parts import compared_pairs
-from megatron_ibpo.credit.edits import find_edits, mark_rewrites
-from megatron_ibpo.credit.estimators import group_z_score
-from megatron_ibpo.credit.pairing import draw_references
-from megatron_ibpo.credit.shaping import correction_bonus
 
 
 def marked(groups, threshold):

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from credit_cases import ids_of, response
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.config import Config
@@ -20,6 +19,7 @@ from megatron_ibpo.study import credit_audit
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
+from support.credit_cases import ids_of, response
 
 ROOT = Path(__file__).resolve().parents[1]
 

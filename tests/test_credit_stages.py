@@ -8,22 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from credit_cases import (
-    GSPO,
-    RIGHT,
-    Loop,
-    algorithm,
-    by_kind,
-    check_algorithm,
-    context,
-    fix_last,
-    group,
-    of_preset,
-    plain,
-    response,
-    scored,
-    some_groups,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +32,22 @@ from megatron_ibpo.credit.estimators import (
     group_z_score_bessel,
     leave_one_out,
     maxrl,
+)
+from support.credit_cases import (
+    GSPO,
+    RIGHT,
+    Loop,
+    algorithm,
+    by_kind,
+    check_algorithm,
+    context,
+    fix_last,
+    group,
+    of_preset,
+    plain,
+    response,
+    scored,
+    some_groups,
 )
 
 # -------------------------------------------------------------------------------------------- two stages

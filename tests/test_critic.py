@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequences, with_holes
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.policy.critic import value_loss
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 EPSILON = 100.0
 """Of Adam: far above every gradient, so that a step goes along the gradient, and a weight whose gradient is

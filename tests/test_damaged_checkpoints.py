@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_convert_faults import (  # noqa: F401
     ALONE,
@@ -24,7 +23,6 @@ from test_convert_faults import (  # noqa: F401
     tensors,
     with_metadata,
 )
-from tiny_models import make_qwen3
 
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.run.cost import Spent
@@ -35,6 +33,8 @@ from megatron_ibpo.weights.formats.integrity import check_integrity, is_inside, 
 from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
 
 # ------------------------------------------------------------------------------------ Hugging Face's files
 
@@ -447,13 +447,13 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
 
 def load_what_is_damaged(world, directory):
     """What loading says of a checkpoint that training saved: as it was, and damaged in several ways."""
-    import planned
     from test_trainer import config_for, open_trainer, sequences
 
     from megatron_ibpo.config import ParallelConfig
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.load import load_hf
+    from support import planned
 
     hf_dir = make_qwen3(directory / "hf", 3)
     config = config_for(ParallelConfig())

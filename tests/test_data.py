@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 import pytest
-from credit_cases import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import CHAIN_SUM_HEAD, make_tiny_tokenizer
@@ -22,6 +21,7 @@ from megatron_ibpo.data import CorrectionTemplate, DataError, generated, load_to
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.templates import correction_instruction
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from support.credit_cases import plain
 
 CHAIN_SUM = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
 

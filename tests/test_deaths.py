@@ -53,7 +53,7 @@ def test_other_ends_are_told_as_ray_tells_them(message, said):
 
 
 def test_a_process_notes_how_much_memory_it_has_had(tmp_path):
-    from waiting import eventually
+    from support.waiting import eventually
 
     note_peak(tmp_path, os.getpid())
     peak = tmp_path / f"peak-{os.getpid()}"

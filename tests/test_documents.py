@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import tyro
 import yaml
-from documented_modules import write_modules
 
 from megatron_ibpo.commands import page as report
 from megatron_ibpo.commands.choose_recipe import Devices, choose
@@ -23,6 +22,7 @@ from megatron_ibpo.commands.evaluate import Comparison
 from megatron_ibpo.commands.main import COMMANDS
 from megatron_ibpo.commands.plan import Search
 from megatron_ibpo.run.settings import parse_config
+from support.documented_modules import write_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))

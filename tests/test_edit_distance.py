@@ -13,7 +13,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from alignment_oracle import canonical_matches, edits, most_matches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
@@ -28,6 +27,7 @@ from megatron_ibpo.edit_distance import (
     unmodified_mask,
 )
 from megatron_ibpo.edit_distance.rewrites import adaptive_threshold
+from support.alignment_oracle import canonical_matches, edits, most_matches
 
 ISAS = _edit_distance.supported_isas()
 ENGINES = ["", "packed", "stripes", "wavefront"]

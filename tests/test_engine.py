@@ -24,7 +24,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_mtp import with_mtp
-from tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.process_group import shared_memory
@@ -45,6 +44,7 @@ from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import Order, choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
+from support.tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 
 CONTEXT = 256
 SPECULATION = 'speculative_config={"method": "mtp", "num_speculative_tokens": 1}'

@@ -7,14 +7,14 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import planned
 import pytest
-from credit_cases import Loop, algorithm, fix_last, of_preset, plain, some_groups
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
-from tiny_models import make_qwen3
 
 from megatron_ibpo.basics.records import token_ids
+from support import planned
+from support.credit_cases import Loop, algorithm, fix_last, of_preset, plain, some_groups
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
 
 
 @pytest.fixture(scope="module")

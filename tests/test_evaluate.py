@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from credit_cases import plain
 
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import EvalSampling
@@ -21,6 +20,7 @@ from megatron_ibpo.evaluate.pass_at_k import (
     pass_at,
 )
 from megatron_ibpo.rewards import answer_extractor
+from support.credit_cases import plain
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
-from documented_modules import write_modules
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group
@@ -16,6 +14,8 @@ from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.engines.registry import check_engine, engine_needs, samples_in_trainer, start_engine
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
+from support.credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
+from support.documented_modules import write_modules
 
 
 @pytest.fixture(autouse=True)

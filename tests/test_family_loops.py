@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from test_loop import ROOT, rows_of
 from test_mtp import with_mtp
-from tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
+
+from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
 
 RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
 

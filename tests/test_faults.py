@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from simulated_cluster import simulated_cluster
+
+from support.simulated_cluster import simulated_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"

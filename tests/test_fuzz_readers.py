@@ -26,10 +26,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from bad_inputs.mutations import LAUGHS, VALUES, WORDS, mutated_bytes, mutated_json
 from test_run_page import TOKENIZER
 from test_run_page import run_dir as recorded_run
-from tiny_models import make_qwen3
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
@@ -47,6 +45,8 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.bad_inputs.mutations import LAUGHS, VALUES, WORDS, mutated_bytes, mutated_json
+from support.tiny_models import make_qwen3
 
 SEED = 13
 COUNT = 2000

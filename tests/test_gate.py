@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from credit_cases import (
+from gated import success_rate
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.cost import CostMeter
+from support.credit_cases import (
     GATED,
     RIGHT,
     Loop,
@@ -17,12 +23,6 @@ from credit_cases import (
     group,
     some_groups,
 )
-from gated import success_rate
-
-from megatron_ibpo.config import Config
-from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.run.checks import check_settings
-from megatron_ibpo.run.cost import CostMeter
 
 WRONG = [10, 11, 12, 14]
 

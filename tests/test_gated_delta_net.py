@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
-from tiny_models import make_qwen3_next
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, packed
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3_next
 
 FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=5)

@@ -14,8 +14,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from golden_credit import CASES, credited, recorded_steps
-from golden_runs import ALGORITHMS, GOLDEN, LAYOUTS, ROOT, train_recorded, watched_weights
+
+from support.golden_credit import CASES, credited, recorded_steps
+from support.golden_runs import ALGORITHMS, GOLDEN, LAYOUTS, train_recorded, watched_weights
+from support.paths import ROOT
 
 LEARNING_RATE = 3e-4
 EPSILON = "_EPSILON = 1e-8"

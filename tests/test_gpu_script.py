@@ -15,9 +15,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from waiting import eventually
 
 from megatron_ibpo.report.disk import DiskWait
+from support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
 from test_engine import (
     TIMEOUT,
     CheckpointSource,
@@ -21,22 +20,24 @@ from test_engine import (
     make_requests,
     reference_logprobs,
 )
-from tiny_models import make_qwen3
-from transfer_stand_ins import AT_MEETING
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.transfer.update_order import Order, TransportName
 from megatron_ibpo.weights.weight_errors import WeightPlanError
+from support.paths import TESTS
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
+from support.transfer_stand_ins import AT_MEETING
 
 
 def start(checkpoint: Path, log: Path, transport: TransportName, dies_at: int = 0) -> Engine:
     """An engine on a CPU that takes weights over `transport`. It dies at its so many-th bucket over nccl."""
 
-    import transfer_stand_ins
+    from support import transfer_stand_ins
 
-    folders = [str(Path(__file__).parent / "engine_stand_ins"), str(Path(__file__).parent)]
+    folders = [str(TESTS / "support/engine_stand_ins"), str(TESTS)]
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     os.environ[transfer_stand_ins.DIE_AT] = str(dies_at)
     settings = engine_settings(
@@ -58,7 +59,7 @@ def two_engines_of_which_one_dies(
     world: Any, checkpoints: list[str], folder: str, dies_at: int
 ) -> dict[str, Any]:
     """Rank r owns engine r. Engine 1 dies at its so many-th bucket and is replaced for the third update."""
-    import transfer_stand_ins
+    from support import transfer_stand_ins
 
     transfer_stand_ins.install()
     from megatron_ibpo.weights.transfer.update import open_transport, update_engines
@@ -109,7 +110,7 @@ def test_an_engine_that_dies_over_nccl_hangs_nobody_and_the_others_get_the_weigh
 
 def engines_on_the_trainers_gpus(world: Any, checkpoints: list[str], folder: str) -> list[Any]:
     """Rank r owns engine r on its GPU. Weights that change, an update that is not whole, and one after it."""
-    import transfer_stand_ins
+    from support import transfer_stand_ins
 
     os.environ[transfer_stand_ins.GPU] = f"GPU {world.rank}"
     transfer_stand_ins.install()

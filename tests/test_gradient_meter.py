@@ -8,14 +8,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import planned
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequence, sequences
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.policy.gradient_meter import (
     as_sampled,
@@ -24,6 +21,9 @@ from megatron_ibpo.policy.gradient_meter import (
     measure_gradient,
 )
 from megatron_ibpo.policy.planning import plan_measure
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 EXACT = 1000
 """Blocks: more than there are prompts."""

@@ -7,15 +7,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import planned
 import torch
-from ranks import run_ranks
 from test_critic import critic_config, open_critic, rows_with_returns
 from test_trainer import close_trainer, config_for, layout, open_trainer
-from tiny_models import make_qwen3
 from torch.overrides import TorchFunctionMode
 
 import megatron_ibpo
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
 
 PACKAGE = Path(megatron_ibpo.__file__).resolve().parent
 WATCHED = ("policy/", "loss/")

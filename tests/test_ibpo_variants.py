@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from credit_cases import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.config import PRESETS
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
+from megatron_ibpo.credit.edits import find_edits, gradient_mask
+from megatron_ibpo.credit.estimators import group_z_score
+from megatron_ibpo.edit_distance import opcodes
+from support.credit_cases import (
     AGREEMENT,
     RIGHT,
     Loop,
@@ -26,15 +35,6 @@ from credit_cases import (
     some_groups,
     token_weights,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import PRESETS
-from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
-from megatron_ibpo.credit.edits import find_edits, gradient_mask
-from megatron_ibpo.credit.estimators import group_z_score
-from megatron_ibpo.edit_distance import opcodes
 
 THINK, END_THINK = 80, 81
 MARKS = ThinkingMarks((THINK,), (END_THINK,))

@@ -6,7 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from credit_cases import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ibpo.basics.records import token_ids
+from megatron_ibpo.credit.importance import importance_weights
+from megatron_ibpo.credit.spans import split_spans
+from support.credit_cases import (
     EOS,
     Loop,
     algorithm,
@@ -17,12 +23,6 @@ from credit_cases import (
     of_preset,
     response,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from megatron_ibpo.basics.records import token_ids
-from megatron_ibpo.credit.importance import importance_weights
-from megatron_ibpo.credit.spans import split_spans
 
 MASK = 0
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import planned
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from test_critic import critic_config, open_critic, rows_with_returns
 from test_trainer import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer, sequences
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import read_hf_config
@@ -19,6 +16,9 @@ from megatron_ibpo.plan.memory import rank_memory
 from megatron_ibpo.plan.parameter_count import take_census
 from megatron_ibpo.policy.overrides import check_overrides, micro_batch_multiple, model_chunks
 from megatron_ibpo.policy.planning import cut_shares, deal, empty_micro_batches, plan_update
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 ONE = (1, 1)
 STAGES = (2, 1)

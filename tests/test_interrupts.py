@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import eventually
+
+from support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -24,7 +24,7 @@ SLOW = pytest.mark.slow  # one generation finds most of what there is to find
 
 def compiling(capability, **how):
     variables = ["-u", "TRITON_INTERPRET", f"PYTHONPATH={ROOT}"]
-    program = [sys.executable, str(ROOT / "tests/aot_kernels.py"), str(capability)]
+    program = [sys.executable, str(ROOT / "tests/support/aot_kernels.py"), str(capability)]
     return pytest.param(["env", *variables, *program], id=str(capability), **how)
 
 

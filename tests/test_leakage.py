@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from credit_cases import Loop, algorithm, group
+
+from support.credit_cases import Loop, algorithm, group
 
 ANSWER = 70
 """Token before the final answer, which is 13 where it is right."""

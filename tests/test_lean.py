@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tiny_models import EOS_ID, make_qwen3
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import ConfigError
@@ -23,6 +22,7 @@ from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, check
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.settings import parse_config
+from support.tiny_models import EOS_ID, make_qwen3
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_study.yaml"

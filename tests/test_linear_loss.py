@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
-from loss_calls import loss_of_hidden, loss_of_logits
-from ranks import run_ranks
 
 from megatron_ibpo.loss import LossRows, make_objective
 from megatron_ibpo.loss.coefficients import RowCoefficients, schedule
+from support.linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
+from support.loss_calls import loss_of_hidden, loss_of_logits
+from support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])

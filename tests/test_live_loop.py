@@ -7,10 +7,10 @@ import json
 import shutil
 
 import pytest
-from credit_cases import RESET_GROUPS
-from live_loop import Trainers, config_of, live_run, plain, questions, reward, written
 
 from megatron_ibpo.journal import LostStepError
+from support.credit_cases import RESET_GROUPS
+from support.live_loop import Trainers, config_of, live_run, plain, questions, reward, written
 
 AHEAD = ("--max-staleness", "2")
 OVER = ("--max-staleness", "1", "--over-sampling-batch-size", "6")

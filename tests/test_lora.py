@@ -8,9 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, sequences
-from tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3, make_qwen3_5, make_qwen3_next
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.models import read_hf_config
@@ -21,6 +19,8 @@ from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.ranks import run_ranks
+from support.tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3, make_qwen3_5, make_qwen3_next
 
 RANK, ALPHA = 3, 5.0
 
@@ -193,9 +193,8 @@ def test_peft_computes_the_same_with_what_is_saved(checkpoints, tmp_path, model,
 def trained(world, cases, rows):
     """For each (checkpoint, layout, settings): adapters and merged weights from rank 0, and metrics, after
     two updates; B is 0 before the first, so that A moves in the second."""
-    import planned
-
     from megatron_ibpo.policy import parallel
+    from support import planned
 
     found = []
     for hf_dir, chosen, settings in cases:
@@ -296,12 +295,11 @@ def test_adapters_and_merged_weights_are_the_same_under_every_layout(checkpoints
 def saved_and_resumed(world, cases, rows, directory):
     """For each (checkpoint, layout that saves, layout that goes on, targets): adapters after a step more, of
     the run that was saved and of the one that goes on, and what a checkpoint has beside Megatron's files."""
-    import planned
-
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import Keep, Order, Saver
     from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+    from support import planned
 
     found = []
     for number, (hf_dir, saves, goes_on, targets) in enumerate(cases):
@@ -389,9 +387,8 @@ def test_a_run_goes_on_from_its_adapters_under_another_layout(checkpoints, tmp_p
 
 def held_to_the_base(world, hf_dir, rows):
     """Log-probs before training, of the reference after it, and of the policy after it."""
-    import planned
-
     from megatron_ibpo.policy import parallel
+    from support import planned
 
     trainer, _, _ = open_adapted(world, training_config(hf_dir, layout(), kl_coef=0.5))
     before = planned.logprobs(trainer, rows)

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import FUSED
-from loss_calls import loss_of_hidden, loss_of_logits
 
 from megatron_ibpo.loss import (
     VARIANTS,
@@ -25,6 +23,8 @@ from megatron_ibpo.loss import (
 )
 from megatron_ibpo.loss import logprobs as logprobs_module
 from megatron_ibpo.loss.segments import segment_loss
+from support.linear_cases import FUSED
+from support.loss_calls import loss_of_hidden, loss_of_logits
 
 
 def random_batch(seed=0, lengths=(3, 5, 4), prompt=2, vocab=11, dtype=torch.float64):

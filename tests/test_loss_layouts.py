@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import layout_cases
 import pytest
+
+from support import layout_cases
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])

@@ -6,11 +6,11 @@ import random
 from collections import Counter
 
 import pytest
-from answer_pairs import Pair, noise, pairs
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import Verifier, open_verifier
+from support.answer_pairs import Pair, noise, pairs
 
 
 @pytest.fixture(scope="module")

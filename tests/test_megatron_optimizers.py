@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from unittest import mock
 
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
-from tiny_models import make_qwen3
 
 from megatron_ibpo.config import ConfigError, ParallelConfig
 from megatron_ibpo.run.settings import parse_config
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
 
 OVERLAP = {
     "whole": ParallelConfig(),

@@ -20,8 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from tiny_models import (
+
+from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.backends import LOCAL
+from support.ranks import run_ranks
+from support.tiny_models import (
     LLAMA_3,
     VOCAB_SIZE,
     make_glm4_moe,
@@ -33,10 +37,6 @@ from tiny_models import (
     make_qwen3_moe,
     make_qwen3_next,
 )
-
-from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.models.backends import LOCAL
 
 DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
 

@@ -11,21 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import planned
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_convert import ALONE
 from test_model_parity import one_tensor_per_expert
 from test_trainer import EPSILON, LR, close_trainer, config_for, layout, sequences
-from tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 
 MIXED = 3
 """The layer of the tiny models that is attention, as the one inside a multi-token prediction layer is."""

@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from credit_cases import (
+from test_importance_correction import packed
+from test_trainer import COMPARED, gradients, layout, sequence, sequences
+
+from megatron_ibpo.config import Config, LossConfig
+from megatron_ibpo.loss import VARIANTS
+from megatron_ibpo.policy.importance_correction import correct
+from megatron_ibpo.policy.packing import lay_out, pack
+from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.run.checks import check_settings
+from support.credit_cases import (
     AGREEMENT,
     EOS,
     GSPO,
@@ -26,20 +35,11 @@ from credit_cases import (
     plain,
     tokens_spent,
 )
-from linear_cases import batch_of, fused
-from linear_cases import plain as of_logits
-from loss_calls import loss_of_logits
-from ranks import run_ranks
-from test_importance_correction import packed
-from test_trainer import COMPARED, gradients, layout, sequence, sequences
-from tiny_models import make_qwen3
-
-from megatron_ibpo.config import Config, LossConfig
-from megatron_ibpo.loss import VARIANTS
-from megatron_ibpo.policy.importance_correction import correct
-from megatron_ibpo.policy.packing import lay_out, pack
-from megatron_ibpo.policy.planning import MicroBatch
-from megatron_ibpo.run.checks import check_settings
+from support.linear_cases import batch_of, fused
+from support.linear_cases import plain as of_logits
+from support.loss_calls import loss_of_logits
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
 
 NEAR, FAILS, FAR = [10, 11, 12, 14], [10, 11, 15, 15], [20, 21, 22, 23]
 

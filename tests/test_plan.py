@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from rich.console import Console
-from tiny_models import make_qwen3_next
 
 from megatron_ibpo.basics.environment_variables import environment_number
 from megatron_ibpo.config import Config, ParallelConfig
@@ -36,6 +34,8 @@ from megatron_ibpo.plan.uncounted_overrides import not_counted
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.layout.export import metadata_of
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3_next
 
 REPOSITORY = Path(__file__).parents[1]
 NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import cost
 from test_trainer import config_for, layout, sequence, sequences
 
 from megatron_ibpo.models import forward_flops, read_hf_config
@@ -33,6 +32,7 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
     weighted_mean_length,
 )
+from support.planned import cost
 
 CPU = torch.device("cpu")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples/models"

@@ -11,10 +11,10 @@ import math
 
 import pytest
 import torch
-from loss_calls import loss_of_logits
 from torch import Tensor
 
 from megatron_ibpo.loss import VARIANTS
+from support.loss_calls import loss_of_logits
 
 LENGTHS = (3, 7, 1, 5, 4, 6) * 3
 LONGEST = 9.0

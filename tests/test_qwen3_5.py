@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
 from test_convert import ALONE, TOOLS, drawn_weights, layout, mtp_tensors, with_weights
 from test_engine import (
@@ -32,7 +31,6 @@ from test_engine import (
 )
 from test_loop import ONE_TRAINER, ROOT, rows_of
 from test_weights import assert_same_bytes, round_trip, with_fused_experts
-from tiny_models import make_qwen3_5
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.engines.eos import read_eos_token_ids
@@ -41,6 +39,8 @@ from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3_5
 
 DENSE_MTP = {
     "mtp.layers.0.mlp.gate_proj.weight": (192, 96),

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankFailed, run_ranks
+
+from support.ranks import RankFailed, run_ranks
 
 
 def sum_of_ranks(world, offset):

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import stand_in_training
 import yaml
 from rich.console import Console
 
@@ -28,6 +27,7 @@ from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.study.plan import grid_points, plan_main, plan_tuning
 from megatron_ibpo.study.study_files import method_settings, read_study
 from megatron_ibpo.study.study_run import conduct
+from support import stand_in_training
 
 ROOT = Path(__file__).resolve().parents[1]
 

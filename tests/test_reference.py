@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from itertools import chain
 
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
-from tiny_models import make_qwen3, make_qwen3_next
+
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from credit_cases import (
+from test_sampling import STEP, SimulatedEngine, in_virtual_time, judge, make_prompts
+
+from megatron_ibpo.basics.records import SampleRequest, token_ids
+from megatron_ibpo.sampling import Sampler
+from megatron_ibpo.sampling.continuations import with_beginning
+from support.credit_cases import (
     EOS,
     GSPO,
     PROMPT,
@@ -22,11 +27,6 @@ from credit_cases import (
     response,
     tokens_spent,
 )
-from test_sampling import STEP, SimulatedEngine, in_virtual_time, judge, make_prompts
-
-from megatron_ibpo.basics.records import SampleRequest, token_ids
-from megatron_ibpo.sampling import Sampler
-from megatron_ibpo.sampling.continuations import with_beginning
 
 WRONG = [10, 11, 12, 14]
 RESETS = GSPO | {

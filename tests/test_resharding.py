@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from unittest import mock
 
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 
 def layout(tp=1, pp=1, ep=1, cp=1, *, first=None, distributed=False):

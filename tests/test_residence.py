@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, open_trainer, sequences
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.planning import plan_forward, plan_update
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import Order
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 CASES = {
     "dense fp32": ("dense", ParallelConfig(), False),

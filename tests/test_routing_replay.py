@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import EPSILON, LR, close_trainer, config_for, layout, open_trainer, sequences
-from tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3_next
 
 from megatron_ibpo.basics.records import expert_ids, no_expert
 from megatron_ibpo.config import ConfigError, check_config
 from megatron_ibpo.engines.vllm.routing_record import RoutingRecord
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.planning import plan_forward, plan_update
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3_next
 
 LAYERS, EXPERTS, K = 4, 4, 2
 """Of the tiny Qwen3-Next."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import find_browser, open_page
-from credit_cases import plain
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
@@ -24,6 +22,8 @@ from megatron_ibpo.report.page.html import page_script
 from megatron_ibpo.report.page.recorded_step import group_of_step
 from megatron_ibpo.report.page.static import build_page
 from megatron_ibpo.report.rollout_data import load_step
+from support.browser import find_browser, open_page
+from support.credit_cases import plain
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=window.harmed=1>\u2028&lt;${TITLE}"

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from credit_cases import correct_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import make_qwen3
+
+from support.credit_cases import correct_groups
+from support.tiny_models import make_qwen3
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 from megatron_ibpo.rewards.code import CodeExecution
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, process
 from megatron_ibpo.rewards.sandbox.control_groups import PREFIX, parents
 from megatron_ibpo.rewards.verifier import VERIFIERS
 from megatron_ibpo.rewards.workers import WorkerPool
+from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 pytestmark = needs_sandbox
 needs_groups = pytest.mark.skipif(not parents(), reason="this user can make no control groups here")

@@ -11,14 +11,14 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-import planned
 import pytest
-from allocations import Allocations
-from ranks import run_ranks
 from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
-from tiny_models import make_qwen3
 
 from megatron_ibpo.weights.formats.retention import Keep
+from support import planned
+from support.allocations import Allocations
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
 
 
 class FullForAMoment(io.FileIO):

@@ -6,10 +6,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from test_trainer import (
     EPSILON,
     LR,
@@ -21,6 +19,9 @@ from test_trainer import (
     open_trainer,
     sequences,
 )
+
+from support import planned
+from support.ranks import run_ranks
 
 __all__ = ["checkpoints"]  # a fixture
 UPDATES = 10

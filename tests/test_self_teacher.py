@@ -6,7 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from credit_cases import (
+
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.config import Config
+from megatron_ibpo.run.checks import check_settings
+from support.credit_cases import (
     GSPO,
     PROMPT,
     RIGHT,
@@ -21,10 +25,6 @@ from credit_cases import (
     token_weights,
     tokens_spent,
 )
-
-from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import Config
-from megatron_ibpo.run.checks import check_settings
 
 WRONG = [10, 11, 12, 14]
 
@@ -89,7 +89,7 @@ def test_a_response_whose_pass_would_not_fit_learns_as_a_whole():
 
 def test_it_multiplies_what_ibpo_says_of_tokens():
     """The mask of a corrected response keeps the token that its correction changes, the fourth."""
-    from credit_cases import of_preset
+    from support.credit_cases import of_preset
 
     credit = taught([group(RIGHT, WRONG)], Teacher(*[-0.5] * 5), preset=of_preset("ibpo-mask"))
     assert ids_of(by_kind(credit, "response")[1].token_weights) == (0.0, 0.0, 0.0, 1.5, 0.0)

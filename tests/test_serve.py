@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from browser import open_page
 from starlette.testclient import TestClient
 from test_run_page import HOSTILE, TOKENIZER, needs_browser, run_dir, write_run
 
@@ -26,6 +25,7 @@ from megatron_ibpo.report.columns import Columns
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
+from support.browser import open_page
 
 __all__ = ["run_dir"]
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError, check_layout, read_hf_config
 from megatron_ibpo.models.rope import RopeScaling
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 NEXT_80B = {  # as published, before transformers 5
     "model_type": "qwen3_next",

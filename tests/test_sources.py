@@ -19,7 +19,6 @@ import inspect_data
 import pyarrow as pa
 import pytest
 import tyro
-from credit_cases import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -50,6 +49,7 @@ from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.run_data import with_epochs
+from support.credit_cases import plain
 
 ROOT = Path(__file__).resolve().parents[1]
 

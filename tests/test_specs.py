@@ -10,17 +10,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 
-HERE = Path(__file__).parent
+from support.paths import ROOT, TESTS
+from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 
 
 def build_both(config_dir, tp, ep):
-    command = [sys.executable, "-W", "ignore", HERE / "te_stand_in.py", config_dir, str(tp), str(ep)]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    command = [sys.executable, "-W", "ignore", TESTS / "support/te_stand_in.py", config_dir, str(tp), str(ep)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

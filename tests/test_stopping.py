@@ -26,7 +26,8 @@ from test_loop import (
     still_running,
     wait_for_step,
 )
-from waiting import eventually
+
+from support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 LONG = [*SMALL, "--num-rollout", "500", "--eval-num-prompts", "0"]

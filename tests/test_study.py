@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 import yaml
-from browser import find_browser, open_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -60,6 +59,7 @@ from megatron_ibpo.study.study_files import read_study
 from megatron_ibpo.study.study_run import conduct
 from megatron_ibpo.study.table import markdown, tables
 from megatron_ibpo.study.tuning import Tried, beyond, choose
+from support.browser import find_browser, open_page
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))

@@ -7,17 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_qwen3_next
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
-
-HERE = Path(__file__).parent
+from support.paths import ROOT, TESTS
+from support.tiny_models import make_qwen3_next
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +27,13 @@ def found(tmp_path_factory):
         sys.executable,
         "-W",
         "ignore",
-        HERE / "te_checkpoints.py",
+        "-m",
+        "support.te_checkpoints",
         hf_dir,
         scratch / "converted",
         scratch,
     ]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from credit_cases import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.credit import TokenFactors
+from megatron_ibpo.credit.divergence import normalised
+from support.credit_cases import (
     RANDOM_WINDOW,
     RIGHT,
     Loop,
@@ -20,12 +26,6 @@ from credit_cases import (
     some_groups,
     token_weights,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from megatron_ibpo.basics.records import Group
-from megatron_ibpo.credit import TokenFactors
-from megatron_ibpo.credit.divergence import normalised
 
 FREE_TOKEN_CREDITS = (
     "uniform", "wrong-weight", "wrong-weight-by-length",

@@ -12,18 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import planned
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.basics.records import TrainSequence, token_ids
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ibpo.policy.loss_objective import aggregation
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 EPSILON = 10.0
 LR = 1.0

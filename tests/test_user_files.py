@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bad_inputs.mutations import spoil
 
 from megatron_ibpo.basics.user_files import UserFileError, read_user_file
 from megatron_ibpo.commands import train
@@ -30,6 +29,7 @@ from megatron_ibpo.weights.formats.gguf import gguf_to_hf
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.bad_inputs.mutations import spoil
 
 TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3"
 READERS = {

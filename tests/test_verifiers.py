@@ -9,8 +9,6 @@ from concurrent.futures import Future
 
 import psutil
 import pytest
-from simulated_cluster import simulated_cluster
-from waiting import eventually
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.cluster.ray_session import open_ray
@@ -18,6 +16,8 @@ from megatron_ibpo.cluster.reservation import cluster_nodes
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import Verifier, WorkerError, open_pool, worker_count
+from support.simulated_cluster import simulated_cluster
+from support.waiting import eventually
 
 OWNERS = """
 import time

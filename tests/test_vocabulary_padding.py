@@ -9,19 +9,16 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import planned
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from safetensors.torch import load_file
 from test_convert import ALONE, mtp_tensors, with_weights
 from test_critic import critic_config, open_critic
 from test_loop import ROOT, SMALL, finished, rows_of, start_script
 from test_trainer import close_trainer, config_for, open_trainer, sequence
 from test_weights import assert_same_bytes, with_random_bits
-from tiny_models import make_qwen3, make_qwen3_next
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
@@ -30,6 +27,9 @@ from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support import planned
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 VOCABULARY = 211
 

@@ -7,7 +7,8 @@ import sys
 
 import psutil
 import pytest
-from waiting import eventually
+
+from support.waiting import eventually
 
 HOLDS_RAY = """
 import time

@@ -23,7 +23,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 
 from megatron_ibpo.weights.layout.regions import (
     Message,
@@ -48,6 +47,7 @@ from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.update_order import Order
 from megatron_ibpo.weights.transfer.wire import Answer, read_answers
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
+from support.ranks import run_ranks
 
 # ----------------------------------------------------------------------------------- who sends what to whom
 

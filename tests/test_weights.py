@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_models import (
+
+from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.weight_map import global_name, weight_map
+from megatron_ibpo.weights.formats import save as save_module
+from support.ranks import run_ranks
+from support.tiny_models import (
     make_glm4_moe,
     make_gpt_oss,
     make_llama,
@@ -22,11 +27,6 @@ from tiny_models import (
     make_qwen3_next,
     stored_dtype,
 )
-
-from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.models.weight_map import global_name, weight_map
-from megatron_ibpo.weights.formats import save as save_module
 
 
 def layout(tp=1, pp=1, ep=1, etp=1, vocabulary=1, first=None):

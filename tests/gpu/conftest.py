@@ -4,13 +4,9 @@ GPU was at hand. `bash tests/gpu.sh` runs them, also under compute-sanitizer."""
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,10 @@ TRITON_INTERPRET=1 was set before Triton was imported."""
 
 from __future__ import annotations
 
-import kernel_cases as cases
 import pytest
-from kernel_suite import *  # noqa: F403
+
+from support import kernel_cases as cases
+from support.kernel_suite import *  # noqa: F403
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import layout_cases
 import pytest
+
+from support import layout_cases
 
 SLOW = pytest.mark.slow  # (2, 2) has both in one; tests/test_loss_layouts.py takes all of them in torch
 

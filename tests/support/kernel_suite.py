@@ -3,11 +3,11 @@ names: `tests/interpreted` and `tests/gpu` each run all of it."""
 
 from __future__ import annotations
 
-import kernel_cases as cases
-import linear_cases
 import pytest
 
 from megatron_ibpo.loss import VARIANTS
+from support import kernel_cases as cases
+from support import linear_cases
 
 VARIANT_NAMES = sorted(VARIANTS)
 SLOW = pytest.mark.slow

@@ -28,6 +28,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from support.paths import ROOT, TESTS
+
 __all__ = ["RankFailed", "run_ranks"]
 
 GRACE_S = 5.0
@@ -86,11 +88,10 @@ def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # whoever asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
     on_gpu = os.environ.get("IBPO_PARITY_DEVICE") == "cuda"
-    context.set_forkserver_preload([] if on_gpu else ["rank_imports"])
+    context.set_forkserver_preload([] if on_gpu else ["support.rank_imports"])
     # The server looks for the preloaded module on PYTHONPATH only (CPython gh-126631).
-    here = Path(__file__).resolve().parent
     with _SERVER_STARTS:
-        paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         with mock.patch.dict(os.environ, changes):
             forkserver.ensure_running()

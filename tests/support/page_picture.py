@@ -2,7 +2,7 @@
 
 RUN_DIR=runs/a bash examples/run_qwen3_next_ibpo.sh --num-rollout 20 --save-debug-rollout-data
 RUN_DIR=runs/b bash examples/run_qwen3_next_ibpo.sh --num-rollout 20 --advantage-estimator gspo
-python tests/page_picture.py runs/a runs/b
+PYTHONPATH=tests python -m support.page_picture runs/a runs/b
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from browser import open_page
 from PIL import Image
 
 from megatron_ibpo.report.page.static import build_page
+from support.browser import open_page
+from support.paths import ROOT
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = ROOT / "docs"
 COLOURS = 128
 
 

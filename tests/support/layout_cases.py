@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kernel_cases import make_batch, options_for
-from loss_calls import loss_of_logits
-from ranks import run_ranks
 from torch import Tensor
 
 from megatron_ibpo.loss import VARIANTS
+from support.kernel_cases import make_batch, options_for
+from support.loss_calls import loss_of_logits
+from support.ranks import run_ranks
 
 LENGTHS = (8, 4, 0, 16, 12)
 VOCAB = 133

@@ -1,6 +1,8 @@
 """Credit of the recorded groups as plain rows: the one place that knows how credit is asked for.
 
-    python tests/golden_credit.py      # compute the golden credit anew: CONTRIBUTING.md says when one may
+    PYTHONPATH=tests python -m support.golden_credit
+
+computes the golden credit anew: CONTRIBUTING.md says when one may.
 
 Where an algorithm asks a model, it gets a fixed function instead: log-probs and values of a trained model
 would differ between processors, and credit is to come out exactly.
@@ -17,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from credit_cases import AGREEMENT, credit_at_once, of_preset
-from credit_cases import algorithm as algorithm_of
-from golden_runs import GOLDEN, ROOT, recordings
 from transformers import AutoTokenizer
 
 from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, find_operator
 from megatron_ibpo.report import load_groups
+from support.credit_cases import AGREEMENT, credit_at_once, of_preset
+from support.credit_cases import algorithm as algorithm_of
+from support.golden_runs import GOLDEN, recordings
+from support.paths import ROOT
 
 __all__ = ["CASES", "credited", "recorded_steps"]
 

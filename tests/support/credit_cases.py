@@ -16,6 +16,7 @@ from megatron_ibpo.policy.planning import plan_update
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.sampling.continuations import with_beginning
+from support.paths import ROOT
 
 EOS = 2
 PROMPT = (1, 5, 27)
@@ -197,7 +198,7 @@ def fix_last(prompt_ids):
 
 def tokens_spent(groups, credit, asked=()):
     """Tokens of a step by the run's meter: sampled, asked of the policy by these queries, and trained on."""
-    shape = read_hf_config(Path(__file__).resolve().parents[1] / "examples/tiny_qwen3")
+    shape = read_hf_config(ROOT / "examples/tiny_qwen3")
     meter = CostMeter(shape, accelerators=1)
     meter.sampling(sample for group in groups for sample in group.samples)
     passes = plan_update(credit.sequences, Config(), 1, float).passes

@@ -18,7 +18,7 @@ class Finder:
         run = spec.loader.exec_module
 
         def run_and_install(module):
-            from transfer_stand_ins import install
+            from support.transfer_stand_ins import install
 
             run(module)
             install()

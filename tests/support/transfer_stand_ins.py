@@ -1,6 +1,6 @@
 """NCCL, CUDA's memory handles and streams on a CPU: what vLLM's transports use of them.
 
-    install()       # in a trainer rank; engines install it through tests/engine_stand_ins/sitecustomize.py
+    install()       # in a trainer rank; engines do it through engine_stand_ins/sitecustomize.py
 
 NCCL is gloo: values arrive, and waiting for a member that is gone lasts until the group is aborted, as
 there. A memory handle is the name of a file in shared memory.

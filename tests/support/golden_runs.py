@@ -1,6 +1,8 @@
 """Training on the recorded rollouts of `tests/golden`, for the tests and for tools/compare_commits.py.
 
-    python tests/golden_runs.py [NAME…]    # compute golden numbers anew: CONTRIBUTING.md says when one may
+    PYTHONPATH=tests python -m support.golden_runs [NAME…]
+
+computes golden numbers anew: CONTRIBUTING.md says when one may.
 
     golden/dense.yaml, next.yaml       what is trained: everything that moves a number
     golden/rollouts/{dense,next}/      six steps each, as --save-debug-rollout-data wrote them
@@ -30,6 +32,8 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from support.paths import ROOT, TESTS
+
 __all__ = [
     "ALGORITHMS",
     "GOLDEN",
@@ -42,8 +46,7 @@ __all__ = [
     "weights",
 ]
 
-GOLDEN = Path(__file__).resolve().parent / "golden"
-ROOT = GOLDEN.parents[1]
+GOLDEN = TESTS / "golden"
 TIMEOUT_S = 300
 """Of one run, which takes about 15 s alone on two cores."""
 
@@ -227,7 +230,7 @@ def watched_weights(layout: Layout, checkpoint: Path) -> dict[str, list[float]]:
 
 
 def main(algorithms: Sequence[str]) -> None:
-    """Compute golden numbers of training with the code beside this file: of these algorithms, or of all."""
+    """Compute golden numbers of training with the code of this repository: of these algorithms, or of all."""
     path = GOLDEN / "trained.json"
     numbers: dict[str, dict[str, object]] = json.loads(path.read_text()) if algorithms else {}
     for name, layout in LAYOUTS.items():

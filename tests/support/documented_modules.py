@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
 PAGES = [DOCS / "extending.md", DOCS / "rewards.md"]
 
 

@@ -19,8 +19,8 @@ from chaos.processes import below, by_kind, end_on_sigterm, engine_index, title
 from chaos.trial import STEP_LINE, environment_within
 
 from megatron_ibpo.basics.versions import machine
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 MOST_GROWTH_MIB = 20.0
 WARM = 0.1
 """Of the steps, in which caches fill: growth counts from there on."""

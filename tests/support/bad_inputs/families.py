@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
-from bad_inputs.mutations import (
+from megatron_ibpo.config import Config
+from megatron_ibpo.config.all_fields import ENTRIES, flag
+from support.bad_inputs.mutations import (
     LAUGHS,
     VALUES,
     WORDS,
@@ -22,20 +24,18 @@ from bad_inputs.mutations import (
     mutated_json,
     spoiled_sometimes,
 )
-from bad_inputs.place import (
+from support.bad_inputs.place import (
     BENCHMARKS,
     EVALUATED,
     GGUF_FIELDS,
     GGUF_FLOATS,
-    ROOT,
     ROWS,
     SMALL,
     STUDY,
     TASK,
     Place,
 )
-from megatron_ibpo.config import Config
-from megatron_ibpo.config.all_fields import ENTRIES, flag
+from support.paths import ROOT
 
 Words = list[str]
 """A command of `children.DOORS` and its arguments."""

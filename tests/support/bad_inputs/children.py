@@ -19,8 +19,8 @@ from typing import Literal
 import psutil
 
 from megatron_ibpo.commands.main import COMMANDS
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 20.0
 """That a command may take; beside other work of the machine, of processor time."""
 MOST_S = 180.0

@@ -1,6 +1,6 @@
 """Compiles every kernel with every loss variant ahead of time, without a GPU, and prints what came out.
 
-    python tests/aot_kernels.py 90          # one compute capability; a JSON object a line
+    python tests/support/aot_kernels.py 90          # one compute capability; a JSON object a line
 
 Run as a program of its own: Triton's interpreter, which other tests use, cannot share a process with the
 compiler.

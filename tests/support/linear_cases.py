@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from loss_calls import loss_of_hidden, loss_of_logits
 
 from megatron_ibpo.loss import VARIANTS
+from support.loss_calls import loss_of_hidden, loss_of_logits
 
 V, H = 37, 8
 FUSED = sorted(name for name, variant in VARIANTS.items() if not variant.sequence_ratio)

@@ -1,6 +1,6 @@
 """How long the page of a large run takes: 10,000 steps of metrics, recorded steps of hundreds of megabytes.
 
-    python tests/page_load.py --directory runs --save tools/results/page_load.json
+    PYTHONPATH=tests python -m support.page_load --directory runs --save tools/results/page_load.json
 
 The run is made up, with the metrics of a real one. Times are what a reader waits, measured in Chromium.
 """
@@ -18,15 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from browser import Page, open_page
 from test_run_page import TOKENIZER, write_run
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.page.static import build_page
+from support.browser import Page, open_page
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 METRICS = 80
 
 

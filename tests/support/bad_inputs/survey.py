@@ -21,9 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bad_inputs.children import ROOT, Outcome, in_child, run_command
-from bad_inputs.families import FAMILIES, Maker
-from bad_inputs.place import Place
+from support.bad_inputs.children import Outcome, in_child, run_command
+from support.bad_inputs.families import FAMILIES, Maker
+from support.bad_inputs.place import Place
+from support.paths import ROOT
 
 RESULTS = ROOT / "tools/results/bad_inputs.json"
 WRONG = ("traceback", "hang", "above 2 GB")

@@ -30,12 +30,12 @@ from megatron_ibpo.run.open import join
 from megatron_ibpo.run.processes import Processes
 from megatron_ibpo.run.resume_point import read_resume_point
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny_qwen3"
 FLAGS = (
-    "--hf-checkpoint", str(MODEL), "--prompt-data", "import://live_loop:questions",
-    "--rm-type", "live_loop:reward", "--reward-threshold", "1", "--reward-workers", "1",
+    "--hf-checkpoint", str(MODEL), "--prompt-data", "import://support.live_loop:questions",
+    "--rm-type", "support.live_loop:reward", "--reward-threshold", "1", "--reward-workers", "1",
     "--rollout-batch-size", "4", "--n-samples-per-prompt", "3", "--rollout-max-response-len", "12",
     "--rollout-temperature", "0.7", "--ibpo-corrections", "2", "--operator-skill-prompts", "0",
     "--eval-num-prompts", "0", "--max-tokens-per-gpu", "512", "--seed", "5",

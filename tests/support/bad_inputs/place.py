@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bad_inputs.children import ROOT, run_command
+from support.bad_inputs.children import run_command
+from support.paths import ROOT
 
 TASK = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
 LETTERS = 260
@@ -109,11 +110,11 @@ class Place:
     def make(self) -> None:
         """Write all of them. Takes torch, so that it is done in a child."""
         import torch
-        from tiny_models import make_qwen3
 
         from megatron_ibpo.basics.distributed import World
         from megatron_ibpo.config import ParallelConfig
         from megatron_ibpo.weights.formats.convert import hf_to_megatron
+        from support.tiny_models import make_qwen3
 
         make_qwen3(self.hf, 1, vocabulary=LETTERS)
         _save_tokenizer(self.hf)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from loss_calls import loss_of_logits
 from torch import Tensor
 
 from megatron_ibpo.loss import LossRows, make_objective, packed_logprobs, resolve_variant
 from megatron_ibpo.loss.segments import segment_loss
+from support.loss_calls import loss_of_logits
 
 LOSS_BOUND = 1e-6
 """Of the loss, relative to the largest term in it (a log-prob for cispo and k1, about 1 for the others)."""

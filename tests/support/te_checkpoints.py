@@ -1,7 +1,9 @@
 """Checkpoints of a model with Transformer Engine's layers, which `te_stand_in` stands in for. Run as a
 program, it saves and loads and prints what came back differently:
 
-    python te_checkpoints.py HF_DIR CONVERTED_DIR SCRATCH    ->  {case: [what differs]} as JSON
+    PYTHONPATH=tests python -m support.te_checkpoints HF_DIR CONVERTED_DIR SCRATCH
+
+as JSON of {case: [what differs]}.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import te_stand_in
 import torch
+
+from support import te_stand_in
 
 STEPS = 2
 """Before a save, so that the optimizer counts more than one."""

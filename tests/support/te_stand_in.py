@@ -2,7 +2,7 @@
 and their parameters, without kernels. Run as a program, it builds a model with Transformer Engine's layers
 and with the local ones, and prints the names and shapes of both:
 
-    python te_stand_in.py CONFIG_DIR TP EP      ->  {"te": {...}, "local": {...}} as JSON
+    python tests/support/te_stand_in.py CONFIG_DIR TP EP      ->  {"te": {...}, "local": {...}} as JSON
 
 Each holds "parameters" (name -> shape), "marks" (name -> whether its gradient is summed over data-parallel
 and over tensor-parallel ranks), "checkpoint" (keys with global shapes and offsets) and "classes" (where each
