@@ -58,8 +58,8 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say which system programs were missing, and add what became of the tests to the file of --results, under
-    how numbers were rounded."""
+    """Say which system programs were missing, and add what became of the tests to the file of --results,
+    under how numbers were rounded."""
     for line in os.environ.get("NOT_TESTED", "").splitlines():
         terminalreporter.write_line(f"not tested: {line}")
     path = config.getoption("--results")
@@ -79,3 +79,56 @@ def pytest_terminal_summary(terminalreporter, config):
         "seconds_of_files": {file: round(own, 1) for file, own in seconds.most_common(40)},
     }
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Tiny models whose weights are large enough for gradients to be compared, by name."""
+    from support.tiny_models import make_qwen3, make_qwen3_next
+
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        "dense": make_qwen3(directory / "dense", 3, std=0.1),
+        "tied": make_qwen3(directory / "tied", 5, std=0.1, tie=True),
+        "next": make_qwen3_next(directory / "next", 4, std=0.1),
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Two recorded steps of a run, with text that would harm a page that does not escape it."""
+    from support.run_pages import record_run
+
+    return record_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    from support.tiny_models import make_qwen3
+
+    return make_qwen3(tmp_path_factory.mktemp("models") / "dense", 1)
+
+
+@pytest.fixture(scope="module")
+def tensors(origin):
+    from safetensors.torch import load_file
+
+    return load_file(origin / "model.safetensors")
+
+
+@pytest.fixture
+def here(tmp_path, origin, tensors):
+    """A sharded copy that a test may break, and where its conversion goes."""
+    from support.checkpoint_bytes import shard_by_hand
+
+    return shard_by_hand(origin, tmp_path / "hf", tensors), tmp_path / "out" / "stored"
+
+
+@pytest.fixture
+def stored(tmp_path, origin):
+    from megatron_ibpo.config import ParallelConfig
+    from megatron_ibpo.weights.formats.convert import hf_to_megatron
+    from support.conversions import ALONE
+
+    hf_to_megatron(origin, tmp_path / "stored", ParallelConfig(tensor_model_parallel_size=2), ALONE)
+    return tmp_path / "stored"

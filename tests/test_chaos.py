@@ -12,9 +12,9 @@ from chaos.campaign import failing_disk
 from chaos.faults import Fault, wrong_end
 from chaos.journal_audit import audit
 from chaos.results import append, beyond_start, read, so_far, table
-from test_journal import group, make_sample, response
 
 from megatron_ibpo.journal import ClosedBatch, DroppedGroup, Journal
+from support.journals import group, make_sample, response
 
 NOTHING_OPEN = {"cursor": 3, "open": []}
 

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_gated_delta_net import HostReads, kernels_stood_in
-from test_loop import ROOT, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
+from support.delta_net_kernels import HostReads, kernels_stood_in
+from support.example_runs import rows_of
+from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 

@@ -8,17 +8,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from test_weights import as_bytes, assert_same_bytes, shard_by_hand, with_fused_experts
+from safetensors.torch import load_file
 
-from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.backends import LOCAL
@@ -30,6 +27,18 @@ from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 from support import planned
+from support.checkpoint_bytes import (
+    as_bytes,
+    assert_same_bytes,
+    drawn_weights,
+    shard_by_hand,
+    with_fused_experts,
+    with_weights,
+)
+from support.conversions import ALONE
+from support.layouts import layout
+from support.mtp_checkpoints import mtp_tensors
+from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import (
     make_glm4_moe,
@@ -39,67 +48,7 @@ from support.tiny_models import (
     make_qwen3,
     make_qwen3_moe,
     make_qwen3_next,
-    stored_dtype,
 )
-
-ALONE = World(0, 1, torch.device("cpu"), None)
-TOOLS = Path(__file__).parent.parent / "tools"
-
-
-def layout(tp=1, pp=1, ep=1, etp=1, first=None, last=None):
-    return ParallelConfig(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        decoder_first_pipeline_num_layers=first,
-        decoder_last_pipeline_num_layers=last,
-    )
-
-
-def drawn_weights(source, dtype, seed=0):
-    """The tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
-        for name, tensor in load_file(source / "model.safetensors").items()
-    }
-
-
-def with_weights(source, target, tensors):
-    shutil.copytree(source, target)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def mtp_tensors(dtype):
-    """A multi-token prediction layer as Qwen3-Next's checkpoints hold it, for the tiny model here."""
-    hidden, experts, size = 96, 4, 64
-    layer = "mtp.layers.0"
-    shapes = {
-        "mtp.fc.weight": (hidden, 2 * hidden),
-        "mtp.norm.weight": (hidden,),
-        "mtp.pre_fc_norm_embedding.weight": (hidden,),
-        "mtp.pre_fc_norm_hidden.weight": (hidden,),
-        f"{layer}.input_layernorm.weight": (hidden,),
-        f"{layer}.post_attention_layernorm.weight": (hidden,),
-        f"{layer}.self_attn.q_proj.weight": (2 * 4 * 32, hidden),
-        f"{layer}.self_attn.k_proj.weight": (4 * 32, hidden),
-        f"{layer}.self_attn.v_proj.weight": (4 * 32, hidden),
-        f"{layer}.self_attn.o_proj.weight": (hidden, 4 * 32),
-        f"{layer}.self_attn.q_norm.weight": (32,),
-        f"{layer}.self_attn.k_norm.weight": (32,),
-        f"{layer}.mlp.gate.weight": (experts, hidden),
-        f"{layer}.mlp.shared_expert_gate.weight": (1, hidden),
-    }
-    inner = {f"{layer}.mlp.experts.{expert}": size for expert in range(experts)}
-    for mlp in (*inner, f"{layer}.mlp.shared_expert"):
-        shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (size, hidden)
-        shapes[f"{mlp}.down_proj.weight"] = (hidden, size)
-    generator = torch.Generator().manual_seed(9)
-    return {
-        name: (torch.rand(shape, generator=generator) * 8 - 4).to(dtype) for name, shape in shapes.items()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -454,9 +403,9 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tm
 
 
 def saved_by_training(world, hf_dir, directory, parallel_config):
-    from test_trainer import close_trainer, config_for, open_trainer, sequences
-
     from megatron_ibpo.policy.saving import save_checkpoint
+    from support.train_sequences import sequences
+    from support.trainers import close_trainer, config_for, open_trainer
 
     config = config_for(parallel_config, lr=1e-3)
     config.model.hf_checkpoint = hf_dir
@@ -479,9 +428,9 @@ def test_what_training_saves_converts_to_what_it_exports(models, tmp_path):
 
 def trained_from(world, hf_dir, stored):
     """Gradient norms of two updates from the original and from its conversion."""
-    from test_trainer import close_trainer, config_for, open_trainer, sequences
-
     from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from support.train_sequences import sequences
+    from support.trainers import close_trainer, config_for, open_trainer
 
     norms = []
     for checkpoint in (None, stored):
@@ -675,7 +624,10 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
 def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
     def tool(name, *arguments):
         return subprocess.run(
-            [sys.executable, TOOLS / f"{name}.py", *arguments], capture_output=True, text=True, timeout=200
+            [sys.executable, ROOT / f"tools/{name}.py", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
 
     stored, back = tmp_path / "stored", tmp_path / "back"

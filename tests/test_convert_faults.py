@@ -20,75 +20,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_weights import as_bytes, cut_in_half, shard_by_hand
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.directories import DiskSpaceError
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
-from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint, read_metadata
+from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support.tiny_models import make_qwen3, make_qwen3_next
+from support.checkpoint_bytes import as_bytes, cut_in_half, shard_by_hand
+from support.conversions import ALONE, QKV, edit_json, refuse, refuse_back, with_metadata
+from support.tiny_models import make_qwen3_next
 
-ALONE = World(0, 1, torch.device("cpu"), None)
 NORM = "model.layers.1.input_layernorm.weight"
-QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory):
-    return make_qwen3(tmp_path_factory.mktemp("models") / "dense", 1)
-
-
-@pytest.fixture(scope="module")
-def tensors(origin):
-    return load_file(origin / "model.safetensors")
-
-
-@pytest.fixture
-def here(tmp_path, origin, tensors):
-    """A sharded copy that a test may break, and where its conversion goes."""
-    return shard_by_hand(origin, tmp_path / "hf", tensors), tmp_path / "out" / "stored"
-
-
-@pytest.fixture
-def stored(tmp_path, origin):
-    hf_to_megatron(origin, tmp_path / "stored", ParallelConfig(tensor_model_parallel_size=2), ALONE)
-    return tmp_path / "stored"
-
-
-def contents(directory):
-    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
-
-
-def refuse(source, target, error, *words, **options):
-    """The conversion fails with all the words; nothing is left and the source is as it was."""
-    before = contents(source)
-    with pytest.raises(error) as caught:
-        hf_to_megatron(source, target, ParallelConfig(), ALONE, **options)
-    for word in words:
-        assert word in str(caught.value)
-    assert not target.parent.exists() or list(target.parent.iterdir()) == []
-    assert contents(source) == before
-
-
-def refuse_back(source, target, error, *words, **options):
-    before = contents(source)
-    with pytest.raises(error) as caught:
-        megatron_to_hf(source, target, ALONE, **options)
-    for word in words:
-        assert word in str(caught.value)
-    assert not target.parent.exists() or list(target.parent.iterdir()) == []
-    assert contents(source) == before
-
-
-def edit_json(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def rewritten(origin, path, tensors, **changes):
@@ -250,12 +197,6 @@ def test_bytes_that_are_no_tensor(stored, tmp_path):
     data[place.offset : place.offset + 200] = b"\0" * 200
     (stored / place.relative_path).write_bytes(data)
     refuse_back(stored, tmp_path / "out" / "back", CheckpointError, place.relative_path, QKV)
-
-
-def with_metadata(stored, edit):
-    metadata = read_metadata(stored)
-    edit(metadata)
-    (stored / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def test_tensors_of_another_model_in_a_megatron_checkpoint(stored, tmp_path):

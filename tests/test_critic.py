@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequences, with_holes
 
 from megatron_ibpo.policy.critic import value_loss
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
+from support.critics import critic_config, open_critic, rows_with_returns
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import with_holes
+from support.trainers import close_trainer, open_trainer
 
-EPSILON = 100.0
-"""Of Adam: far above every gradient, so that a step goes along the gradient, and a weight whose gradient is
-rounding error moves no farther than that."""
 LR = {"dense": 0.01, "tied": 0.01, "next": 0.003}
 """For a step of ordinary size: values, of up to 10, move by up to 1. A step of more than they are would blow
 rounding up, on every processor differently. So do larger random weights than these in delta nets."""
@@ -33,43 +32,6 @@ def checkpoints(tmp_path_factory):
         "tied": make_qwen3(directory / "tied", 5, std=0.1, tie=True),
         "next": make_qwen3_next(directory / "next", 4, std=0.06),
     }
-
-
-def rows_with_returns(count=9, seed=1):
-    rng = random.Random(seed)
-    return [
-        replace(
-            s,
-            returns=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids]),
-            values=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids], np.float32),
-        )
-        for s in sequences(count)
-    ]
-
-
-def critic_config(parallel, *, lr, eps_adam=EPSILON, **loss):
-    config = config_for(parallel, eps_adam=eps_adam, **loss)
-    config.optimizer.critic_lr = lr
-    return config
-
-
-def open_critic(world, hf_dir, config, head=0.3):
-    """A critic whose head is not 0, so that the whole model has a gradient from the first step on."""
-    from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.critic import Critic
-    from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.weights.formats.load import load_hf
-
-    shape = read_hf_config(Path(hf_dir))
-    parallel.initialize(config.parallel, world, seed=0)
-    chunks = build_value_model(shape, config)
-    load_hf(chunks, shape, Path(hf_dir), head=False)
-    for chunk in chunks:
-        if chunk.post_process and head:
-            generator = torch.Generator().manual_seed(7)
-            chunk.output_layer.weight.data.normal_(0, head, generator=generator)
-    return Critic(chunks, config, world, total_updates=10)
 
 
 # ------------------------------------------------------------------------------------------------- the loss

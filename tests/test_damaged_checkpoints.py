@@ -11,18 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_convert_faults import (  # noqa: F401
-    ALONE,
-    QKV,
-    edit_json,
-    here,
-    origin,
-    refuse,
-    refuse_back,
-    stored,
-    tensors,
-    with_metadata,
-)
 
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.run.cost import Spent
@@ -33,6 +21,7 @@ from megatron_ibpo.weights.formats.integrity import check_integrity, is_inside, 
 from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.conversions import ALONE, QKV, edit_json, refuse, refuse_back, with_metadata
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 
@@ -48,7 +37,7 @@ NAME = "model.norm.weight"
      "a\0.safetensors",
      "a.safetensors.bin", 3, None, ["a.safetensors"], {}, True],
 )  # fmt: skip
-def test_an_index_that_reaches_further_than_its_directory_or_names_no_file(here, file):  # noqa: F811
+def test_an_index_that_reaches_further_than_its_directory_or_names_no_file(here, file):
     source, target = here
     (source.parent / "other").mkdir()
     index = json.loads((source / INDEX).read_text())["weight_map"]
@@ -67,14 +56,14 @@ def test_an_index_that_reaches_further_than_its_directory_or_names_no_file(here,
 
 
 @pytest.mark.parametrize("weight_map", [3, None, [], [["a"]], "text", [1, 2], {"a": {}}])
-def test_an_index_of_the_wrong_type(here, weight_map):  # noqa: F811
+def test_an_index_of_the_wrong_type(here, weight_map):
     source, target = here
     edit_json(source / INDEX, weight_map=weight_map)
     refuse(source, target, CheckpointError, str(source))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"weight_map": NaN}', "[" * 100_000, "\x00"])
-def test_an_index_that_is_no_json(here, text):  # noqa: F811
+def test_an_index_that_is_no_json(here, text):
     source, target = here
     (source / INDEX).write_text(text)
     refuse(source, target, CheckpointError, f"{INDEX} is malformed")
@@ -100,7 +89,7 @@ HUGE = 10**15
         [],
     ],
 )
-def test_a_header_with_sizes_that_no_memory_holds(here, header):  # noqa: F811
+def test_a_header_with_sizes_that_no_memory_holds(here, header):
     source, target = here
     file = json.loads((source / INDEX).read_text())["weight_map"][NAME]
     text = json.dumps(header).encode()
@@ -111,7 +100,7 @@ def test_a_header_with_sizes_that_no_memory_holds(here, header):  # noqa: F811
 @pytest.mark.parametrize(
     "content", [b"", b"x", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", HUGE) + b"{}"]
 )
-def test_a_file_that_ends_in_its_header(here, content):  # noqa: F811
+def test_a_file_that_ends_in_its_header(here, content):
     source, target = here
     file = json.loads((source / INDEX).read_text())["weight_map"][NAME]
     (source / file).write_bytes(content)
@@ -119,7 +108,7 @@ def test_a_file_that_ends_in_its_header(here, content):  # noqa: F811
 
 
 @pytest.mark.parametrize("content", [{"a": 3}, [torch.ones(3)], {"a": {"b": torch.ones(3)}}])
-def test_pickles_that_hold_no_tensors(tmp_path, origin, content):  # noqa: F811
+def test_pickles_that_hold_no_tensors(tmp_path, origin, content):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_bytes((origin / "config.json").read_bytes())
     torch.save(content, tmp_path / "hf" / "pytorch_model.bin")
@@ -140,13 +129,13 @@ def test_pickles_that_hold_no_tensors(tmp_path, origin, content):  # noqa: F811
         ({"rope_parameters": {"partial_rotary_factor": 1e9}}, "is not an even number up to that"),
     ],
 )
-def test_a_configuration_with_numbers_that_are_none(here, changes, words):  # noqa: F811
+def test_a_configuration_with_numbers_that_are_none(here, changes, words):
     source, target = here
     edit_json(source / "config.json", **changes)
     refuse(source, target, ModelConfigError, "config.json", words)
 
 
-def test_a_configuration_of_a_hundred_thousand_brackets(here):  # noqa: F811
+def test_a_configuration_of_a_hundred_thousand_brackets(here):
     (here[0] / "config.json").write_text("[" * 100_000)
     with pytest.raises(ModelConfigError, match=r"config.json is not valid JSON: its brackets nest deeper"):
         read_hf_config(here[0])
@@ -176,7 +165,7 @@ def test_the_largest_numbers_are_finite():
 # ---------------------------------------------------------------------------------------- Megatron's files
 
 
-def place_of(stored, key=QKV):  # noqa: F811
+def place_of(stored, key=QKV):
     from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 
     return next(place for index, place in StoredCheckpoint(stored).places.items() if index.fqn == key)
@@ -235,7 +224,7 @@ def changed(what):
 
 
 @pytest.mark.parametrize("what", changed(None))
-def test_metadata_that_describes_what_is_not_there(stored, tmp_path, what):  # noqa: F811
+def test_metadata_that_describes_what_is_not_there(stored, tmp_path, what):
     (tmp_path.parent / "outside.distcp").write_bytes(bytes(10**6))
     with_metadata(stored, changed(what))
     target = tmp_path / "out" / "back"
@@ -246,7 +235,7 @@ def test_metadata_that_describes_what_is_not_there(stored, tmp_path, what):  # n
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_truncated_distcp_file_is_named(stored, tmp_path, share):  # noqa: F811
+def test_a_truncated_distcp_file_is_named(stored, tmp_path, share):
     file = stored / place_of(stored).relative_path
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
     refuse_back(
@@ -254,7 +243,7 @@ def test_a_truncated_distcp_file_is_named(stored, tmp_path, share):  # noqa: F81
     )
 
 
-def test_a_compressed_tensor_is_not_unpacked(stored, tmp_path):  # noqa: F811
+def test_a_compressed_tensor_is_not_unpacked(stored, tmp_path):
     """A thousand bytes would become a gigabyte."""
     import zipfile
 
@@ -408,7 +397,7 @@ def test_a_malformed_manifest(written, text):
         check_integrity(written)
 
 
-def test_a_conversion_writes_checksums_of_its_folders_too(stored):  # noqa: F811
+def test_a_conversion_writes_checksums_of_its_folders_too(stored):
     check_integrity(stored)
     edit_json(stored / "hf" / "config.json", rope_theta=7.0)
     with pytest.raises(CheckpointError, match=r"hf/config.json is not what was written"):
@@ -447,13 +436,13 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
 
 def load_what_is_damaged(world, directory):
     """What loading says of a checkpoint that training saved: as it was, and damaged in several ways."""
-    from test_trainer import config_for, open_trainer, sequences
-
     from megatron_ibpo.config import ParallelConfig
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.load import load_hf
     from support import planned
+    from support.train_sequences import sequences
+    from support.trainers import config_for, open_trainer
 
     hf_dir = make_qwen3(directory / "hf", 3)
     config = config_for(ParallelConfig())
@@ -535,6 +524,6 @@ def test_training_does_not_go_on_from_what_is_damaged(tmp_path):
     assert all("\n" not in text for text in (flipped, garbled, truncated, nan, nan_mean, hf))
 
 
-def test_the_conversion_of_a_whole_checkpoint_still_works(stored, tmp_path):  # noqa: F811
+def test_the_conversion_of_a_whole_checkpoint_still_works(stored, tmp_path):
     megatron_to_hf(stored, tmp_path / "back", ALONE)
     check_integrity(tmp_path / "back")

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
 
 from megatron_ibpo.basics.records import token_ids
 from support import planned
 from support.credit_cases import Loop, algorithm, fix_last, of_preset, plain, some_groups
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from test_weights import assert_same_bytes
 
 import megatron_ibpo
 from megatron_ibpo.basics.distributed import start_world
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import FAMILIES, forward_flops, read_hf_config
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
+from support.checkpoint_bytes import assert_same_bytes
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 

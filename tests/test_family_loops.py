@@ -11,9 +11,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_loop import ROOT, rows_of
-from test_mtp import with_mtp
 
+from support.example_runs import rows_of
+from support.mtp_checkpoints import with_mtp
+from support.paths import ROOT
 from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
 
 RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"

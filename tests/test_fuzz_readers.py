@@ -26,8 +26,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_run_page import TOKENIZER
-from test_run_page import run_dir as recorded_run
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
@@ -46,6 +44,7 @@ from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.bad_inputs.mutations import LAUGHS, VALUES, WORDS, mutated_bytes, mutated_json
+from support.run_pages import TOKENIZER, record_run
 from support.tiny_models import make_qwen3
 
 SEED = 13
@@ -91,7 +90,7 @@ class Place:
         names = dict.fromkeys(Checkpoint(self.hf).file_of, "model.safetensors")
         index = {"metadata": {"total_size": 1}, "weight_map": names}
         (self.hf / "model.safetensors.index.json").write_text(json.dumps(index))
-        self.run = recorded_run.__wrapped__(directory)  # type: ignore[attr-defined]
+        self.run = record_run(directory)
         (self.run / "summary.json").write_text(
             json.dumps({"status": "finished", "accuracy_end": 0.5, "steps": 2})
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -11,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, packed
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
+from support.delta_net_kernels import HostReads, kernels_stood_in
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 
@@ -153,61 +152,6 @@ def test_rectangles_hold_every_token_once_in_order_and_give_it_back(layout, leng
 def test_padding_at_most_doubles_the_tokens():
     lengths = [1, 2, 3, 5, 8, 13, 100, 1000, 1001, 4000]
     assert len(packed.by_length(boundaries(lengths)).tokens_M) <= 2 * sum(lengths)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts values that the host asks tensors for: on a GPU it waits for each."""
-
-    def __init__(self):
-        super().__init__()
-        self.count, self.counts = 0, True
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        # of a tensor with itself, torch knows without looking
-        compares = name == "equal" and args[0].data_ptr() != args[1].data_ptr()
-        self.count += self.counts and (name == "_local_scalar_dense" or compares)
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def kernels_stood_in(reads):
-    """flash-linear-attention's kernels by the torch functions of this project, whose reads do not count."""
-    from megatron.core.ssm.gated_delta_net import common, gdn
-
-    def conv(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
-        assert (bias, activation, initial_state, output_final_state) == (None, "silu", None, False)
-        return F.silu(causal_conv(x[0], weight, packed.positions(cu_seqlens)))[None], None
-
-    def rule(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
-        assert not use_qk_l2norm_in_kernel
-        assert output_final_state == (initial_state is not None)
-        inputs = q[0], k[0], v[0], g[0], beta[0], cu_seqlens
-        if initial_state is None:
-            return gated_delta_rule(*inputs)[None], None
-        output, last = gated_delta_rule(*inputs, initial_state)
-        return output[None], last
-
-    def uncounted(kernel):
-        def call(*args, **kwargs):
-            reads.counts = False
-            try:
-                return kernel(*args, **kwargs)
-            finally:
-                reads.counts = True
-
-        return call
-
-    def l2norm(x):
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-    with (
-        mock.patch.object(common, "HAVE_FLA", True),
-        mock.patch.object(common, "l2norm", l2norm),
-        mock.patch.object(gdn, "causal_conv1d", uncounted(conv)),
-        mock.patch.object(gdn, "chunk_gated_delta_rule", uncounted(rule)),
-    ):
-        yield
 
 
 def megatrons_layers(world, hf_dir):

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import (
+
+from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.weights.transfer.update_order import Order, TransportName
+from megatron_ibpo.weights.weight_errors import WeightPlanError
+from support.engine_runs import (
     TIMEOUT,
     CheckpointSource,
     difference,
@@ -20,12 +26,6 @@ from test_engine import (
     make_requests,
     reference_logprobs,
 )
-
-from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.engines import Engine
-from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.weights.transfer.update_order import Order, TransportName
-from megatron_ibpo.weights.weight_errors import WeightPlanError
 from support.paths import TESTS
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequence, sequences
 
 from megatron_ibpo.policy.gradient_meter import (
     as_sampled,
@@ -22,8 +21,11 @@ from megatron_ibpo.policy.gradient_meter import (
 )
 from megatron_ibpo.policy.planning import plan_measure
 from support import planned
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import sequence, sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 EXACT = 1000
 """Blocks: more than there are prompts."""

@@ -8,14 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from test_critic import critic_config, open_critic, rows_with_returns
-from test_trainer import close_trainer, config_for, layout, open_trainer
 from torch.overrides import TorchFunctionMode
 
 import megatron_ibpo
 from support import planned
+from support.critics import critic_config, open_critic, rows_with_returns
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
+from support.trainers import close_trainer, config_for, open_trainer
 
 PACKAGE = Path(megatron_ibpo.__file__).resolve().parent
 WATCHED = ("policy/", "loss/")

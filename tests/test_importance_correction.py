@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_trainer import sequence
 
 from megatron_ibpo.config import Config, ConfigError, LossConfig
 from megatron_ibpo.policy.importance_correction import (
@@ -23,26 +22,7 @@ from megatron_ibpo.policy.importance_correction import (
 from megatron_ibpo.policy.packing import pack
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.run.checks import check_settings
-
-
-def packed(*ratios, masks=None, token_weights=None, weights=None):
-    """A micro-batch of sequences whose tokens have these ratios of trainer to engine."""
-    rows = [
-        sequence(
-            [7],
-            [3] * len(own),
-            advantage=1.0,
-            weight=0.5 if weights is None else weights[number],
-            group=0,
-            rollout_logprobs=[-2.0 - math.log(ratio) for ratio in own],
-            **({} if masks is None else {"loss_mask": masks[number]}),
-            **({} if token_weights is None else {"token_weights": token_weights[number]}),
-        )
-        for number, own in enumerate(ratios)
-    ]
-    arrays = pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
-    # what the trainer finds: no log-prob outside the loss
-    return replace(arrays, old_logprobs_R=np.where(arrays.loss_mask_R, -2.0, 0.0).astype(np.float32))
+from support.train_sequences import packed
 
 
 def close(*values):

@@ -7,8 +7,6 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_critic import critic_config, open_critic, rows_with_returns
-from test_trainer import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer, sequences
 
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import read_hf_config
@@ -17,8 +15,11 @@ from megatron_ibpo.plan.parameter_count import take_census
 from megatron_ibpo.policy.overrides import check_overrides, micro_batch_multiple, model_chunks
 from megatron_ibpo.policy.planning import cut_shares, deal, empty_micro_batches, plan_update
 from support import planned
+from support.critics import critic_config, open_critic, rows_with_returns
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import sequences
+from support.trainers import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer
 
 ONE = (1, 1)
 STAGES = (2, 1)

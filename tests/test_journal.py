@@ -35,23 +35,10 @@ from megatron_ibpo.journal import (
 from megatron_ibpo.journal.entries import Sampled, decode, encode
 from megatron_ibpo.journal.framing import Damage
 from megatron_ibpo.journal.recovery import entries
+from support.journals import KEEP, append, group, make_sample, response
+from support.paths import TESTS
 
-KEEP = 1024**3
 PLENTY = 10**6
-
-
-def make_sample(mark: int, tokens: int = 3) -> Sample:
-    """A sample that no other mark has."""
-    return Sample(
-        prompt_token_ids=np.array([mark, 1], np.int32),
-        token_ids=np.arange(mark, mark + tokens, dtype=np.int32),
-        logprobs=np.full(tokens, -0.25, np.float32),
-        finish_reason="stop",
-        temperature=1.0,
-        versions=((0, 0),),
-        loss_mask=np.ones(tokens, bool),
-        reward=float(mark),
-    )
 
 
 def bits_of(sample: Sample) -> list[object]:
@@ -71,21 +58,6 @@ def exactly(value: object) -> object:
 
 def same(found: dict[SampleKey, Sample], wanted: dict[SampleKey, Sample]) -> bool:
     return {k: bits_of(v) for k, v in found.items()} == {k: bits_of(v) for k, v in wanted.items()}
-
-
-def response(prompt: int, index: int = 0, attempt: int = 0) -> SampleKey:
-    return SampleKey(prompt, attempt, "response", index)
-
-
-def group(prompt: int, responses: int = 1, corrections: int = 0, attempt: int = 0) -> ClosedGroup:
-    return ClosedGroup(prompt, attempt, responses, corrections, 0)
-
-
-def append(journal: Journal, *keys: SampleKey) -> dict[SampleKey, Sample]:
-    samples = {key: make_sample(100 * key.prompt_index + key.index) for key in keys}
-    for key, sample in samples.items():
-        journal.sampled(key, sample)
-    return samples
 
 
 def segments(directory: Path) -> list[Path]:
@@ -767,7 +739,9 @@ WRITES_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_journal import KEEP, Journal, append, response
+from megatron_ibpo.journal import Journal
+from support.paths import TESTS
+from support.journals import KEEP, append, response
 journal = Journal(Path(sys.argv[1]), KEEP, "settings", 0)
 for number in itertools.count():
     append(journal, response(number))
@@ -776,7 +750,7 @@ for number in itertools.count():
 
 
 def test_a_killed_process_loses_nothing_that_it_was_told_is_appended(tmp_path):
-    command = [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path), str(TESTS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     told = [process.stdout.readline() for _ in range(300)]
     with pytest.raises(JournalError, match=f"process {process.pid} writes"):

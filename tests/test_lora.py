@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from test_trainer import close_trainer, config_for, layout, sequences
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.models import read_hf_config
@@ -19,8 +18,11 @@ from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3, make_qwen3_5, make_qwen3_next
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for
 
 RANK, ALPHA = 3, 5.0
 

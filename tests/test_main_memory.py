@@ -8,7 +8,6 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_plan import NEXT_80B, REPOSITORY, configured
 
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
@@ -17,6 +16,8 @@ from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.layout.export import metadata_of
+from support.paths import ROOT
+from support.published_recipes import NEXT_80B, configured
 
 GIB = 1024**3
 Cluster = tuple[Config, ModelShape, dict[str, int], Placement]
@@ -83,7 +84,7 @@ def on_cpus(model, nodes, trainers, **config) -> Cluster:
 
 def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves():
     """Four bytes a parameter of weights, of gradients and of each of Adam's means, and of an engine."""
-    model = REPOSITORY / "examples/models/qwen3_0_6b"
+    model = ROOT / "examples/models/qwen3_0_6b"
     arguments = on_cpus(model, nodes=3, trainers=2)
     parameters = sum(arguments[2].values())
     trainer = 16 * parameters + parameters * 12 // 2  # and half of a checkpoint

@@ -7,13 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from test_trainer import close_trainer, config_for, open_trainer, sequences
 
 from megatron_ibpo.config import ConfigError, ParallelConfig
 from megatron_ibpo.run.settings import parse_config
 from support import planned
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 OVERLAP = {
     "whole": ParallelConfig(),

@@ -6,7 +6,9 @@ import json
 import math
 
 import pytest
-from test_loop import ROOT, finished, rows_of, start_script
+
+from support.example_runs import finished, rows_of, start_script
+from support.paths import ROOT
 
 SMALL = [
     "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-trainers", "1",

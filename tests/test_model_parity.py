@@ -21,9 +21,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.config import Config, ModelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import LOCAL
+from support.checkpoint_bytes import one_tensor_per_expert
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import (
     LLAMA_3,
@@ -62,16 +64,6 @@ BOUND = {
 GRADIENT_BOUND = {name: 1e-5 if bound == 1e-5 else 5e-4 for name, bound in BOUND.items()}
 """Largest difference in a gradient tensor, relative to the largest element of that gradient tensor. Against
 float64, the decay parameters of Qwen3-Next are off by 2.5e-4 in transformers and by 9e-5 in ours."""
-
-
-def layout(tp=1, pp=1, ep=1, etp=1, first=None):
-    return ParallelConfig(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        decoder_first_pipeline_num_layers=first,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
 
 
 CASES = {
@@ -287,24 +279,6 @@ def transformers_result(path):
     prefix = read_hf_config(path).hf_prefix  # transformers has the text model alone, unwrapped
     gradients = {name.replace("model.", prefix, 1): p.grad for name, p in model.named_parameters()}
     return logits.detach(), loss.item(), dict(one_tensor_per_expert(gradients))
-
-
-def one_tensor_per_expert(tensors):
-    """transformers holds the experts of a layer in one tensor; checkpoints hold them one by one. Those of
-    gpt-oss do not; its router has another name."""
-    in_one = any(name.endswith("mlp.router.bias") for name in tensors)
-    for name, tensor in tensors.items():
-        if in_one:
-            yield name, tensor
-        elif name.endswith(".experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
-                    yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
-        elif name.endswith(".experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                yield name.replace("down_proj", f"{expert}.down_proj.weight"), down
-        else:
-            yield name, tensor
 
 
 # ---------------------------------------------------------------------------------------------- Megatron

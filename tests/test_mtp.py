@@ -15,20 +15,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from test_convert import ALONE
-from test_model_parity import one_tensor_per_expert
-from test_trainer import EPSILON, LR, close_trainer, config_for, layout, sequences
 
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
+from support.checkpoint_bytes import one_tensor_per_expert
+from support.conversions import ALONE
+from support.layouts import layout
+from support.mtp_checkpoints import MIXED, with_mtp
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
-
-MIXED = 3
-"""The layer of the tiny models that is attention, as the one inside a multi-token prediction layer is."""
+from support.train_sequences import sequences
+from support.trainers import EPSILON, LR, close_trainer, config_for
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +39,6 @@ def checkpoints(tmp_path_factory):
         "3.5": make_qwen3_5(directory / "3.5", 5, std=0.1, tie=True),
     }
     return {name: with_mtp(path, seed=6) for name, path in made.items()}
-
-
-def with_mtp(hf_dir, seed):
-    """Adds a multi-token prediction layer to a checkpoint, of random weights."""
-    tensors = load_file(hf_dir / "model.safetensors")
-    hidden = read_hf_config(hf_dir).hidden_size
-    inner = f"model.layers.{MIXED}."
-    shapes: dict[str, tuple[int, ...]] = {
-        name.replace(inner, "mtp.layers.0."): tensor.shape
-        for name, tensor in tensors.items()
-        if name.startswith(inner)
-    }
-    shapes |= dict.fromkeys(("mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight"), (hidden,))
-    shapes |= {"mtp.pre_fc_norm_hidden.weight": (hidden,), "mtp.fc.weight": (hidden, 2 * hidden)}
-    generator = torch.Generator().manual_seed(seed)
-    drawn = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
-    save_file(tensors | drawn, hf_dir / "model.safetensors", metadata={"format": "pt"})
-    return hf_dir
 
 
 def mtp_config(parallel, *, mtp=1, factor=1.0, clip_grad=1e9, **others):

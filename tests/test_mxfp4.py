@@ -8,14 +8,15 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_convert import ALONE, layout
-from test_weights import assert_same_bytes
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.mxfp4 import dequantised
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.checkpoint_bytes import assert_same_bytes
+from support.conversions import ALONE
+from support.layouts import layout
 from support.tiny_models import make_gpt_oss
 
 

@@ -9,13 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from test_trainer import close_trainer, config_for, open_trainer, sequences
 
 from megatron_ibpo.config import ConfigError, ParallelConfig
 from megatron_ibpo.run.settings import parse_config
 from support import planned
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_moe, make_qwen3_next
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 BEFORE, AS_IT_IS, LATE, FORGOTTEN = "before", "as it is", "late", "late, children forgotten"
 """How weights are gathered: after the step; in the next pass; there as late as can be; so, unguarded."""

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_importance_correction import packed
-from test_trainer import COMPARED, gradients, layout, sequence, sequences
 
 from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.loss import VARIANTS
@@ -35,11 +33,14 @@ from support.credit_cases import (
     plain,
     tokens_spent,
 )
+from support.layouts import layout
 from support.linear_cases import batch_of, fused
 from support.linear_cases import plain as of_logits
 from support.loss_calls import loss_of_logits
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
+from support.train_sequences import packed, sequence, sequences
+from support.trainers import COMPARED, gradients
 
 NEAR, FAILS, FAR = [10, 11, 12, 14], [10, 11, 15, 15], [20, 21, 22, 23]
 

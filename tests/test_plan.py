@@ -31,44 +31,20 @@ from megatron_ibpo.plan.node_memory import census_by_names
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 from megatron_ibpo.plan.uncounted_overrides import not_counted
-from megatron_ibpo.run.checks import check_run
-from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.layout.export import metadata_of
+from support.paths import ROOT
+from support.published_recipes import (
+    DENSE_4B,
+    DENSE_32B,
+    MIXTURE_30B,
+    NEXT_80B,
+    RECIPES,
+    WRITTEN_FOR,
+    configured,
+)
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 
-REPOSITORY = Path(__file__).parents[1]
-NEXT_80B = REPOSITORY / "examples/models/qwen3_next_80b_a3b"
-DENSE_32B = REPOSITORY / "examples/models/qwen3_32b"
-DENSE_4B = REPOSITORY / "examples/models/qwen3_4b"
-MIXTURE_30B = REPOSITORY / "examples/models/qwen3_30b_a3b"
-WRITTEN_FOR = {
-    "qwen3_0_6b": 1,
-    "qwen3_4b": 8,
-    "qwen3_30b_a3b": 8,
-    "qwen3_32b": 32,
-    "qwen3_next_80b_a3b": 32,
-    "qwen3_235b_a22b": 64,
-}
-"""GPUs of the recipe of each model."""
-RECIPES = {
-    REPOSITORY / "examples/models" / name: REPOSITORY / f"examples/recipes/{name}_ibpo.yaml"
-    for name in WRITTEN_FOR
-}
-LIKE = {
-    "qwen3_5_0_8b": "qwen3_0_6b",
-    "qwen3_5_27b": "qwen3_32b",
-    "qwen3_5_35b_a3b": "qwen3_30b_a3b",
-    **dict.fromkeys(("llama_3_1_8b", "qwen2_5_7b"), "qwen3_4b"),
-    **dict.fromkeys(("llama_3_1_70b", "qwen2_5_32b"), "qwen3_32b"),
-    **dict.fromkeys(("glm_4_5_air", "gpt_oss_120b"), "qwen3_next_80b_a3b"),
-    "gpt_oss_20b": "qwen3_30b_a3b",
-}
-"""Models for which examples/run.sh takes the recipe of another."""
-RECIPES |= {
-    REPOSITORY / "examples/models" / name: RECIPES[REPOSITORY / "examples/models" / other]
-    for name, other in LIKE.items()
-}
 GIB = 1024**3
 IN_HOST = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]
 
@@ -76,13 +52,6 @@ IN_HOST = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]
 @pytest.fixture(scope="module")
 def plan_80b(planner) -> Plan:
     return planner(plan_of, NEXT_80B, 32)
-
-
-def configured(model: Path, *flags: str) -> Config:
-    recipe = RECIPES.get(model, REPOSITORY / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
-    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run", *flags])
-    check_run(config)
-    return config
 
 
 def plan_of(model: Path, world_size: int, *flags: str) -> Plan:
@@ -139,7 +108,7 @@ def hybrid_parameters(c: dict) -> int:
 )
 def test_qwen3_5_fits_by_the_recipes_for_models_of_its_size(planner, name, gpus, tp, parameters):
     """Of the wrapped model, the text model counts."""
-    model = REPOSITORY / "examples/models" / name
+    model = ROOT / "examples/models" / name
     plan = planner(plan_of, model, gpus, "--tensor-model-parallel-size", str(tp))
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB
@@ -158,7 +127,7 @@ def test_qwen3_5_fits_by_the_recipes_for_models_of_its_size(planner, name, gpus,
 )
 def test_llama_and_qwen2_fit_by_the_recipes_for_models_of_their_size(planner, name, gpus, flags, parameters):
     """With as many parameters as their makers say."""
-    plan = planner(plan_of, REPOSITORY / "examples/models" / name, gpus, *flags)
+    plan = planner(plan_of, ROOT / "examples/models" / name, gpus, *flags)
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB
     assert plan.census.total == parameters
@@ -167,7 +136,7 @@ def test_llama_and_qwen2_fit_by_the_recipes_for_models_of_their_size(planner, na
 def test_glm_4_5_air_fits_by_the_recipe_for_mixtures_of_its_size(planner):
     """46 layers in four stages; 106,852,245,504 is what its config.json adds up to, the layer apart that is
     carried along. The first stage has a dense layer, the others experts in all of theirs."""
-    model = REPOSITORY / "examples/models/glm_4_5_air"
+    model = ROOT / "examples/models/glm_4_5_air"
     ends = ["--decoder-first-pipeline-num-layers", "11", "--decoder-last-pipeline-num-layers", "11"]
     plan = planner(plan_of, model, 32, *ends)
     assert plan.problems == []
@@ -189,7 +158,7 @@ def test_glm_4_5_air_fits_by_the_recipe_for_mixtures_of_its_size(planner):
 )
 def test_gpt_oss_fits_by_the_recipes_for_mixtures_of_its_size(planner, name, gpus, parameters):
     """With the 20.9 and 116.8 billion parameters that its model card counts."""
-    model = REPOSITORY / "examples/models" / name
+    model = ROOT / "examples/models" / name
     plan = planner(plan_of, model, gpus)
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB
@@ -204,7 +173,7 @@ def test_gpt_oss_fits_by_the_recipes_for_mixtures_of_its_size(planner, name, gpu
 
 @pytest.mark.parametrize("name", WRITTEN_FOR)
 def test_a_recipe_says_what_it_needs_and_fits(planner, name):
-    model, gpus = REPOSITORY / "examples/models" / name, WRITTEN_FOR[name]
+    model, gpus = ROOT / "examples/models" / name, WRITTEN_FOR[name]
     plan, short = planner(planned_in_short, model, gpus)
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB, "room for what no formula gives"
@@ -219,7 +188,7 @@ def planned_in_short(model: Path, gpus: int) -> tuple[Plan, str]:
 
 def test_a_4b_model_trains_on_one_gpu(planner):
     """By the recipe that examples/run.sh takes for it."""
-    recipe = str(RECIPES[REPOSITORY / "examples/models/qwen3_0_6b"])
+    recipe = str(RECIPES[ROOT / "examples/models/qwen3_0_6b"])
     plan = planner(plan_of, DENSE_4B, 1, "--config", recipe, *IN_HOST)
     assert plan.problems == []
     assert tightest(plan).left > 20 * GIB
@@ -289,7 +258,7 @@ def test_what_a_process_holds_before_any_tensor(planner, plan_80b):
     assert groups == dense | {"expert": 8, "experts of a layer": 8}
     assert plan_80b.stages[0].process == pytest.approx((0.75 + 7 * 0.4) * GIB, abs=10)
     assert plan_80b.engine.asleep == pytest.approx((0.75 + 2 * 0.4 + 1) * GIB, abs=10), "and CUDA graphs"
-    alone = planner(plan_of, REPOSITORY / "examples/models/qwen3_0_6b", 1)
+    alone = planner(plan_of, ROOT / "examples/models/qwen3_0_6b", 1)
     assert alone.stages[0].process == 0.75 * GIB
     assert alone.engine.asleep == 1.75 * GIB
 
@@ -327,7 +296,7 @@ def test_selective_recomputation_is_counted_in_the_training_of_a_step(plan_80b):
 
 
 def test_fp8_keeps_copies_of_weights_and_what_is_not_counted_is_named(planner):
-    model = REPOSITORY / "examples/models/qwen3_0_6b"
+    model = ROOT / "examples/models/qwen3_0_6b"
     plan = planner(plan_of, model, 1, "--model-override", "fp8=hybrid")
     (stage,), (part,) = plan.stages, plan.census.stages
     assert stage.copies == 2 * (part.parameters - 151936 * 1024), "and a transpose, of a byte each"
@@ -617,7 +586,7 @@ def test_estimated_activations_are_near_what_a_forward_pass_keeps(model, tmp_pat
 
 def run_script(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["bash", str(REPOSITORY / "examples" / name), *flags],
+        ["bash", str(ROOT / "examples" / name), *flags],
         env=os.environ | {"IBPO_PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,

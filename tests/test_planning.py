@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_trainer import config_for, layout, sequence, sequences
 
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.packing import Context, lay_out, pack
@@ -32,7 +31,10 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
     weighted_mean_length,
 )
+from support.layouts import layout
 from support.planned import cost
+from support.train_sequences import sequence, sequences
+from support.trainers import config_for
 
 CPU = torch.device("cpu")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples/models"

@@ -16,8 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_convert import ALONE, TOOLS, drawn_weights, layout, mtp_tensors, with_weights
-from test_engine import (
+
+from megatron_ibpo.basics.records import SampleRequest, token_ids
+from megatron_ibpo.engines.eos import read_eos_token_ids
+from megatron_ibpo.engines.probe import compare_probes, probe
+from megatron_ibpo.models import ModelConfigError, read_hf_config
+from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.hugging_face import trained_elements
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from support.checkpoint_bytes import assert_same_bytes, drawn_weights, with_fused_experts, with_weights
+from support.conversions import ALONE, round_trip
+from support.engine_runs import (
     TIMEOUT,
     CheckpointSource,
     connect,
@@ -29,16 +38,10 @@ from test_engine import (
     start_engine,
     update,
 )
-from test_loop import ONE_TRAINER, ROOT, rows_of
-from test_weights import assert_same_bytes, round_trip, with_fused_experts
-
-from megatron_ibpo.basics.records import SampleRequest, token_ids
-from megatron_ibpo.engines.eos import read_eos_token_ids
-from megatron_ibpo.engines.probe import compare_probes, probe
-from megatron_ibpo.models import ModelConfigError, read_hf_config
-from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.formats.hugging_face import trained_elements
-from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from support.example_runs import ONE_TRAINER, rows_of
+from support.layouts import layout
+from support.mtp_checkpoints import mtp_tensors
+from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_5
 
@@ -186,7 +189,10 @@ def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path)
 def test_the_tools_verify_a_wrapped_checkpoint(wrapped, tmp_path):
     def tool(name, *arguments):
         done = subprocess.run(
-            [sys.executable, TOOLS / f"{name}.py", *arguments], capture_output=True, text=True, timeout=200
+            [sys.executable, ROOT / f"tools/{name}.py", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr

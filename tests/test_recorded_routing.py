@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_engine import CheckpointSource, connect, make_config, make_requests, update
-from test_loop import finished, rows_of, start_script
-from test_routing_replay import all_updated, replaying
-from test_trainer import layout
 
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
+from support.engine_runs import CheckpointSource, connect, make_config, make_requests, update
+from support.example_runs import finished, rows_of, start_script
+from support.layouts import layout
 from support.ranks import run_ranks
+from support.replayed_routing import all_updated, replaying
 from support.tiny_models import make_qwen3_moe, make_qwen3_next
 
 TIMEOUT = 600.0

@@ -6,11 +6,13 @@ from itertools import chain
 
 import pytest
 import torch
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
 
 from support import planned
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 
 @pytest.fixture(scope="module")

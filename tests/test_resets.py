@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from test_sampling import STEP, SimulatedEngine, in_virtual_time, judge, make_prompts
+from simulated_engines import SimulatedEngine, in_virtual_time
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.sampling import Sampler
@@ -27,6 +27,7 @@ from support.credit_cases import (
     response,
     tokens_spent,
 )
+from support.sampling_cases import STEP, judge, make_prompts
 
 WRONG = [10, 11, 12, 14]
 RESETS = GSPO | {

@@ -6,12 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-from test_trainer import close_trainer, config_for, open_trainer, sequences
 
 from megatron_ibpo.config import ParallelConfig
 from support import planned
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 
 def layout(tp=1, pp=1, ep=1, cp=1, *, first=None, distributed=False):

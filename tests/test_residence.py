@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from test_trainer import close_trainer, config_for, open_trainer, sequences
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.planning import plan_forward, plan_update
@@ -20,6 +19,8 @@ from megatron_ibpo.weights.transfer.update_order import Order
 from support import planned
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 CASES = {
     "dense fp32": ("dense", ParallelConfig(), False),

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_trainer import EPSILON, LR, close_trainer, config_for, layout, open_trainer, sequences
 
 from megatron_ibpo.basics.records import expert_ids, no_expert
 from megatron_ibpo.config import ConfigError, check_config
@@ -19,8 +18,12 @@ from megatron_ibpo.engines.vllm.routing_record import RoutingRecord
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.planning import plan_forward, plan_update
 from support import planned
+from support.layouts import layout
 from support.ranks import run_ranks
+from support.replayed_routing import all_updated, replaying, updated, weights
 from support.tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3_next
+from support.train_sequences import sequences
+from support.trainers import close_trainer, open_trainer
 
 LAYERS, EXPERTS, K = 4, 4, 2
 """Of the tiny Qwen3-Next."""
@@ -29,14 +32,6 @@ LAYERS, EXPERTS, K = 4, 4, 2
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_qwen3_next(tmp_path_factory.mktemp("models"), 4, std=0.1)
-
-
-def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overrides=(), **settings):
-    config = config_for(parallel or layout(), use_routing_replay=own, **settings)
-    config.rollout.use_rollout_routing_replay = rollout
-    config.model.recompute_granularity = recompute
-    config.model.model_override = tuple(overrides)
-    return config
 
 
 def with_strange_choices(rows, seed=0, layers=LAYERS):
@@ -69,27 +64,6 @@ def own_choices(trainer, rows):
         records=found,
     )
     return [ids for _, ids in sorted(found, key=lambda pair: pair[0])]
-
-
-def moved(export, before):
-    """Gradients by name, on the first rank."""
-    after = weights(export)
-    return {name: (before[name] - after[name]) * (EPSILON / LR) for name in before}
-
-
-def weights(export):
-    """By name; of the first rank, which alone is given them."""
-    return {name: tensor.clone() for name, tensor in export if tensor is not None}
-
-
-def updated(world, hf_dir, config, rows):
-    """Metrics, gradients and log-probs after an update."""
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    before = weights(export)
-    metrics = planned.update(trainer, rows)
-    found = metrics, moved(export, before), planned.logprobs(trainer, rows)
-    close_trainer()
-    return found
 
 
 def on_one_rank(world, hf_dir, rows):
@@ -183,10 +157,6 @@ def test_experts_are_those_that_are_given_and_weights_the_trainers_own(model):
     assert metrics["routing_live"] == pytest.approx(without / len(given))
     assert metrics["routing_changed"] == pytest.approx(changed / ((len(given) - without) * LAYERS))
     assert metrics["routing_changed"] > 0.3
-
-
-def all_updated(world, hf_dir, configs, rows):
-    return [updated(world, hf_dir, config, rows) for config in configs]
 
 
 def agree(found, expected):

@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
-from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
     Vocabulary,
@@ -43,9 +42,7 @@ from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.requests import group_requests
-
-STEP = StepTime(fixed=0.01, per_sequence=0.001)
-ROLLOUT = RolloutConfig(rollout_batch_size=6, n_samples_per_prompt=4, rollout_max_response_len=40)
+from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
 
 
 def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np.ndarray]) -> np.ndarray:
@@ -56,23 +53,10 @@ CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(correction_prompt
 OPERATOR = find_operator(CONTEXT.algorithm)
 
 
-def make_prompts(first: int, count: int = ROLLOUT.rollout_batch_size) -> list[Prompt]:
-    return [Prompt(i, token_ids([i + 2, 7]), 1, "", "", "") for i in range(first, first + count)]
-
-
 def write(request: SampleRequest) -> list[int]:
     """What an engine answers: it depends on the request alone."""
     draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
     return [draw.randrange(2, 60) for _ in range(draw.randint(1, request.max_tokens))]
-
-
-def is_correct(prompt: Prompt, sample: Sample) -> bool:
-    return (prompt.index + int(sample.token_ids.sum())) % 3 == 0
-
-
-def judge(prompt: Prompt, sample: Sample) -> None:
-    sample.correct = is_correct(prompt, sample)
-    sample.reward = float(sample.correct)
 
 
 class RandomScore:

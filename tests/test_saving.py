@@ -12,13 +12,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from test_trainer import close_trainer, config_for, layout, open_trainer, sequences
 
 from megatron_ibpo.weights.formats.retention import Keep
 from support import planned
 from support.allocations import Allocations
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
 
 
 class FullForAMoment(io.FileIO):

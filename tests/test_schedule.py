@@ -8,22 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainer import (
-    EPSILON,
-    LR,
-    assert_close,
-    checkpoints,
-    close_trainer,
-    config_for,
-    layout,
-    open_trainer,
-    sequences,
-)
 
 from support import planned
+from support.layouts import layout
 from support.ranks import run_ranks
+from support.train_sequences import sequences
+from support.trainers import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer
 
-__all__ = ["checkpoints"]  # a fixture
 UPDATES = 10
 """Of a run, as `open_trainer` says to the schedule."""
 

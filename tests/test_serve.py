@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from test_run_page import HOSTILE, TOKENIZER, needs_browser, run_dir, write_run
 
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
 from megatron_ibpo.commands.page import main
@@ -25,9 +24,8 @@ from megatron_ibpo.report.columns import Columns
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
-from support.browser import open_page
-
-__all__ = ["run_dir"]
+from support.browser import needs_browser, open_page
+from support.run_pages import HOSTILE, TOKENIZER, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 60.0

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos.processes import by_kind, shared_memory_of
-from test_loop import (
+
+from support.example_runs import (
     ONE_TRAINER,
     SMALL,
     engines_among,
@@ -26,7 +27,6 @@ from test_loop import (
     still_running,
     wait_for_step,
 )
-
 from support.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -59,7 +59,7 @@ from megatron_ibpo.study.study_files import read_study
 from megatron_ibpo.study.study_run import conduct
 from megatron_ibpo.study.table import markdown, tables
 from megatron_ibpo.study.tuning import Tried, beyond, choose
-from support.browser import find_browser, open_page
+from support.browser import needs_browser, open_page
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
@@ -320,7 +320,7 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed(tmp_path):
     assert '"ibpo"' in page
 
 
-@pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine: apt-get install chromium")
+@needs_browser
 def test_the_page_of_a_study_is_read_in_a_browser(tmp_path):
     hostile = replace(STUDY, name="<script>fetch('http://nowhere')</script>")
     results = [result(method, seed, 0.5) for method in ("gspo", "ibpo") for seed in (0, 1)]

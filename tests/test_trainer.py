@@ -7,159 +7,32 @@ lr / epsilon times its gradient.
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ibpo.basics.records import TrainSequence, token_ids
-from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ibpo.policy.loss_objective import aggregation
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
 from support import planned
+from support.layouts import layout
 from support.ranks import run_ranks
-from support.tiny_models import make_qwen3, make_qwen3_next
-
-EPSILON = 10.0
-LR = 1.0
-ROUNDING = 2**-22 * EPSILON / LR
-"""Of a gradient that is read off the change of a float32 weight of up to 2 in size."""
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    return {
-        "dense": make_qwen3(directory / "dense", 3, std=0.1),
-        "tied": make_qwen3(directory / "tied", 5, std=0.1, tie=True),
-        "next": make_qwen3_next(directory / "next", 4, std=0.1),
-    }
-
-
-def layout(tp=1, ep=1, pp=1, cp=1, distributed_optimizer=False):
-    return ParallelConfig(
-        context_parallel_size=cp,
-        tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep,
-        pipeline_model_parallel_size=pp,
-        use_distributed_optimizer=distributed_optimizer,
-    )
-
-
-def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_tokens=None, **loss):
-    loss = {"eps_clip": 0.2, "eps_clip_high": 0.2, **loss}
-    return Config(
-        model=ModelConfig(max_tokens_per_gpu=max_tokens, log_probs_max_tokens_per_gpu=log_probs_tokens),
-        parallel=parallel,
-        optimizer=OptimizerConfig(
-            lr=lr, lr_decay_style="constant", lr_warmup_fraction=0, adam_eps=eps_adam, clip_grad=1e9
-        ),
-        loss=LossConfig(**loss),
-    )
-
-
-def sequences(count=9, seed=0):
-    """Uneven lengths, kinds and advantages; a weight for each; old and rollout log-probs not far off."""
-    rng = random.Random(seed)
-    made = []
-    for number in range(count):
-        prompt = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 9))]
-        response = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 40))]
-        made.append(
-            sequence(
-                prompt,
-                response,
-                advantage=rng.choice([-1.5, -0.5, 0.0, 1.0]),
-                weight=1.0 / 6,
-                group=number % 4,
-                kind="response" if number % 3 else "correction",
-                rollout_logprobs=[-4.0 - rng.random() for _ in response],
-                token_weights=[rng.random() for _ in response] if number % 2 else None,
-            )
-        )
-    return made
-
-
-DTYPES = {"loss_mask": bool, "rollout_logprobs": np.float32, "values": np.float32}
-
-
-def sequence(prompt, response, *, advantage, weight, group, **fields):
-    """From plain lists, all response tokens in the loss unless a `loss_mask` says otherwise."""
-    per_token = {"loss_mask": [True] * len(response)} | {
-        k: v for k, v in fields.items() if isinstance(v, list)
-    }
-    arrays = {name: np.array(v, DTYPES.get(name, np.float64)) for name, v in per_token.items()}
-    return TrainSequence(
-        token_ids(prompt),
-        token_ids(response),
-        advantage=advantage,
-        weight=weight,
-        prompt_index=group,
-        group=group,
-        index=0,
-        **(fields | arrays),
-    )
-
-
-def one_update(world, hf_dir, config, rows, updates=1):
-    """(weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    metrics = [planned.update(trainer, rows) for _ in range(updates)]
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
-    close_trainer()
-    return (weights if world.is_rank_0 else None), metrics
-
-
-def open_trainer(world, hf_dir, config, reference=None):
-    from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.policy.reference import load_reference
-    from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.formats.load import load_hf
-    from megatron_ibpo.weights.layout.export import HFExport
-
-    shape = read_hf_config(Path(hf_dir))
-    parallel.initialize(config.parallel, world, seed=0)
-    chunks = build_model(shape, config, device="cpu")
-    load_hf(chunks, shape, Path(hf_dir))
-    export = HFExport(chunks, shape)
-    held = None if reference is None else load_reference(chunks, shape, reference)
-    return Trainer(chunks, shape.vocab_size, config, world, total_updates=10, reference=held), export, shape
-
-
-def close_trainer():
-    from megatron_ibpo.policy import parallel
-
-    parallel.destroy()
-
-
-def gradients(world, cases, rows, **loss):
-    """For each (checkpoint, layout, loss settings if any): gradients by name from rank 0, metrics from every
-    rank."""
-    results = []
-    for hf_dir, parallel, *settings in cases:
-        config = config_for(parallel, **loss, **dict(*settings))
-        before, _ = one_update(world, hf_dir, config, [])
-        after, metrics = one_update(world, hf_dir, config, rows)
-        moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_rank_0 else None
-        results.append((moved, metrics[0]))
-    return results
-
-
-def assert_close(found, expected, *case):
-    """Each tensor by its own largest number: another's would hide one whose gradients are small."""
-    assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        worst, scale = (found[name] - wanted).abs().max().item(), wanted.abs().max().item()
-        assert scale > 100 * ROUNDING, (*case, name, scale, "would not be tested")
-        assert worst <= 2e-4 * scale + ROUNDING, (*case, name, worst, scale)
-
+from support.tiny_models import make_qwen3
+from support.train_sequences import sequences, with_holes
+from support.trainers import (
+    COMPARED,
+    EPSILON,
+    LR,
+    assert_close,
+    close_trainer,
+    config_for,
+    gradients,
+    one_update,
+    open_trainer,
+)
 
 LAYOUTS = {
     "dense": {
@@ -198,10 +71,6 @@ CORRECTED_LAYOUTS = {
     2: [layout(distributed_optimizer=True), layout(cp=2)],
     4: [layout(tp=2, pp=2)],
 }
-COMPARED = (
-    *("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"),
-    *(f"importance_{name}" for name in ("weight_mean", "token_cut_fraction", "sequence_cut_fraction")),
-)
 
 
 @pytest.mark.parametrize(
@@ -321,13 +190,6 @@ def golden_loss(world, hf_dir, rows):
         clipped = min(max(ratio, 0.8), 1.2)
         total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
     return sum(piece["loss"] for piece in pieces), total
-
-
-def with_holes(rows):
-    """Some of the response tokens are not the policy's own: a tool's output in the midst or at the start."""
-    rng = np.random.default_rng(1)
-    masks = [rng.random(len(row.response_token_ids)) < 0.6 for row in rows]
-    return [replace(row, loss_mask=mask) for row, mask in zip(rows, masks, strict=True)]
 
 
 def is_trained_on(row):

@@ -14,11 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_convert import ALONE, mtp_tensors, with_weights
-from test_critic import critic_config, open_critic
-from test_loop import ROOT, SMALL, finished, rows_of, start_script
-from test_trainer import close_trainer, config_for, open_trainer, sequence
-from test_weights import assert_same_bytes, with_random_bits
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
@@ -28,8 +23,16 @@ from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
+from support.checkpoint_bytes import assert_same_bytes, with_random_bits, with_weights
+from support.conversions import ALONE
+from support.critics import critic_config, open_critic
+from support.example_runs import SMALL, finished, rows_of, start_script
+from support.mtp_checkpoints import mtp_tensors
+from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import sequence
+from support.trainers import close_trainer, config_for, open_trainer
 
 VOCABULARY = 211
 

@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import global_name, weight_map
 from megatron_ibpo.weights.formats import save as save_module
+from support.checkpoint_bytes import (
+    assert_same_bytes,
+    cut_in_half,
+    shard_by_hand,
+    with_fused_experts,
+    with_random_bits,
+)
+from support.conversions import round_trip
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import (
     make_glm4_moe,
@@ -25,19 +34,7 @@ from support.tiny_models import (
     make_qwen3,
     make_qwen3_moe,
     make_qwen3_next,
-    stored_dtype,
 )
-
-
-def layout(tp=1, pp=1, ep=1, etp=1, vocabulary=1, first=None):
-    return ParallelConfig(
-        decoder_first_pipeline_num_layers=first,
-        make_vocab_size_divisible_by=vocabulary,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -60,32 +57,6 @@ def checkpoints(tmp_path_factory):
         for name, path in plain.items()
         for dtype in (torch.float32, torch.bfloat16)
     }
-
-
-def with_random_bits(source, target, dtype):
-    generator = torch.Generator().manual_seed(0)
-    shutil.copytree(source, target)
-    tensors = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        own = stored_dtype(name, dtype)
-        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[own]
-        limits = torch.iinfo(bits)
-        drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator)
-        drawn = drawn.view(own)
-        tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=own)).contiguous()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
-def assert_same_bytes(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(as_bytes(found[name]), as_bytes(tensor)), name
 
 
 # -------------------------------------------------------------------------------------------- the map
@@ -217,25 +188,6 @@ def there_and_back(world, cases):
     return [round_trip(world, *case) for case in cases]
 
 
-def round_trip(world, origin, saved, parallel_config, bf16):
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
-    from megatron_ibpo.weights.formats.save import save_hf
-    from megatron_ibpo.weights.layout.export import HFExport
-
-    parallel.initialize(parallel_config, world, seed=0)
-    shape = read_hf_config(origin)
-    config = Config(model=ModelConfig(bf16=bf16), parallel=parallel_config)
-    chunks = build_model(shape, config)
-    load_hf(chunks, shape, origin)
-    export = HFExport(chunks, shape, bucket_bytes=100_000)  # several buckets
-    tensors = [(name, None if tensor is None else tensor.clone()) for name, tensor in export]
-    save_hf(export, world, saved, origin)
-    parallel.destroy()
-    return export.metadata(), tensors
-
-
 @pytest.mark.parametrize(
     "size", [size if size < 4 else pytest.param(size, marks=pytest.mark.slow) for size in CASES]
 )
@@ -294,34 +246,6 @@ def test_sharded_files_and_fused_experts_load_like_a_single_file(checkpoints, tm
     exports, _ = run_ranks(read_in_every_form, 2, [sharded, fused])
     for export in exports:
         assert_same_bytes(export, tensors)
-
-
-def with_fused_experts(tensors):
-    """transformers' in-memory form: gate_up_proj [E, 2I, H] and down_proj [E, H, I] of a layer."""
-    fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
-    for layer in range(4):
-        experts = f"model.layers.{layer}.mlp.experts"
-
-        def of(part, expert, experts=experts):
-            return tensors[f"{experts}.{expert}.{part}_proj.weight"]
-
-        gate_up = [torch.cat([of("gate", expert), of("up", expert)]) for expert in range(4)]
-        fused[f"{experts}.gate_up_proj"] = torch.stack(gate_up)
-        fused[f"{experts}.down_proj"] = torch.stack([of("down", expert) for expert in range(4)])
-    return fused
-
-
-def shard_by_hand(origin, target, tensors):
-    """A checkpoint in two files with an index."""
-    target.mkdir(parents=True)
-    shutil.copy(origin / "config.json", target)
-    names = sorted(tensors)
-    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, members in files.items():
-        save_file({name: tensors[name] for name in members}, target / file)
-    index = {name: file for file, members in files.items() for name in members}
-    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return target
 
 
 # ------------------------------------------------------------------------------------------- saving
@@ -448,7 +372,3 @@ def test_bad_checkpoints_are_refused_by_name(checkpoints, tmp_path):
     (said,) = run_ranks(load_all, 1, [origin, *cases])
     for path, words, message in zip(cases, cases.values(), said[1:], strict=True):
         assert words in message, (path.name, message)
-
-
-def cut_in_half(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from websockets.sync.client import ClientConnection, connect
 
-__all__ = ["Page", "find_browser", "open_page"]
+__all__ = ["Page", "find_browser", "needs_browser", "open_page"]
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 30.0
@@ -32,6 +33,11 @@ CODES = {"ArrowLeft": 37, "ArrowRight": 39}
 def find_browser() -> str | None:
     """A Chromium on this machine."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium on this machine: apt-get install chromium"
+)
 
 
 class Page:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from test_run_page import TOKENIZER, write_run
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.basics.versions import machine
@@ -26,6 +25,7 @@ from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.page.static import build_page
 from support.browser import Page, open_page
 from support.paths import ROOT
+from support.run_pages import TOKENIZER, write_run
 
 METRICS = 80
 

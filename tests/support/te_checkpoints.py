@@ -24,12 +24,12 @@ STEPS = 2
 
 def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     te_stand_in.install()
-    from test_trainer import config_for, layout
-
     from megatron_ibpo.basics.distributed import start_world
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.models.backends import LOCAL, Backends
     from megatron_ibpo.policy import cpu, parallel
+    from support.layouts import layout
+    from support.trainers import config_for
 
     cpu.activate()
     from megatron_ibpo.policy.checkpoint import load_checkpoint
