@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -30,8 +29,9 @@ from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.bad_inputs.mutations import spoil
+from support.paths import ROOT
 
-TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3"
+TINY = ROOT / "examples/tiny_qwen3"
 READERS = {
     "recipe.yaml": lambda path: read_yaml(path, str(path)),
     "config.json": lambda path: read_hf_config(path.parent),

@@ -22,9 +22,8 @@ from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
 from megatron_ibpo.cluster.ray_session import ClusterError
 from megatron_ibpo.cluster.ray_token import own_token, write_token
+from support.paths import ROOT
 from support.waiting import eventually
-
-ROOT = Path(__file__).resolve().parents[1]
 
 OWN_RAY = """
 import sys, time

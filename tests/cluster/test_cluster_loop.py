@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
-ROOT = Path(__file__).resolve().parents[1]
 SHORT = [
     *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
     *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),

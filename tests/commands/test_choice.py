@@ -18,8 +18,8 @@ from megatron_ibpo.commands.choose_recipe import (
     find_devices,
 )
 from megatron_ibpo.models import read_hf_config
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "examples/models"
 
 

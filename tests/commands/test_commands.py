@@ -21,8 +21,8 @@ from megatron_ibpo.cluster.actor import plain
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 KEPT = re.compile(r"; the traceback is in (\S+?\.log)")
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
 BAD_INPUT = 2

@@ -34,8 +34,7 @@ from megatron_ibpo.credit import Operator, find_operator
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
-
-REPOSITORY = Path(__file__).parents[1]
+from support.paths import ROOT
 
 
 def recipe(tmp_path: Path, text: str, name: str = "recipe.yaml") -> str:
@@ -472,19 +471,19 @@ def test_a_dry_run_needs_no_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "examples/algorithms").glob("*.yaml")), ids=lambda path: path.stem
+    "path", sorted((ROOT / "examples/algorithms").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_every_algorithm_works_after_every_models_recipe(path, tmp_path):
-    own = {"run-dir": str(tmp_path), "hf-checkpoint": str(REPOSITORY / "examples/tiny_qwen3")}
+    own = {"run-dir": str(tmp_path), "hf-checkpoint": str(ROOT / "examples/tiny_qwen3")}
     own |= {"prompt-data": "a.jsonl", "eval-prompt-data": "b.jsonl"}
     mine = recipe(tmp_path, yaml.safe_dump(own), "mine.yaml")  # read ten times as fast as flags
-    for model in (REPOSITORY / "examples/recipes").glob("*.yaml"):
+    for model in (ROOT / "examples/recipes").glob("*.yaml"):
         check_run(parse_config(["--config", str(model), "--config", str(path), "--config", mine]))
 
 
 def test_every_algorithm_is_in_the_documentation():
-    listed = (REPOSITORY / "docs/algorithms.md").read_text()
-    names = [path.stem for path in (REPOSITORY / "examples/algorithms").glob("*.yaml")]
+    listed = (ROOT / "docs/algorithms.md").read_text()
+    names = [path.stem for path in (ROOT / "examples/algorithms").glob("*.yaml")]
     assert [name for name in [*names, *PRESETS] if f"`{name.replace('-', '_')}`" not in listed] == []
 
 
@@ -556,7 +555,7 @@ def test_a_source_that_is_none_is_refused(tmp_path, source):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """A directory where the user stands, while the process works in the repository's root."""
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.setattr("sys.path", [*sys.path])
     return tmp_path
@@ -578,7 +577,7 @@ def test_paths_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
     text = "hf-checkpoint: examples/tiny_qwen3\nprompt-data: mine.jsonl\nload: README.md\nrun-dir: examples\n"
     (elsewhere / "README.md").touch()
     config = parse_config(["--config", recipe(elsewhere, text)])
-    assert config.model.hf_checkpoint == REPOSITORY / "examples/tiny_qwen3"
+    assert config.model.hf_checkpoint == ROOT / "examples/tiny_qwen3"
     assert config.data.prompt_data == (str(elsewhere / "mine.jsonl"),), "found nowhere"
     assert config.run.load == elsewhere / "README.md", "found in both"
     assert config.run.run_dir == elsewhere / "examples", "it is written, not looked for"
@@ -591,7 +590,7 @@ def test_a_missing_path_is_named_in_full_with_where_it_was_looked_for(elsewhere)
         check_run(config)
     where = "is not a directory (relative paths count from"
     assert f"--hf-checkpoint: {elsewhere}/mine {where}" in str(refused.value)
-    assert str(REPOSITORY) in str(refused.value)
+    assert str(ROOT) in str(refused.value)
     with pytest.raises(ConfigError, match=f"--config {elsewhere}/no.yaml: cannot be read"):
         parse_config(["--config", "no.yaml"])
 
@@ -612,7 +611,7 @@ def test_a_hook_is_found_by_the_path_of_its_file(elsewhere):
 
 
 def test_hooks_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
-    task = str(REPOSITORY / "examples/studies/tasks/pairs.yaml")
+    task = str(ROOT / "examples/studies/tasks/pairs.yaml")
     data = parse_config(["--config", task, "--reward-workers", "1"]).data
     [rows] = [load_hook("--prompt-data", source.removeprefix("import://")) for source in data.prompt_data]
     row = rows("eval")[0]
@@ -660,7 +659,7 @@ def test_a_reward_function_is_found_where_the_user_stands(elsewhere):
 
 def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
     recipe(tmp_path, "lr: 0.25\n", "mine.yaml")
-    script = REPOSITORY / "examples/run_qwen3_next_ibpo.sh"
+    script = ROOT / "examples/run_qwen3_next_ibpo.sh"
     done = subprocess.run(
         ["bash", str(script), "--dry-run", "--config", "mine.yaml", "--print-config", "--run-dir", "out"],
         env=os.environ | {"IBPO_PYTHON": sys.executable},
@@ -674,7 +673,7 @@ def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
     printed = yaml.safe_load(done.stdout)
     assert printed["lr"] == 0.25
     assert printed["run-dir"] == str(tmp_path / "out")
-    assert printed["hf-checkpoint"] == str(REPOSITORY / "examples/tiny_qwen3_next")
+    assert printed["hf-checkpoint"] == str(ROOT / "examples/tiny_qwen3_next")
 
 
 def test_the_nearest_name_is_shown_as_it_is_typed():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,9 @@ from megatron_ibpo.loss import VARIANTS, Parameter, Variant
 from megatron_ibpo.loss.variants import clipped_surrogate
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 RECIPES = sorted(EXAMPLES.glob("recipes/*.yaml"))
 ALGORITHMS = sorted(EXAMPLES.glob("algorithms/*.yaml"))
 STUDY = EXAMPLES / "recipes" / "tiny_qwen3_study.yaml"

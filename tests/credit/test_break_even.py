@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +25,8 @@ from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
 from megatron_ibpo.study.run_results import RunResult
 from support.credit_cases import correction, prompt, response
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
 
 

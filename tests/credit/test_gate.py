@@ -23,6 +23,7 @@ from support.credit_cases import (
     group,
     some_groups,
 )
+from support.paths import ROOT
 
 WRONG = [10, 11, 12, 14]
 
@@ -100,7 +101,7 @@ def test_a_memory_that_is_none_is_refused():
 
 def test_the_meters_price_of_a_sample_is_what_it_adds_up_for_one():
     """A prompt of 13 tokens, an answer of 5, an update over both; then four answers to one prompt of 3."""
-    shape = read_hf_config(Path(__file__).resolve().parents[1] / "examples/tiny_qwen3")
+    shape = read_hf_config(ROOT / "examples/tiny_qwen3")
     made = group(WRONG, WRONG)
     corrected = by_kind(Loop(fix_last).credit([made], algorithm()), "correction")[0]
     once = CostMeter(shape, 1)

@@ -13,7 +13,6 @@ from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
 from itertools import islice
-from pathlib import Path
 
 import inspect_data
 import pyarrow as pa
@@ -50,8 +49,7 @@ from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.run_data import with_epochs
 from support.credit_cases import plain
-
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import ROOT
 
 
 def byte_level(template=None):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +21,9 @@ from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, check
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 from support.tiny_models import EOS_ID, make_qwen3
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
 CONTEXT = 64
 

@@ -20,9 +20,9 @@ from megatron_ibpo.data import DataError
 from megatron_ibpo.evaluate import benchmark_files
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
 from megatron_ibpo.rewards import open_verifier
+from support.paths import ROOT
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[1]
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -23,8 +22,8 @@ from megatron_ibpo.report.evaluation_report import report_evaluation
 from megatron_ibpo.report.summary import measures
 from megatron_ibpo.run.checks import check_evaluation
 from megatron_ibpo.study.paired_evaluations import compare_evaluations
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"
 
 

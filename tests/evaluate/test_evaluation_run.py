@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,8 +16,8 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.evaluate.stored_samples import read_samples
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3"
 SUMS = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
 SETS = [f"sums={SUMS}", f"short={SUMS.replace('5', '2').replace('7', '3')}"]

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 from support.waiting import eventually
 
-ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = {
     "bin/scontrol": """
         case $1 in

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-TESTS = Path(__file__).resolve().parent
+from support.paths import ROOT
+
+HERE = Path(__file__).resolve().parent
 FLAGS = (
     "--config", "examples/recipes/tiny_qwen3_study.yaml", "--rollout-backend", "lean",
     "--rm-type", "test_learning:minus_signs", "--reward-threshold", "0.6", "--reward-workers", "1",
@@ -28,8 +30,8 @@ def test_ten_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
     """With a margin: .12 and .45 with this seed, .12 and .41 with the next."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)],
-        cwd=TESTS.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
         capture_output=True,
         text=True,
         timeout=120,

@@ -23,11 +23,11 @@ from megatron_ibpo.commands.main import COMMANDS
 from megatron_ibpo.commands.plan import Search
 from megatron_ibpo.run.settings import parse_config
 from support.documented_modules import write_modules
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 
-import conductor  # noqa: E402
+import conductor
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
 TAKES_ANYTHING = {"tests/run.sh", "tests/native.sh", "tests/chaos.sh", "tests/soak.sh", ".ci/run", ".ci/lint"}

@@ -22,8 +22,8 @@ import pytest
 from setuptools import find_namespace_packages
 
 from megatron_ibpo.basics import versions
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 EXTENSION_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 FAKE_PYTHON = """#!/bin/bash

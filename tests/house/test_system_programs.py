@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "tools/system_programs.sh"
+from support.paths import ROOT
+
+SCRIPT = ROOT / "tools/system_programs.sh"
 
 
 def path_of(program):

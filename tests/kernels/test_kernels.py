@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
+
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parent.parent
 SUITES = ["test_kernels.py", "test_layouts.py", "test_readme.py"]
 
 

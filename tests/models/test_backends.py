@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,8 +16,9 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def installed(monkeypatch, *packages):

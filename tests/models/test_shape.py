@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError, check_layout, read_hf_config
 from megatron_ibpo.models.rope import RopeScaling
+from support.paths import ROOT
 from support.tiny_models import make_qwen3, make_qwen3_next
 
 NEXT_80B = {  # as published, before transformers 5
@@ -71,8 +71,8 @@ LLAMA_31_8B = {  # as published
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
-GLM_AIR = json.loads((Path(__file__).parents[1] / "examples/models/glm_4_5_air/config.json").read_text())
-OSS_20B = json.loads((Path(__file__).parents[1] / "examples/models/gpt_oss_20b/config.json").read_text())
+GLM_AIR = json.loads((ROOT / "examples/models/glm_4_5_air/config.json").read_text())
+OSS_20B = json.loads((ROOT / "examples/models/gpt_oss_20b/config.json").read_text())
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +22,8 @@ from megatron_ibpo.plan.prediction import setting_of
 from megatron_ibpo.report import Report
 from megatron_ibpo.report.prediction_error import measured_seconds, prediction_error
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples/tiny_qwen3_next"
 SEEN = Seen(
     responses=tuple(float(length) for length in range(14, 46, 2)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -17,10 +16,11 @@ from megatron_ibpo.plan.search import search
 from megatron_ibpo.plan.timeline import LANES, timeline
 from megatron_ibpo.report.step_picture import plot_step
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 
-MODELS = Path(__file__).parents[1] / "examples/models"
+MODELS = ROOT / "examples/models"
 DENSE = read_hf_config(MODELS / "qwen3_4b")
-RECIPE = Path(__file__).parents[1] / "examples/recipes/qwen3_4b_ibpo.yaml"
+RECIPE = ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"
 
 
 def setting(*flags):
@@ -85,7 +85,7 @@ def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_pat
 
 
 LONG = [
-    "--config", str(Path(__file__).parents[1] / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml"),
+    "--config", str(ROOT / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml"),
     "--hf-checkpoint", str(MODELS / "qwen3_next_80b_a3b"),
     "--rollout-max-context-len", "131072",
     "--rollout-max-response-len", "98304",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +26,9 @@ from megatron_ibpo.plan.roofline import (
 )
 from megatron_ibpo.plan.step_time import step_times
 from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, Task
+from support.paths import ROOT
 
-MODELS = Path(__file__).parents[1] / "examples/models"
+MODELS = ROOT / "examples/models"
 DENSE = read_hf_config(MODELS / "qwen3_4b")
 EXPERTS = read_hf_config(MODELS / "qwen3_30b_a3b")
 HYBRID = read_hf_config(MODELS / "qwen3_next_80b_a3b")

@@ -19,6 +19,7 @@ from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.layouts import layout
+from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences
@@ -412,7 +413,7 @@ def test_without_another_reference_it_is_the_model_without_its_adapters(checkpoi
     assert kl[1] > 0
 
 
-TINY = Path(__file__).parents[1] / "examples/tiny_qwen3_next"
+TINY = ROOT / "examples/tiny_qwen3_next"
 
 
 @pytest.mark.parametrize(
@@ -468,7 +469,7 @@ def memory_of(model, *flags):
 def test_the_dry_run_counts_gradients_and_optimizer_state_of_adapters_alone():
     """Qwen3-0.6B with rank 16 beside queries (1024 to 2048) and down projections (3072 to 1024), TP2: A of
     the former and B of the latter are whole on both ranks."""
-    model = Path(__file__).parents[1] / "examples/models/qwen3_0_6b"
+    model = ROOT / "examples/models/qwen3_0_6b"
     flags = ["--tensor-model-parallel-size", "2"]
     plain, weights, _ = memory_of(model, *flags)
     census, adapters, by_names = memory_of(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,12 +31,13 @@ from megatron_ibpo.policy.planning import (
     weighted_mean_length,
 )
 from support.layouts import layout
+from support.paths import ROOT
 from support.planned import cost
 from support.train_sequences import sequence, sequences
 from support.trainers import config_for
 
 CPU = torch.device("cpu")
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples/models"
+EXAMPLES = ROOT / "examples/models"
 
 
 def made(prompt=(7, 8, 9), response=(1, 2), **fields):

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,7 @@ from megatron_ibpo.report.disk import DiskFullError, DiskWait
 from megatron_ibpo.report.metrics_log import MetricsLog, read_rows
 from megatron_ibpo.report.run_dir import write_whole
 from megatron_ibpo.report.run_lock import locked
-
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import ROOT
 
 
 class Disk:

@@ -50,8 +50,8 @@ from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, 
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SAMPLING = EvalSampling(1, 48, 1.0, 1.0, -1)
 
 

@@ -25,9 +25,9 @@ from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
 from support.browser import needs_browser, open_page
+from support.paths import ROOT
 from support.run_pages import HOSTILE, TOKENIZER, write_run
 
-ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 60.0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +11,8 @@ from megatron_ibpo.basics.shared_prefixes import repeated_prefixes
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.run.cost import CostMeter, Spent
 from support.credit_cases import response
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
 
 

@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
 from support.waiting import eventually
-
-ROOT = Path(__file__).resolve().parents[1]
 
 STOPPING = """
 import sys, time

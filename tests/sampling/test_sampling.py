@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -18,11 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from support.credit_cases import correct_groups
-from support.tiny_models import make_qwen3
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
@@ -42,7 +36,9 @@ from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.requests import group_requests
+from support.credit_cases import correct_groups
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
+from support.tiny_models import make_qwen3
 
 
 def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np.ndarray]) -> np.ndarray:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,7 @@ from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
 from support.credit_cases import ids_of, response
-
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import ROOT
 
 
 @pytest.fixture(autouse=True)

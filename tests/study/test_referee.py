@@ -14,7 +14,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -28,8 +27,7 @@ from megatron_ibpo.study.plan import grid_points, plan_main, plan_tuning
 from megatron_ibpo.study.study_files import method_settings, read_study
 from megatron_ibpo.study.study_run import conduct
 from support import stand_in_training
-
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -60,8 +60,8 @@ from megatron_ibpo.study.study_run import conduct
 from megatron_ibpo.study.table import markdown, tables
 from megatron_ibpo.study.tuning import Tried, beyond, choose
 from support.browser import needs_browser, open_page
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
 KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json") if not p.stem.startswith("audit"))
 

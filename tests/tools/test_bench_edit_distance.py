@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_ibpo import _edit_distance
+from support.paths import ROOT
 
-TOOL = Path(__file__).parents[1] / "tools" / "bench_edit_distance.py"
+TOOL = ROOT / "tools" / "bench_edit_distance.py"
 
 
 def test_a_quick_run_measures_the_cases_asked_for_and_keeps_them(tmp_path):

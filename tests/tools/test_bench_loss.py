@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.paths import ROOT
+
 SCRIPT = ROOT / "tools" / "bench_loss.py"
 RESULTS = ROOT / "tools" / "results"
 

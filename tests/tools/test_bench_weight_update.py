@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "bench_weight_update.py"
+from support.paths import ROOT
+
+TOOL = ROOT / "tools" / "bench_weight_update.py"
 
 
 def run(*arguments: str, timeout: float) -> str:

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ibpo.report.disk import DiskWait
+from support.paths import ROOT
 from support.waiting import eventually
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 
-import conductor  # noqa: E402
-import wheels  # noqa: E402
+import conductor
+import wheels
 
 ENDINGS = {
     "passes": "job.note(number=1)",

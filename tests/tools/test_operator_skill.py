@@ -7,14 +7,9 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from support.credit_cases import AGREEMENT
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Prompt, token_ids
@@ -37,8 +32,9 @@ from megatron_ibpo.run.operator_skill import (
 from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import group_requests
+from support.credit_cases import AGREEMENT
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 RIGHT, EOS, HEADING = 50, 1, 40
 PROMPTS = [Prompt(index, token_ids([index + 60, 7]), 1, "", "", "") for index in range(60)]
 

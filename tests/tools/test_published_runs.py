@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from fit_planner import PAGE, RESULTS, fit, judge, known, orderings, tables
 from predict_published import basis_of, layout_of, predict
 from published_runs import Row, halves, read_evidence, shape_of

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from scale_table import DRIVER, SIZES, Driver, line, predicted, recipe, with_tables
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from scale_table import DRIVER, ROOT, SIZES, Driver, line, predicted, recipe, with_tables
+from support.paths import ROOT
 
 FOUND = json.loads((ROOT / "tools/results/scale.json").read_text())
 
