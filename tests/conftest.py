@@ -53,6 +53,13 @@ def pytest_addoption(parser):
     parser.addoption("--results", type=Path, help="JSON file to which this run's results are added")
 
 
+def pytest_collection_modifyitems(items):
+    """Mark what carries no other mark of pyproject.toml as `unit`."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("world", "engine", "ray", "kernel", "slow")):
+            item.add_marker("unit")
+
+
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
 

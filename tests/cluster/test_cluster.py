@@ -25,6 +25,9 @@ from megatron_ibpo.cluster.ray_token import own_token, write_token
 from support.paths import ROOT
 from support.waiting import eventually
 
+pytestmark = pytest.mark.ray
+
+
 OWN_RAY = """
 import sys, time
 from megatron_ibpo.cluster.ray_session import open_ray

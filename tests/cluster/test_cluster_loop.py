@@ -16,6 +16,9 @@ from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
 SHORT = [
     *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
     *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),

@@ -19,6 +19,9 @@ from megatron_ibpo.rewards import Verifier, WorkerError, open_pool, worker_count
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
+pytestmark = pytest.mark.ray
+
+
 OWNERS = """
 import time
 import psutil

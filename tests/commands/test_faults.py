@@ -14,6 +14,9 @@ import pytest
 from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
 
+pytestmark = pytest.mark.ray
+
+
 TINY = ROOT / "examples/tiny_qwen3_next"
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
 BAD_INPUT = 2

@@ -222,6 +222,7 @@ def test_rows_that_are_compared_with_the_engine_leave_them_out():
     assert batch.rows.off_policy_S is None
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_every_layout_gives_the_same_gradient_and_metrics(tmp_path):
     """One process against DP2, TP2 and PP2, with importance corrections; and the mark matters."""

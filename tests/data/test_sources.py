@@ -763,6 +763,8 @@ def test_no_bundled_problem_is_in_both_files_and_labels_are_those_of_the_solutio
         assert eval(expression) == int(result) == int(row["label"])
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_small_policy_learns_the_bundled_problems(tmp_path):

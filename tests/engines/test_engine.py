@@ -149,6 +149,7 @@ def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair: str, say
         vllm_arguments([pair])
 
 
+@pytest.mark.engine
 def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_compile(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +247,7 @@ def updated(dense: Engine, checkpoints: dict[str, Path]) -> tuple[Engine, Transp
     return dense, connect(dense, source), source
 
 
+@pytest.mark.engine
 def test_samples_have_the_asked_form(dense: Engine) -> None:
     requests = make_requests(60)
     samples = dense.generate(requests, version=0, timeout=TIMEOUT)
@@ -261,6 +263,7 @@ def test_samples_have_the_asked_form(dense: Engine) -> None:
         assert sample.loss_mask.tolist() == [True] * len(sample.token_ids)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_sampled_distribution(
     dense: Engine, checkpoints: dict[str, Path], temperature: float
@@ -271,6 +274,7 @@ def test_logprobs_are_those_of_the_sampled_distribution(
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
 
 
+@pytest.mark.engine
 def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
     dense: Engine, checkpoints: dict[str, Path]
 ) -> None:
@@ -285,6 +289,7 @@ def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
     assert gap.max() < 1e-4
 
 
+@pytest.mark.engine
 def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense: Engine) -> None:
     requests = make_requests(20)
     first, second = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
@@ -293,6 +298,7 @@ def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense: Engi
     assert ids_of(dense.generate(others, version=0, timeout=TIMEOUT)) != ids_of(first)
 
 
+@pytest.mark.engine
 def test_requests_join_while_others_run_and_finish_when_they_are_done(dense: Engine) -> None:
     endless = [SampleRequest(token_ids([5, 6, 7]), seed, 240) for seed in range(4)]
     whole = dense.generate(endless, version=0, timeout=TIMEOUT)
@@ -307,6 +313,7 @@ def test_requests_join_while_others_run_and_finish_when_they_are_done(dense: Eng
     assert dense.take(0.0) == []
 
 
+@pytest.mark.engine
 def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(dense: Engine) -> None:
     endless = SampleRequest(token_ids([5, 6, 7]), 3, 200, temperature=0.0)
     dense.submit([(20, endless), (21, endless)], version=0)
@@ -317,10 +324,12 @@ def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(de
     assert dense.take(0.0) == []
 
 
+@pytest.mark.engine
 def test_the_engine_does_not_hear_ctrl_c(dense: Engine) -> None:
     assert os.getsid(dense.pid) == dense.pid
 
 
+@pytest.mark.engine
 def test_updated_weights_are_exact_and_old_cache_entries_forgotten(
     updated: tuple[Engine, Transport, CheckpointSource], fresh: Engine, checkpoints: dict[str, Path]
 ) -> None:
@@ -357,6 +366,7 @@ def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others() 
         compare_probes(one, replace(other, digests=[{"w": "another"}]), same_batches=False)
 
 
+@pytest.mark.engine
 def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path]
 ) -> None:
@@ -382,6 +392,7 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
 
 
+@pytest.mark.engine
 def test_a_bit_that_flips_on_the_way_is_noticed(
     updated: tuple[Engine, Transport, CheckpointSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +413,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(
     engine.generate(make_requests(2), version=5, timeout=TIMEOUT)
 
 
+@pytest.mark.engine
 def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
     updated: tuple[Engine, Transport, CheckpointSource],
     checkpoints: dict[str, Path],
@@ -425,6 +437,7 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
 
 
+@pytest.mark.engine
 def test_any_weight_that_an_update_leaves_out_is_named(
     updated: tuple[Engine, Transport, CheckpointSource],
 ) -> None:
@@ -432,6 +445,7 @@ def test_any_weight_that_an_update_leaves_out_is_named(
     assert left_out_unnoticed(engine, source) == []
 
 
+@pytest.mark.engine
 def test_an_update_whose_trainers_died_is_begun_anew_by_others(
     updated: tuple[Engine, Transport, CheckpointSource],
 ) -> None:
@@ -446,6 +460,7 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(
     engine.generate(make_requests(2), version=8, timeout=TIMEOUT)
 
 
+@pytest.mark.engine
 def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(fresh: Engine) -> None:
     fresh.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
     deadline = time.monotonic() + TIMEOUT
@@ -465,6 +480,7 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
 # --- Qwen3-Next in bfloat16 -------------------------------------------------------------------------
 
 
+@pytest.mark.engine
 @pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/test_loop.py)
 def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(
     checkpoints: dict[str, Path], tmp_path: Path
@@ -511,6 +527,7 @@ def drawn_to_be_guessed(hf_dir: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path: Path) -> None:
     hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
@@ -577,6 +594,7 @@ def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(
     assert backend("dense 0", "quantization=fp8_per_channel") is None
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(
     checkpoints: dict[str, Path], tmp_path: Path
@@ -606,6 +624,7 @@ def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_cache_kept_over_an_update_serves_running_requests_alone(
     checkpoints: dict[str, Path], tmp_path: Path
@@ -642,6 +661,7 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(
     assert difference([samples[1].logprobs], [expected]).max() < 2e-5
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
@@ -657,6 +677,7 @@ def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_p
     assert not engine._scratch.exists()
 
 
+@pytest.mark.engine
 def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
     waiting = threading.Timer(0.5, engine.kill, ["no sample within 3 seconds"])
@@ -666,6 +687,7 @@ def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints: dict[str, Pa
     waiting.join()
 
 
+@pytest.mark.engine
 def test_an_illegal_instruction_names_the_way_out(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
     os.kill(engine.pid, signal.SIGILL)
@@ -675,6 +697,7 @@ def test_an_illegal_instruction_names_the_way_out(checkpoints: dict[str, Path], 
         engine.wait_ready(TIMEOUT)
 
 
+@pytest.mark.engine
 def test_an_engine_that_does_not_start_in_time_is_gone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
     with pytest.raises(EngineStartError, match=r"no answer within 0\.1 seconds"):
@@ -747,6 +770,7 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
     assert not scratch.exists()
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

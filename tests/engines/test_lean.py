@@ -299,6 +299,7 @@ def lean_run(run_dir, *flags):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ray
 def test_a_whole_run_trains_on_what_it_samples_and_says_which_back_end_that_was(tmp_path):
     rows = lean_run(tmp_path / "run", "--num-rollout", "2", "--check-weight-update-equal")
     assert [row["kind"] for row in rows] == ["evaluation", "step", "step", "evaluation"]
@@ -312,6 +313,7 @@ def test_a_whole_run_trains_on_what_it_samples_and_says_which_back_end_that_was(
     assert 1.5 < summary["break_even"]["price"] < 5
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(tmp_path):
     whole = lean_run(tmp_path / "whole", "--num-rollout", "3", "--save")

@@ -76,6 +76,7 @@ def hybrid(tmp_path_factory):
     return (old, new), samples, across, again
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(hybrid):
     """Some choices of bfloat16 are not those of float32; chance would be 1 in 6."""
@@ -102,6 +103,7 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
     assert agreement(again[0].routed_experts, routed_by_transformers(new, again)[0]) > 0.8
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     """In float32, where choices are those of transformers but for ties."""
@@ -142,6 +144,8 @@ def as_rows(samples):
     ]
 
 
+@pytest.mark.engine
+@pytest.mark.world
 @pytest.mark.slow
 def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs(hybrid):
     """Under TP2 and EP2: the trainer computes in float32, the engine in bfloat16."""
@@ -162,6 +166,8 @@ LOOP = ["--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prom
         "--eval-num-prompts", "0", "--num-steps-per-rollout", "2"]  # fmt: skip
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_trainer_that_replays_takes_every_choice_from_its_engine(tmp_path):
     """Two trainers, TP2 and EP2. The first step's samples are the same with and without. So few tokens say

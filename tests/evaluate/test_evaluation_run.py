@@ -25,7 +25,7 @@ PROMPTS, SAMPLES = 12, 3
 IN_ALL = 2 * PROMPTS * (2 * SAMPLES + 1)
 """Of both sets: samples, greedy ones and corrections."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def start(policy, run_dir):

@@ -17,6 +17,9 @@ from support.mtp_checkpoints import with_mtp
 from support.paths import ROOT
 from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
 
+pytestmark = [pytest.mark.engine, pytest.mark.ray]
+
+
 RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
 
 EVEN = """

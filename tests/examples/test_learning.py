@@ -9,7 +9,12 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+import pytest
+
 from support.paths import ROOT
+
+pytestmark = pytest.mark.ray
+
 
 HERE = Path(__file__).resolve().parent
 FLAGS = (

@@ -30,6 +30,8 @@ from support.example_runs import (
 )
 from support.paths import ROOT
 
+pytestmark = [pytest.mark.engine, pytest.mark.ray]
+
 
 def shared_memory(processes):
     """Segments that they have mapped or open now."""

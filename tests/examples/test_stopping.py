@@ -29,7 +29,7 @@ from support.example_runs import (
 )
 from support.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]
 LONG = [*SMALL, "--num-rollout", "500", "--eval-num-prompts", "0"]
 
 

@@ -12,6 +12,9 @@ from support.kernel_suite import *  # noqa: F403
 from support.linear_cases import batch_of, fused, plain, to_device
 from support.loss_calls import loss_of_logits
 
+pytestmark = pytest.mark.kernel
+
+
 MIB = 2**20
 
 

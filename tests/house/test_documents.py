@@ -155,6 +155,8 @@ def test_a_flag_that_is_wrong_would_be_found(flags):
         check(f"bash examples/run_qwen3_next_ibpo.sh {flags}")
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_training_command_of_the_readme_runs_as_written(tmp_path):

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from support.ranks import RankFailed, run_ranks
 
+pytestmark = pytest.mark.world
+
 
 def sum_of_ranks(world, offset):
     total = torch.tensor(world.rank + offset)

@@ -8,6 +8,8 @@ import pytest
 from support import kernel_cases as cases
 from support.kernel_suite import *  # noqa: F403
 
+pytestmark = pytest.mark.kernel
+
 
 @pytest.fixture(scope="session")
 def device():

@@ -14,6 +14,9 @@ from support import kernel_cases as cases
 from support.loss_calls import loss_of_logits
 from support.paths import ROOT
 
+pytestmark = pytest.mark.kernel
+
+
 PAGE = ROOT / "docs/loss_variants.md"
 
 

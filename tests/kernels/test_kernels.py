@@ -12,6 +12,9 @@ from support.paths import ROOT
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.kernel
+
+
 SUITES = ["test_kernels.py", "test_layouts.py", "test_readme.py"]
 
 

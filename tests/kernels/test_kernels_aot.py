@@ -16,6 +16,9 @@ from support.paths import ROOT
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.kernel
+
+
 BUDGET = {"row_statistics": 8.0, "row_statistics+entropy": 10.0, "logits_gradient": 6.5}
 
 

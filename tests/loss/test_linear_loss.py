@@ -209,6 +209,7 @@ def megatron_gradients(world, batch, options):
     return found
 
 
+@pytest.mark.world
 def test_megatrons_main_grad_gets_the_same_gradient_tied_or_not():
     batch = batch_of((5, 17, 2, 30), dtype=torch.float32)
     options = {"chunk": 7, "params": {"eps_low": 0.5, "eps_high": 0.5}}
@@ -239,6 +240,7 @@ def vocab_parallel(world, batch, options):
     return found[0], hidden, found[2][: stop - start]
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("size", [2, 4])
 def test_vocabulary_shards_equal_one_process(size):
     batch, options = batch_of((5, 17, 2, 30)), {"chunk": 7, "params": {"eps_low": 0.1, "eps_high": 0.1}}
@@ -276,6 +278,7 @@ def dealt(bounds, rank, size):
     return pieces
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("variant", "padded"),
     [("gspo", []), ("gspo", [64 - 10, 64 - 9, 64 - 2, 64 - 1]), ("dapo", []), ("gmpo", [])],

@@ -6,6 +6,8 @@ import pytest
 
 from support import layout_cases
 
+pytestmark = pytest.mark.world
+
 
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_every_variant_equals_one_process(tp, cp):

@@ -118,6 +118,7 @@ def mixed_by_everyone(world, *cases):
     return [mixed(world, dist.group.WORLD, chunks) for chunks in cases]
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(ranks):
     """Outputs and gradients, to the last digits of float64."""
@@ -135,6 +136,7 @@ def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(ranks):
     assert (total - weight_gradient).abs().max() < 1e-12 * weight_gradient.abs().max()
 
 
+@pytest.mark.world
 def test_what_a_delta_net_sends_does_not_grow_with_the_sequence():
     """A state and three tokens for each chunk, and as much in the backward pass."""
     states, tokens = 8 * 3 * 5 * 4, 8 * 3 * 6
@@ -289,6 +291,7 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     return seen, gradients if world.is_rank_0 else None
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
     """Through packing, models and loss; with fewer rows than ranks, and where the padding is all there is."""
@@ -323,6 +326,7 @@ def by_other_kernels(world, path, ways):
         return [loss_and_gradients(world, Path(path), layout(2, delta_net_cp=way), flash) for way in ways]
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other_kernels(tmp_path):
     """The kernels themselves are for GPUs, and stood in for; Megatron's decays are of float32."""
@@ -349,6 +353,7 @@ def without_sinks(world, path):
     parallel.destroy()
 
 
+@pytest.mark.world
 def test_by_transformer_engine_ranks_do_not_share_sequences_where_there_are_sinks(tmp_path):
     run_ranks(without_sinks, 2, make_gpt_oss(tmp_path / "oss", 0))
 
@@ -358,6 +363,7 @@ def refused(world, path):
         loss_and_gradients(world, Path(path), layout(2, delta_net_cp="heads"))
 
 
+@pytest.mark.world
 def test_plain_torch_does_not_exchange_heads(tmp_path):
     run_ranks(refused, 2, make_qwen3_next(tmp_path / "next", 4))
 
@@ -365,6 +371,8 @@ def test_plain_torch_does_not_exchange_heads(tmp_path):
 # ------------------------------------------------------------------------------------------------- the loop
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
 def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
     """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""

@@ -113,6 +113,7 @@ def exported(world, code, checkpoint):
     return {name: None if tensor is None else tensor.clone() for name, tensor in HFExport(chunks, shape)}
 
 
+@pytest.mark.world
 def test_a_family_is_added_by_a_folder_and_a_line(plain, tmp_path):
     shape = read_hf_config(plain)
     assert (shape.family, shape.ffn_hidden_size) == ("plain", 192)

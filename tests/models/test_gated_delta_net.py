@@ -205,6 +205,7 @@ def megatrons_layers(world, hf_dir):
     return difference, [count for _, count in found], reads.count, said
 
 
+@pytest.mark.world
 def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(tmp_path):
     """And computes the same as ours, around the kernels: these are for GPUs, and stood in for."""
     hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)

@@ -40,6 +40,9 @@ from support.tiny_models import (
     make_qwen3_next,
 )
 
+pytestmark = pytest.mark.world
+
+
 DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
 
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]

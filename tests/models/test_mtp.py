@@ -30,6 +30,8 @@ from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import EPSILON, LR, close_trainer, config_for
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):

@@ -208,6 +208,7 @@ def runs(models):
     return made
 
 
+@pytest.mark.world
 def test_training_is_the_same_with_padding_and_padding_stays_zero(runs):
     """Tied and untied, logits held or fused with the loss, and a reference policy, at TP1, TP2 and TP4."""
     expected = {}
@@ -234,6 +235,7 @@ def compare(found, expected, before, case):
         assert (found[2][name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
 
 
+@pytest.mark.world
 def test_a_critic_is_the_same_with_padding(runs):
     """Whose model has embeddings but no head."""
     found = [values for _, _, by_rank in runs for values in by_rank[0][1]]
@@ -299,6 +301,7 @@ JOURNEYS = {
 the third."""
 
 
+@pytest.mark.world
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["whole", "sharded"])
 def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimizer):
@@ -328,12 +331,15 @@ def resumed_from_another_vocabulary(world, hf_dir, stored):
         went_on(world, hf_dir, layout(), stored, None)
 
 
+@pytest.mark.world
 def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(models, tmp_path):
     other = make_qwen3(tmp_path / "other", 3, kv_heads=4, vocabulary=VOCABULARY + 2)
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
     run_ranks(resumed_from_another_vocabulary, 1, other, tmp_path / "stored")
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
 def test_engines_get_the_vocabulary_alone(tmp_path, monkeypatch):
     """The whole loop with two tensor-parallel trainers and vLLM, which says what has arrived."""

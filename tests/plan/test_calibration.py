@@ -233,6 +233,7 @@ def test_calibration_wants_the_name_of_a_file(capsys):
     assert "--dry-run-hardware: required, the file to write, NAME.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_calibrated_machine_predicts_a_run(tmp_path):
     """By the doors that users take; the error itself is the machine's affair."""

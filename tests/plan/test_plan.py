@@ -574,6 +574,7 @@ SHRUNK = {
 }
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("model", [DENSE_32B, NEXT_80B], ids=["dense", "next"])
 def test_estimated_activations_are_near_what_a_forward_pass_keeps(model, tmp_path):
     content = json.loads((model / "config.json").read_text()) | SHRUNK[model]

@@ -113,6 +113,7 @@ def stand_ins_at_work(world):
     }
 
 
+@pytest.mark.world
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 def test_without_cuda_the_cpu_answers():
     (facts,) = run_ranks(stand_ins_at_work, 1)

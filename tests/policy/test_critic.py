@@ -95,6 +95,7 @@ MORE_LAYOUTS = {
 }
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     "layouts",
     [pytest.param(LAYOUTS, id="each kind"), pytest.param(MORE_LAYOUTS, id="more", marks=pytest.mark.slow)],
@@ -132,6 +133,7 @@ def by_hand(world, hf_dir, rows):
     return values, metrics
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("holes", [False, True])
 def test_the_loss_is_the_mean_over_all_trained_tokens(checkpoints, holes):
     """Over three data-parallel ranks with uneven shares; with holes, without what a loss mask leaves out."""
@@ -163,6 +165,7 @@ def learned(world, hf_dir, rows):
     return first, errors
 
 
+@pytest.mark.world
 def test_a_critic_starts_at_0_and_learns_what_it_is_shown(checkpoints):
     rows = [
         replace(r, returns=np.full(len(r.returns), float(n % 2))) for n, r in enumerate(rows_with_returns(6))
@@ -203,6 +206,7 @@ def save_and_resume(world, hf_dir, rows, directory, mode):
     return metrics, values
 
 
+@pytest.mark.world
 def test_a_resumed_critic_goes_on_bit_for_bit(checkpoints, tmp_path):
     rows = rows_with_returns(6)
     through = run_ranks(save_and_resume, 2, checkpoints["dense"], rows, str(tmp_path), "uninterrupted")[0]
@@ -210,6 +214,7 @@ def test_a_resumed_critic_goes_on_bit_for_bit(checkpoints, tmp_path):
     assert resumed == through
 
 
+@pytest.mark.world
 def test_a_checkpoint_without_a_critic_is_refused(checkpoints, tmp_path):
     said = run_ranks(
         save_and_resume, 2, checkpoints["dense"], rows_with_returns(6), str(tmp_path), "policy alone"

@@ -18,6 +18,8 @@ from support.tiny_models import make_qwen3
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -79,6 +79,7 @@ def by_autograd(hf_dir, rows):
     return torch.stack(gradients).numpy()
 
 
+@pytest.mark.world
 def test_it_measures_what_autograd_says_of_each_prompt(checkpoints):
     rows = sequences(11)
     gradients = by_autograd(checkpoints["dense"], rows)
@@ -140,6 +141,7 @@ def test_any_blocks_estimate_variance_and_signal_without_bias(sizes):
     assert abs(signal - 1.0) < 4 * error[1]
 
 
+@pytest.mark.world
 def test_a_gradient_that_is_pure_noise_has_no_signal(checkpoints):
     """Advantages that have nothing to do with the responses: |g|²/v alone would read 1/P."""
     rng = random.Random(1)
@@ -165,6 +167,7 @@ def under_layouts(world, cases, rows):
     return [measured(world, hf_dir, config_for(chosen), rows, [EXACT, 2]) for hf_dir, chosen in cases]
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_every_layout_measures_the_same(checkpoints):
     """Each parameter counts once: TP shares matrices and repeats norms, EP spreads experts."""
@@ -209,6 +212,7 @@ def trained(world, hf_dir, rows, plain, interval):
     return weights, metrics
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("family", ["dense", "next"])
 def test_training_does_not_notice_it(checkpoints, family):
     rows = sequences(8)
@@ -232,6 +236,7 @@ def compared_with_itself(world, hf_dir, rows, settings):
     return found
 
 
+@pytest.mark.world
 def test_gspo_is_as_noisy_as_itself_and_importance_weights_and_clips_are_counted(checkpoints):
     rows = [row for row in sequences(8) if row.kind == "response"]
     settings = [{}, {"use_tis": True, "tis_clip": 1.5}, {"old_logprobs": "engine"}]

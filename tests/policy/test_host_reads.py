@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -87,6 +88,7 @@ def reads(world, hf_dir, rows, max_tokens):
     return [*found, dict(counted.found)]
 
 
+@pytest.mark.world
 def test_an_update_reads_the_device_as_often_however_many_micro_batches_it_has(tmp_path):
     """Once for the numbers of an optimizer step, and once for the log-probs or values of each pass."""
     rows, hf_dir = rows_with_returns(9), make_qwen3(tmp_path / "dense", 3, std=0.1)

@@ -81,10 +81,12 @@ def check_updates(hf_dirs, layout, ranks, **parallel):
             assert all(rank[number][1][name] == own_metrics[name] for rank in found)
 
 
+@pytest.mark.world
 def test_logprobs_loss_and_gradients_are_those_of_one_process(models):
     check_updates([models["tied"], models["next"]], INTERLEAVED, 2)
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_they_are_with_data_parallel_ranks_that_share_the_optimizer(models):
     parallel = {
@@ -96,6 +98,7 @@ def test_they_are_with_data_parallel_ranks_that_share_the_optimizer(models):
     check_updates([models["next"]], INTERLEAVED, 4, **parallel)
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_they_are_in_a_pipeline_of_four_stages(models):
     check_updates([models["dense, eight layers"]], (4, 2), 4)
@@ -142,6 +145,7 @@ def check_resuming(cases, directory):
         assert all((resumed[name][1][n] - own).abs().max() < 1e-6 for n, own in expected.items())
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_it_goes_on_from_another_layout_and_another_from_it(models, tmp_path):
     check_resuming(
@@ -153,6 +157,7 @@ def test_it_goes_on_from_another_layout_and_another_from_it(models, tmp_path):
     )
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_so_it_does_with_experts_and_delta_nets(models, tmp_path):
     check_resuming(
@@ -173,6 +178,7 @@ def criticised(world, hf_dir, layout, rows):
     return found
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_the_critic_is_that_of_one_process(models):
     rows = rows_with_returns()

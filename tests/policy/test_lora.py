@@ -120,6 +120,7 @@ def gradients_of_both_forms(world, hf_dir):
     return pairs_of, (outputs[0] - outputs[1]).abs().max().item()
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     "model",
     ["dense", "next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3.5", "glm", "oss"))],
@@ -162,6 +163,7 @@ def saved_and_computed(world, hf_dir, directory, targets):
 SOME = ("q_proj", "v_proj", "down_proj", "experts")
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("model", "targets", "tolerance"),
     [
@@ -287,6 +289,7 @@ MORE_LAYOUTS = {
 }
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     "layouts",
     [pytest.param(LAYOUTS, id="each kind"), pytest.param(MORE_LAYOUTS, id="more", marks=pytest.mark.slow)],
@@ -337,6 +340,7 @@ def differences(found):
         yield max((own[name] - expected[name]).abs().max().item() for name in expected) / scale
 
 
+@pytest.mark.world
 def test_a_run_goes_on_from_its_adapters_under_its_layout_bit_for_bit(checkpoints, tmp_path):
     cases = [
         (checkpoints["dense"], layout(), layout(), ("q_proj", "down_proj")),
@@ -372,6 +376,7 @@ def check_what_is_refused(checkpoints, saved):
         check_same_adapters(None, own, saved)
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_adapters_under_another_layout(checkpoints, tmp_path):
     sharded = layout(distributed_optimizer=True)
@@ -403,6 +408,7 @@ def held_to_the_base(world, hf_dir, rows):
     return before, reference, after, [own["kl"] for own in metrics]
 
 
+@pytest.mark.world
 def test_without_another_reference_it_is_the_model_without_its_adapters(checkpoints):
     ((before, reference, after, kl),) = run_ranks(
         held_to_the_base, 1, checkpoints["dense"], sequences(), timeout=400

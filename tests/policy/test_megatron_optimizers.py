@@ -40,6 +40,7 @@ def overlapped(world, hf_dir, rows):
     return found
 
 
+@pytest.mark.world
 def test_gradients_reduced_during_the_backward_pass_are_the_same(tmp_path):
     found = run_ranks(overlapped, 2, make_qwen3(tmp_path / "dense", 3, std=0.1), sequences(6))[0]
     for name in OVERLAP:
@@ -113,6 +114,7 @@ def kept_on_the_host(world, hf_dir, rows, directory):
     return found
 
 
+@pytest.mark.world
 def test_an_optimizer_in_host_memory_takes_the_same_steps_and_goes_on_from_its_checkpoint(tmp_path):
     model = make_qwen3(tmp_path / "dense", 3, std=0.1)
     found = run_ranks(kept_on_the_host, 2, model, sequences(6), tmp_path / "checkpoints")[0]

@@ -18,6 +18,9 @@ from support.tiny_models import make_qwen3, make_qwen3_moe, make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer
 
+pytestmark = pytest.mark.world
+
+
 BEFORE, AS_IT_IS, LATE, FORGOTTEN = "before", "as it is", "late", "late, children forgotten"
 """How weights are gathered: after the step; in the next pass; there as late as can be; so, unguarded."""
 

@@ -90,6 +90,7 @@ QUICK = ["next", "dense, sharded optimizer"]
 EACH = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("case", EACH)
 def test_inside_it_is_the_reference_and_afterwards_the_policy_bit_for_bit(checkpoints, case):
     policy, reference = checkpoints[case.split(",")[0]]

@@ -14,6 +14,8 @@ from support.tiny_models import make_qwen3, make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer
 
+pytestmark = pytest.mark.world
+
 
 def layout(tp=1, pp=1, ep=1, cp=1, *, first=None, distributed=False):
     return ParallelConfig(

@@ -22,6 +22,9 @@ from support.tiny_models import make_qwen3, make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer
 
+pytestmark = pytest.mark.world
+
+
 CASES = {
     "dense fp32": ("dense", ParallelConfig(), False),
     "dense fp32, sharded": ("dense", ParallelConfig(use_distributed_optimizer=True), False),

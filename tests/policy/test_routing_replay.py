@@ -93,6 +93,7 @@ def gap(found, expected):
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
+@pytest.mark.world
 def test_replaying_a_routers_own_choices_changes_no_bit_and_other_experts_do(model):
     rows = [row for row in sequences() if row.advantage]
     found = run_ranks(on_one_rank, 1, model, rows)[0]
@@ -132,6 +133,7 @@ def routed(world, hf_dir, rows):
     return seen, pack.members, metrics
 
 
+@pytest.mark.world
 def test_experts_are_those_that_are_given_and_weights_the_trainers_own(model):
     """And what has no record is routed by the trainer, and counted."""
     rows = with_strange_choices([row for row in sequences() if row.advantage])
@@ -173,6 +175,7 @@ RECOMPUTED = [
 ]
 
 
+@pytest.mark.world
 def test_recomputation_replays_the_same_choices(model):
     """Bit for bit, with several micro-batches."""
     rows = with_strange_choices(sequences())
@@ -194,6 +197,7 @@ MORE = {2: [replaying(layout(pp=2), max_tokens=60), replaying(layout(), max_toke
         4: [replaying(layout(tp=2, pp=2, ep=2), max_tokens=60, recompute="full")]}  # fmt: skip
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     "layouts",
     [pytest.param({2: TWO}, id="each kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)],
@@ -206,6 +210,7 @@ def test_choices_are_replayed_alike_under_every_layout(model, layouts):
             agree(found, expected)
 
 
+@pytest.mark.world
 def test_dense_layers_have_no_place_among_the_choices(tmp_path):
     """Three layers of which the first is dense; also where it is all that a pipeline stage has. An update
     that replays its own pass takes that for what it is, too."""
@@ -220,6 +225,7 @@ def test_dense_layers_have_no_place_among_the_choices(tmp_path):
         agree(one, other)
 
 
+@pytest.mark.world
 def test_choices_of_a_router_with_biases_are_replayed(tmp_path):
     oss = make_gpt_oss(tmp_path / "oss", 9, std=0.1)
     rows = with_strange_choices(sequences(), layers=2)
@@ -243,6 +249,7 @@ def second_step(world, hf_dir, rows, parallel, cases):
     return found
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("parallel", [layout(tp=2, ep=2), pytest.param(layout(pp=2), marks=pytest.mark.slow)])
 def test_an_update_replays_the_pass_for_its_old_log_probs(model, parallel):
     """Cut otherwise than the update, so that rows lie elsewhere and on other ranks."""

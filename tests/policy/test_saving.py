@@ -22,6 +22,8 @@ from support.tiny_models import make_qwen3
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer
 
+pytestmark = pytest.mark.world
+
 
 class FullForAMoment(io.FileIO):
     """Without room for one write. torch then complains of the place in the file, and closing it succeeds."""

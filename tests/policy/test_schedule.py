@@ -15,6 +15,9 @@ from support.ranks import run_ranks
 from support.train_sequences import sequences
 from support.trainers import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer
 
+pytestmark = pytest.mark.world
+
+
 UPDATES = 10
 """Of a run, as `open_trainer` says to the schedule."""
 

@@ -34,6 +34,9 @@ from support.trainers import (
     open_trainer,
 )
 
+pytestmark = pytest.mark.world
+
+
 LAYOUTS = {
     "dense": {
         1: [layout()],

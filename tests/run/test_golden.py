@@ -50,6 +50,7 @@ def quick_runs(tmp_path_factory):
     return {run: trained.result for run, trained in found.items()}
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(("layout", "algorithm"), list(every_run()))
 def test_training_on_recorded_rollouts(request, golden, tmp_path, layout, algorithm):
     """Loss, gradient norm and some weights after every step. Adam moves a weight by about the learning rate
@@ -93,6 +94,7 @@ def test_a_commit_that_is_not_there_cannot_be_compared():
     assert "no-such-commit" in output
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_changed_number_is_found_in_the_weights(tmp_path):

@@ -461,6 +461,7 @@ def test_a_replay_without_an_operator_leaves_the_corrections_out() -> None:
 # --- a real engine ---------------------------------------------------------------------------------
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_path: Path) -> None:
     checkpoint = make_qwen3(tmp_path / "model", 0)

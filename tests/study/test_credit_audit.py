@@ -239,6 +239,7 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "audit.png").stat().st_size > 10_000
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_run_is_audited_through_its_own_engine(tmp_path):
     """The policy that a run started from, on a few prompts; of the run it needs its config.yaml alone."""

@@ -780,6 +780,8 @@ def test_two_processes_do_not_work_on_one_study(tmp_path):
         other.wait(10)
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path):

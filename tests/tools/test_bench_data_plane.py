@@ -14,6 +14,7 @@ from support.paths import ROOT
 SCRIPT = ROOT / "tools" / "bench_data_plane.py"
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["arrays", "lists"])
 def test_every_token_arrives(path):

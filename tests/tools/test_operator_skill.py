@@ -280,6 +280,7 @@ def test_the_page_of_a_run_says_whether_the_premise_holds(tmp_path):
         open_source(tmp_path).overview()
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_the_command_measures_the_tiny_policy(tmp_path):
     """Its corrections are other tries."""

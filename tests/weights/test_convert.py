@@ -223,6 +223,7 @@ def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_t
     )
 
 
+@pytest.mark.world
 def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_after_training(models, tmp_path):
     """And the router's correction, which no gradient reaches, is what it was, in float32."""
     weights = run_ranks(saved_by_training, 2, models["glm"], tmp_path, layout(tp=2, ep=2))[0]
@@ -302,6 +303,7 @@ def stored_shapes(sharded):
     return shapes
 
 
+@pytest.mark.world
 def test_megatron_names_its_mtp_layer_as_the_map_does(models):
     (found,) = run_ranks(mtp_keys, 1, models["mtp"])
     entries = weight_map(read_hf_config(models["mtp"]), mtp_layers=1)
@@ -380,6 +382,7 @@ LOADED = {
 """By ranks: what is loaded under which layout. Alone, it is what was converted for another layout."""
 
 
+@pytest.mark.world
 @pytest.mark.slow  # the tests of training from one take some
 def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tmp_path):
     for size, cases in LOADED.items():
@@ -417,6 +420,7 @@ def saved_by_training(world, hf_dir, directory, parallel_config):
     return weights
 
 
+@pytest.mark.world
 def test_what_training_saves_converts_to_what_it_exports(models, tmp_path):
     weights = run_ranks(saved_by_training, 2, models["next"], tmp_path, layout(tp=2, ep=2))[0]
     assert find_stored(tmp_path).name == "step_000007"
@@ -446,6 +450,7 @@ def trained_from(world, hf_dir, stored):
     return norms
 
 
+@pytest.mark.world
 def test_training_starts_from_a_conversion_as_from_the_original(models, tmp_path):
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(pp=2), ALONE)
     ((expected, found),) = run_ranks(trained_from, 1, models["dense"], tmp_path / "stored")
@@ -499,6 +504,7 @@ def interleaved(world, hf_dir, stored, virtual_stages):
     return held
 
 
+@pytest.mark.world
 def test_an_interleaved_pipeline_of_megatron_reads_its_layers(models, tmp_path):
     hf_to_megatron(models["next"], tmp_path / "stored", layout(pp=2), ALONE, virtual_stages=2)
     by_rank = run_ranks(interleaved, 2, models["next"], tmp_path / "stored", 2)
@@ -515,6 +521,7 @@ def convert_together(world, hf_dir, directory):
     return differing_tensors(hf_dir, directory / "stored", world)
 
 
+@pytest.mark.world
 def test_several_processes_share_the_work(models, tmp_path):
     assert run_ranks(convert_together, 2, models["next"], tmp_path) == [[], []]
     assert_same_bytes(

@@ -510,6 +510,7 @@ def load_what_is_damaged(world, directory):
     return answers
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_training_does_not_go_on_from_what_is_damaged(tmp_path):
     """Slow for its trainer; each check by itself is tested above."""

@@ -31,6 +31,8 @@ from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.transfer_stand_ins import AT_MEETING
 
+pytestmark = [pytest.mark.world, pytest.mark.engine]
+
 
 def start(checkpoint: Path, log: Path, transport: TransportName, dies_at: int = 0) -> Engine:
     """An engine on a CPU that takes weights over `transport`. It dies at its so many-th bucket over nccl."""

@@ -227,6 +227,7 @@ def saved_by_the_trainer(world, cases):
     return [round_trip(world, *case)[1] for case in cases]
 
 
+@pytest.mark.world
 def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(wrapped, tmp_path):
     cases = [
         (wrapped[name], tmp_path / name, parallel, bf16)
@@ -260,6 +261,7 @@ def name_in_vllm(name: str) -> str:
     return name.replace("model.language_model.", "language_model.model.", 1)
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize(("moe", "wrap"), [(False, False), (False, True), (True, False), (True, True)])
 def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap):
@@ -308,6 +310,8 @@ THREE_STEPS = [
 TP2 = ["--num-trainers", "2", "--tensor-model-parallel-size", "2"]
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parallel"),

@@ -461,6 +461,7 @@ def two_engines_of_two(world: Any) -> dict[str, Any]:
     return {"exact": exact, "traffic": traffic}
 
 
+@pytest.mark.world
 def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once():
     results = run_ranks(two_engines_of_two, 2)
     assert all(all(result["exact"]) for result in results)
@@ -483,6 +484,7 @@ def asked_of_a_sleeping_engine(world: Any) -> list[Any]:
     return engine.asked
 
 
+@pytest.mark.world
 def test_a_sleeping_engine_wakes_its_weights_before_the_update_and_its_cache_after():
     (asked,) = run_ranks(asked_of_a_sleeping_engine, 1)
     assert asked == [
@@ -532,6 +534,7 @@ def faults():
     return {name: found.result for name, found in ranks.items()}
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("fault", ["dies", "stalls"])
 def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(faults, fault):
     driver, other = faults[fault]()
@@ -558,6 +561,7 @@ def without_a_trainer(world: Any) -> list[str]:
     return said
 
 
+@pytest.mark.world
 def test_an_engine_does_not_wait_for_ever_for_a_trainer(faults):
     said, _ = faults["no trainer"]()
     assert "Timed out waiting 2000ms for recv" in said[-1]
@@ -582,6 +586,7 @@ def with_a_flipped_bit(world: Any) -> str:
     return "no error"
 
 
+@pytest.mark.world
 def test_a_wrong_bit_is_named_with_its_tensor_and_shard():
     said, other = run_ranks(with_a_flipped_bit, 2)
     assert re.search(r"1 of \d+ tensors .*: rows\[4:8, 0:6\]$", said)  # rank 1 holds what worker 1 takes
@@ -600,6 +605,7 @@ def with_tensors_that_do_not_fit(world: Any) -> list[str]:
     return said
 
 
+@pytest.mark.world
 def test_tensors_that_do_not_fit_are_named_on_every_rank_before_anything_is_sent():
     for said in run_ranks(with_tensors_that_do_not_fit, 2):
         assert said == [
@@ -627,6 +633,7 @@ def gathered_everywhere(world: Any) -> list[list[tuple[str, Any]]]:
     ]
 
 
+@pytest.mark.world
 def test_tensors_are_gathered_whole_where_they_are_asked_for():
     results = run_ranks(gathered_everywhere, 3)
     for rank, (at_0, at_2, everywhere) in enumerate(results):
@@ -674,6 +681,7 @@ def to_an_engine_that_does_not_listen(world: Any) -> tuple[str, float]:
     return str(failures[0]), time.monotonic() - began
 
 
+@pytest.mark.world
 def test_a_trainer_does_not_wait_for_ever_for_an_engine(faults):
     for said, seconds in faults["does not listen"]():
         assert "Timed out waiting" in said or "no answer within 2 seconds" in said
@@ -737,6 +745,7 @@ def memory_of_sending_and_gathering(world: Any) -> tuple[int, int]:
     return rise, counted.most
 
 
+@pytest.mark.world
 def test_an_update_takes_two_buckets_of_memory_and_no_replica():
     (rise, held), _ = run_ranks(memory_of_sending_and_gathering, 2)
     assert LARGE_BUCKET / 4 < rise < 2 * LARGE_BUCKET

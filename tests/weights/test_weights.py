@@ -92,6 +92,7 @@ def parameter_shapes(world, paths):
     ]
 
 
+@pytest.mark.world
 def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoints):
     """And every buffer that Megatron stores."""
     names = ["dense", "tied", "next", "moe", "glm", "oss", "llama", "qwen2"]
@@ -188,6 +189,7 @@ def there_and_back(world, cases):
     return [round_trip(world, *case) for case in cases]
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     "size", [size if size < 4 else pytest.param(size, marks=pytest.mark.slow) for size in CASES]
 )
@@ -195,6 +197,7 @@ def test_the_round_trip_changes_no_bit_in_any_layout(checkpoints, tmp_path, size
     check_round_trips(checkpoints, tmp_path, size, CASES[size])
 
 
+@pytest.mark.world
 @pytest.mark.slow
 @pytest.mark.parametrize("size", MORE_CASES)
 def test_nor_does_it_in_further_layouts(checkpoints, tmp_path, size):
@@ -238,6 +241,7 @@ def read_in_every_form(world, forms):
     return exports if world.is_rank_0 else None
 
 
+@pytest.mark.world
 def test_sharded_files_and_fused_experts_load_like_a_single_file(checkpoints, tmp_path):
     origin = checkpoints["next", torch.float32]
     tensors = load_file(origin / "model.safetensors")
@@ -268,6 +272,7 @@ def save_twice(world, origin, out_dir, shard_bytes):
     save_hf(export, world, out_dir, origin)
 
 
+@pytest.mark.world
 def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(checkpoints, tmp_path):
     """In several files, over one that was there, with the origin's tokenizer and the trainer's dtype."""
     from transformers import AutoModelForCausalLM
@@ -305,6 +310,7 @@ def save_without_space(world, origin, out_dir):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.world
 def test_a_full_disk_is_refused_before_anything_is_written(checkpoints, tmp_path):
     out_dir = tmp_path / "hf"
     said = run_ranks(save_without_space, 2, checkpoints["dense", torch.float32], out_dir)
@@ -336,6 +342,7 @@ def load_all(world, paths):
     return said
 
 
+@pytest.mark.world
 def test_bad_checkpoints_are_refused_by_name(checkpoints, tmp_path):
     origin = checkpoints["dense", torch.float32]
     tensors = load_file(origin / "model.safetensors")
