@@ -1,7 +1,7 @@
 """Five hundred bad inputs through the commands that read them: each is taken, or refused in a line, within 20
 seconds and 2 GB.
 
-pytest tests/test_fuzz.py                                        some of each family
+pytest tests/commands/test_fuzz.py                               some of each family
 PYTHONPATH=tests python -m support.bad_inputs [SEED [COUNT]]     all of them in a table, kept in tools/results
 """
 

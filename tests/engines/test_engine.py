@@ -481,7 +481,7 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
 
 
 @pytest.mark.engine
-@pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/test_loop.py)
+@pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/examples/test_loop.py)
 def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import megatron_ibpo
+from support.paths import TESTS
 
 PACKAGE = Path(megatron_ibpo.__file__).parent
 
@@ -34,6 +35,8 @@ LIBRARIES = {
 """Library → rooms that may import it."""
 
 MOST_ARROWS = 120
+
+MORE_FOLDERS_OF_TESTS = {"examples", "gpu", "house", "interpreted", "tools"}
 
 
 def room_of(path):
@@ -77,6 +80,12 @@ def test_imports_run_down():
 
 def test_rooms_know_few_others():
     assert len({(room, target) for room, target, _ in arrows()}) <= MOST_ARROWS
+
+
+def test_tests_are_in_folders_named_as_the_rooms_and_import_no_test_file():
+    files = sorted(TESTS.rglob("test_*.py"))
+    assert {path.relative_to(TESTS).parts[0] for path in files} - {*ROOMS, *MORE_FOLDERS_OF_TESTS} == set()
+    assert [(path.name, name) for path in files for name in imports(path) if "test_" in name] == []
 
 
 def test_the_kernels_know_nothing_of_the_package():

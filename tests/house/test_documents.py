@@ -64,7 +64,10 @@ def check(command: str) -> None:
     if words[0] == "make":
         assert words == ["make"]
     elif words[0] == BOOTSTRAPPED_PYTHON:
-        script = next(word for word in words if word.endswith(".py"))
+        if words[1] == "-m":
+            script = f"{variables['PYTHONPATH']}/{words[2].replace('.', '/')}.py"
+        else:
+            script = next(word for word in words if word.endswith(".py"))
         assert (ROOT / script).is_file(), script
         assert BOOTSTRAPPED_PYTHON in command.replace('"', "")
     else:

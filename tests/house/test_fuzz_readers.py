@@ -1,8 +1,8 @@
 """Two thousand inputs that a seed makes wrong, read by the package: each is taken or refused in a line, none
 with NaN in it. (Through the commands: test_fuzz.py.)
 
-pytest tests/test_fuzz_readers.py                    some of each kind
-python tests/test_fuzz_readers.py [SEED [COUNT]]     all of them, and how many of each kind were refused
+pytest tests/house/test_fuzz_readers.py                                     some of each kind
+PYTHONPATH=tests python tests/house/test_fuzz_readers.py [SEED [COUNT]]     all of them, and the share refused
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""These tests need Triton's interpreter, which is chosen when Triton is imported: `tests/test_kernels.py`
-runs them in a process of their own. Elsewhere they are not collected."""
+"""These tests need Triton's interpreter, which is chosen when Triton is imported:
+`tests/kernels/test_kernels.py` runs them in a process of their own. Elsewhere they are not collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter. `tests/test_kernels.py` runs this file in a process where
+"""The kernels under Triton's interpreter. `tests/kernels/test_kernels.py` runs this file in a process where
 TRITON_INTERPRET=1 was set before Triton was imported."""
 
 from __future__ import annotations

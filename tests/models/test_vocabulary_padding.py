@@ -1,6 +1,6 @@
 """Tensor parallelism that does not divide the vocabulary: rows are added, and nothing but memory notices.
 
-Logits and gradients of models with 211 token ids against transformers: tests/test_model_parity.py.
+Logits and gradients of models with 211 token ids against transformers: tests/models/test_model_parity.py.
 """
 
 from __future__ import annotations

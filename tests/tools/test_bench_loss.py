@@ -38,7 +38,7 @@ def test_the_committed_predictions_are_what_the_script_predicts(tmp_path):
     assert row["floor_ms"] == round(3 * 2 * 32768 * 151936 / 4.3e12 * 1e3, 3)
 
 
-@pytest.mark.slow  # results are compared in tests/test_linear_loss.py and tests/test_kernels.py
+@pytest.mark.slow  # results are compared in tests/loss/test_linear_loss.py and tests/kernels/test_kernels.py
 def test_on_a_cpu_it_compares_results_and_names_what_is_missing(tmp_path):
     names = ("ours", "ours, torch", "TRL eager", "ours, head fused")
     done = bench("--device", "cpu", "--only", *names, "--save", tmp_path / "cpu.json")

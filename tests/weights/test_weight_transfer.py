@@ -1,7 +1,7 @@
 """Weights reach engines exactly, each byte once, in bounded memory; what fails is named and nothing hangs.
 
 The engines here are threads with a toy model, so that many layouts and faults take no time;
-tests/test_engine.py does the same with vLLM.
+tests/engines/test_engine.py does the same with vLLM.
 """
 
 from __future__ import annotations
