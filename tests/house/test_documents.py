@@ -64,7 +64,7 @@ def check(command: str) -> None:
     if words[0] == "make":
         assert words == ["make"]
     elif words[0] == BOOTSTRAPPED_PYTHON:
-        if words[1] == "-m":
+        if "PYTHONPATH" in variables:
             script = f"{variables['PYTHONPATH']}/{words[2].replace('.', '/')}.py"
         else:
             script = next(word for word in words if word.endswith(".py"))
